@@ -1,0 +1,35 @@
+#pragma once
+
+#include "transport/ucx/options.h"
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// Faults to inject into outgoing messages, by the name of their type. Empty in
+// production.
+struct FaultOptions {
+  std::vector<std::string> messagesToFail;
+  std::unordered_map<std::string, double> messagesToDelay; // seconds
+  int failures = 0; // of each type, one after the other
+
+  bool any() const {
+    return !messagesToFail.empty() || !messagesToDelay.empty();
+  }
+};
+
+// Validated in Python (torch_rpc_ext/options.py), where users build them.
+struct AgentOptions {
+  int numWorkerThreads = 16;
+  float rpcTimeoutSeconds = 60;
+  uint64_t receiveCacheBytes = uint64_t{4} << 30;
+  // Storages up to this size travel inside the frame, larger ones as bulk.
+  uint64_t inlineBytes = 16 << 10;
+  transport::ucx::Options transport;
+  FaultOptions faults;
+};
+
+} // namespace torch_rpc_ext::agent

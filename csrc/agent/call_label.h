@@ -1,0 +1,18 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <string>
+
+namespace torch_rpc_ext::agent {
+
+// What a request asks for, for people: "module.function", "aten::add" or the
+// kind of message. Only looks at the first bytes of the payload, because error
+// texts must not cost anything on calls that succeed.
+std::string labelOf(const torch::distributed::rpc::Message& message);
+
+// "PYTHON_CALL", "RREF_USER_DELETE", ...: the names that upstream's fault
+// injection knows; empty for a number that is no message type.
+std::string nameOf(torch::distributed::rpc::MessageType type);
+
+} // namespace torch_rpc_ext::agent

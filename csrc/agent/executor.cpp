@@ -1,0 +1,280 @@
+#include "agent/executor.h"
+
+#include "base/log.h"
+
+#include <chrono>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+namespace {
+
+// A group that calls itself in circles may want a thread per level of nesting;
+// beyond this it is a bug of the application that memory should not pay for.
+constexpr size_t kMaxThreads = 4096;
+// Idle threads above the number of request threads end.
+constexpr size_t kSpareThreads = 1;
+
+} // namespace
+
+class Executor::RequestScope {
+ public:
+  size_t nested = 0; // calls of this request that are under way
+  bool finished = false;
+};
+
+namespace {
+
+// What the current thread is to an executor.
+struct ThreadState {
+  Executor* executor = nullptr;
+  // The thread returns to its loop soon: it can take one more task along.
+  bool chainable = false;
+  base::TaskPtr next;
+  bool nextIsUserCode = false;
+  bool inRequest = false;
+  Executor::RequestScopePtr scope;
+};
+
+thread_local ThreadState threadState;
+
+} // namespace
+
+Executor::Executor(size_t requestThreads) : requestThreads_(requestThreads) {}
+
+Executor::~Executor() {
+  stop(/*milliseconds=*/0);
+}
+
+void Executor::start() {
+  spawn();
+}
+
+void Executor::spawn() {
+  {
+    std::lock_guard lock(mutex_);
+    if (threads_ >= kMaxThreads) {
+      base::log(
+          base::LogLevel::kError,
+          std::to_string(threads_) +
+              " threads wait in user code; no more are started");
+      return;
+    }
+    ++threads_;
+  }
+  polling_.fetch_add(1);
+  try {
+    std::thread([this] { threadMain(); }).detach();
+  } catch (const std::system_error& error) {
+    polling_.fetch_sub(1);
+    base::log(
+        base::LogLevel::kError,
+        std::string("cannot start a thread: ") + error.what());
+    std::lock_guard lock(mutex_);
+    --threads_;
+  }
+}
+
+// Counted in polling_ on entry.
+void Executor::threadMain() {
+  threadState.executor = this;
+  for (;;) {
+    Work work = takeWork();
+    if (work.task != nullptr) {
+      const bool last = polling_.fetch_sub(1) == 1;
+      if (last && !stopping_.load()) {
+        spawn(); // somebody has to stay at the Poller
+      }
+      run(std::move(work));
+      if (polling_.fetch_add(1) >= requestThreads_ + kSpareThreads &&
+          threadState.next == nullptr) {
+        break;
+      }
+      continue;
+    }
+    if (stopping_.load()) {
+      break;
+    }
+    threadState.chainable = true;
+    const bool event = poller_.wait();
+    threadState.chainable = false;
+    if (!event) {
+      wakePending_.store(false);
+    }
+  }
+  polling_.fetch_sub(1);
+  threadState.executor = nullptr;
+  std::lock_guard lock(mutex_);
+  --threads_;
+  threadEnded_.notify_all();
+}
+
+Executor::Work Executor::takeWork() {
+  Work work;
+  if (threadState.next != nullptr) {
+    work.task = std::move(threadState.next);
+    work.userCode = threadState.nextIsUserCode;
+    return work;
+  }
+  if (readyCount_.load() == 0) {
+    return work;
+  }
+  bool more = false;
+  {
+    std::lock_guard lock(mutex_);
+    // Responses first: a request may be waiting for one.
+    auto& queue = ready_.empty() ? readyRequests_ : ready_;
+    if (queue.empty()) {
+      return work;
+    }
+    work = std::move(queue.front());
+    queue.pop_front();
+    more = readyCount_.fetch_sub(1) > 1;
+  }
+  // Each thread that takes work wakes at most one more: a burst of short tasks
+  // is served by few threads, and a long task holds nothing up.
+  if (more && !wakePending_.exchange(true)) {
+    poller_.wake();
+  }
+  return work;
+}
+
+void Executor::run(Work work) {
+  threadState.chainable = !work.userCode;
+  work.task->run();
+  work.task.reset();
+  threadState.chainable = false;
+}
+
+void Executor::enqueue(Work work) {
+  if (threadState.executor == this && threadState.chainable &&
+      threadState.next == nullptr) {
+    threadState.next = std::move(work.task);
+    threadState.nextIsUserCode = work.userCode;
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    ready_.push_back(std::move(work));
+    readyCount_.fetch_add(1);
+  }
+  if (!wakePending_.exchange(true)) {
+    poller_.wake();
+  }
+}
+
+void Executor::submit(base::TaskPtr task) {
+  enqueue({std::move(task), /*userCode=*/false});
+}
+
+void Executor::submitCompletion(base::TaskPtr task) {
+  enqueue({std::move(task), /*userCode=*/true});
+}
+
+void Executor::submitRequest(base::TaskPtr task) {
+  {
+    std::lock_guard lock(mutex_);
+    if (running_ >= requestThreads_) {
+      backlog_.push_back(std::move(task));
+      return;
+    }
+    ++running_;
+  }
+  admit(std::move(task));
+}
+
+void Executor::admit(base::TaskPtr task) {
+  enqueue(
+      {base::makeTask([this, task = std::move(task)] {
+         threadState.inRequest = true;
+         task->run();
+         threadState.inRequest = false;
+         const RequestScopePtr scope = std::move(threadState.scope);
+         std::unique_lock lock(mutex_);
+         if (scope != nullptr) {
+           scope->finished = true;
+           if (scope->nested != 0) {
+             return; // its slot was given away already
+           }
+         }
+         releaseSlotLocked(lock);
+       }),
+       /*userCode=*/true});
+}
+
+void Executor::releaseSlotLocked(std::unique_lock<std::mutex>& lock) {
+  if (backlog_.empty() || running_ > requestThreads_) {
+    --running_;
+    return;
+  }
+  base::TaskPtr next = std::move(backlog_.front());
+  backlog_.pop_front();
+  lock.unlock();
+  admit(std::move(next));
+}
+
+Executor::RequestScopePtr Executor::currentRequest() {
+  if (threadState.executor != this || !threadState.inRequest) {
+    return nullptr;
+  }
+  if (threadState.scope == nullptr) {
+    threadState.scope = std::make_shared<RequestScope>();
+  }
+  return threadState.scope;
+}
+
+void Executor::beginNested(const RequestScopePtr& scope) {
+  std::unique_lock lock(mutex_);
+  if (scope->nested++ == 0) {
+    releaseSlotLocked(lock);
+  }
+}
+
+void Executor::endNested(const RequestScopePtr& scope) {
+  std::lock_guard lock(mutex_);
+  if (--scope->nested == 0 && !scope->finished) {
+    ++running_; // it was promised: above the limit rather than blocked
+  }
+}
+
+bool Executor::stop(int milliseconds) {
+  std::deque<base::TaskPtr> dropped;
+  {
+    std::lock_guard lock(mutex_);
+    dropped.swap(backlog_);
+  }
+  dropped.clear();
+  stopping_.store(true);
+  std::unique_lock lock(mutex_);
+  const auto deadline = std::chrono::steady_clock::now() +
+      std::chrono::milliseconds(milliseconds);
+  // Each wake ends one wait; a thread in user code misses it and looks at
+  // stopping_ when it comes back.
+  while (threads_ != 0) {
+    poller_.wake(threads_);
+    threadEnded_.wait_for(lock, std::chrono::milliseconds(10));
+    if (std::chrono::steady_clock::now() > deadline) {
+      break;
+    }
+  }
+  return threads_ == 0;
+}
+
+size_t Executor::runningRequests() const {
+  std::lock_guard lock(mutex_);
+  return running_;
+}
+
+size_t Executor::queuedRequests() const {
+  std::lock_guard lock(mutex_);
+  return backlog_.size();
+}
+
+size_t Executor::threads() const {
+  std::lock_guard lock(mutex_);
+  return threads_;
+}
+
+} // namespace torch_rpc_ext::agent

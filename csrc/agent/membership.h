@@ -1,0 +1,55 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <memory>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// Who is in the group and at which address.
+//
+// Owns: the list of members, those that left included: references to their
+//   WorkerInfo stay valid, as upstream's callers expect.
+// Thread: any.
+class Membership {
+ public:
+  using WorkerInfo = torch::distributed::rpc::WorkerInfo;
+  using worker_id_t = torch::distributed::rpc::worker_id_t;
+
+  // What the group is called on the wire: random bytes that all members share,
+  // so that a worker of an older group is never taken for one of this.
+  void setGroup(std::string group);
+  std::string group() const;
+
+  // Adds a member, or replaces the one with this name.
+  void add(const std::string& name, worker_id_t id, std::string address);
+  void remove(const std::string& name);
+
+  // Throw the errors that upstream's users know.
+  const WorkerInfo& byName(const std::string& name) const;
+  const WorkerInfo& byId(worker_id_t id) const;
+
+  std::vector<WorkerInfo> all() const;
+  std::optional<std::string> address(worker_id_t id) const;
+  std::optional<std::string> name(worker_id_t id) const;
+
+ private:
+  struct Member {
+    WorkerInfo info;
+    std::string address;
+  };
+  using MemberPtr = std::shared_ptr<const Member>;
+
+  mutable std::shared_mutex mutex_;
+  std::string group_;
+  std::unordered_map<std::string, MemberPtr> byName_;
+  std::unordered_map<worker_id_t, MemberPtr> byId_;
+  std::vector<MemberPtr> former_;
+};
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,179 @@
+#include "agent/peers.h"
+
+#include "base/bytes.h"
+
+#include <c10/util/Exception.h>
+
+namespace torch_rpc_ext::agent {
+
+namespace {
+
+constexpr uint16_t kHelloVersion = 1;
+constexpr size_t kMaxTextBytes = 4096;
+
+std::string takeText(base::ByteReader& reader) {
+  const uint16_t size = reader.u16();
+  const base::ConstSpan bytes =
+      reader.bytes(size <= kMaxTextBytes ? size : UINT64_MAX);
+  return {static_cast<const char*>(bytes.data), bytes.size};
+}
+
+void putText(base::ByteWriter& writer, const std::string& text) {
+  writer.u16(static_cast<uint16_t>(text.size()));
+  writer.bytes({text.data(), text.size()});
+}
+
+} // namespace
+
+std::string encode(const Hello& hello) {
+  base::Buffer buffer(
+      2 + 4 + 2 + hello.group.size() + 2 + hello.name.size());
+  base::ByteWriter writer(buffer);
+  writer.u16(kHelloVersion);
+  writer.u32(static_cast<uint32_t>(hello.workerId));
+  putText(writer, hello.group);
+  putText(writer, hello.name);
+  return {reinterpret_cast<const char*>(buffer.data()), buffer.size()};
+}
+
+base::Result<Hello> parseHello(const std::string& bytes) {
+  base::ByteReader reader({bytes.data(), bytes.size()});
+  const uint16_t version = reader.u16();
+  if (version != kHelloVersion) {
+    return base::Error{
+        base::ErrorKind::kInvalid,
+        "the peer introduces itself in version " + std::to_string(version) +
+            ", this worker in version " + std::to_string(kHelloVersion) +
+            ": install the same torch_rpc_ext everywhere"};
+  }
+  Hello hello;
+  hello.workerId = static_cast<int32_t>(reader.u32());
+  hello.group = takeText(reader);
+  hello.name = takeText(reader);
+  if (reader.failed() || reader.remaining() != 0) {
+    return base::Error{
+        base::ErrorKind::kInvalid, "the introduction of a peer is malformed"};
+  }
+  return hello;
+}
+
+Peers::Peers(
+    const Membership& membership,
+    Hello self,
+    std::shared_ptr<transport::Context> remote,
+    std::shared_ptr<transport::Context> loopback)
+    : membership_(membership),
+      self_(std::move(self)),
+      remote_(std::move(remote)),
+      loopback_(std::move(loopback)) {}
+
+std::string Peers::hello() const {
+  Hello hello = self_;
+  hello.group = membership_.group();
+  return encode(hello);
+}
+
+transport::ConnectionPtr Peers::connection(worker_id_t id) {
+  {
+    std::lock_guard lock(mutex_);
+    auto it = connections_.find(id);
+    if (it != connections_.end()) {
+      return it->second;
+    }
+  }
+  const bool self = id == self_.workerId;
+  const auto name = membership_.name(id);
+  const auto address = membership_.address(id);
+  TORCH_CHECK(
+      name.has_value(),
+      "could not find destination worker with id ",
+      id,
+      ": it is not in the group, or has left it");
+  auto made = self ? loopback_->connect(loopback_->address(), hello())
+                   : remote_->connect(*address, hello());
+  std::lock_guard lock(mutex_);
+  names_[made.get()] = *name;
+  // Another thread, or the peer, may have been quicker. Then ours stays idle:
+  // the peer may already be using it.
+  return connections_.emplace(id, made).first->second;
+}
+
+base::Result<Hello> Peers::check(const std::string& bytes) const {
+  auto hello = parseHello(bytes);
+  if (!hello.ok()) {
+    return hello;
+  }
+  if (hello.value().group != membership_.group()) {
+    return base::Error{
+        base::ErrorKind::kRefused,
+        "worker \"" + hello.value().name +
+            "\" belongs to another RPC group than \"" + self_.name + "\""};
+  }
+  return hello;
+}
+
+base::Result<std::string> Peers::onAccept(
+    const transport::ConnectionPtr& connection,
+    const std::string& bytes) {
+  auto peer = check(bytes);
+  if (!peer.ok()) {
+    return peer.error();
+  }
+  std::lock_guard lock(mutex_);
+  names_[connection.get()] = peer.value().name;
+  // Our own calls use it too, unless we have opened one meanwhile.
+  connections_.emplace(
+      static_cast<worker_id_t>(peer.value().workerId), connection);
+  return hello();
+}
+
+base::Error Peers::onConnected(
+    const transport::ConnectionPtr& connection,
+    const std::string& bytes) {
+  auto peer = check(bytes);
+  if (!peer.ok()) {
+    return peer.error();
+  }
+  std::lock_guard lock(mutex_);
+  names_[connection.get()] = peer.value().name;
+  return {};
+}
+
+void Peers::onClosed(const transport::ConnectionPtr& connection) {
+  std::lock_guard lock(mutex_);
+  names_.erase(connection.get());
+  std::erase_if(connections_, [&](const auto& entry) {
+    return entry.second == connection;
+  });
+}
+
+std::string Peers::nameOf(const transport::Connection* connection) const {
+  std::lock_guard lock(mutex_);
+  auto it = names_.find(connection);
+  return it == names_.end() ? "an unknown worker" : it->second;
+}
+
+std::map<std::string, transport::PathInfo> Peers::paths() const {
+  std::map<std::string, transport::ConnectionPtr> connections;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& entry : connections_) {
+      auto name = names_.find(entry.second.get());
+      if (name != names_.end()) {
+        connections[name->second] = entry.second;
+      }
+    }
+  }
+  std::map<std::string, transport::PathInfo> paths;
+  for (const auto& [name, connection] : connections) {
+    paths[name] = connection->path();
+  }
+  return paths;
+}
+
+size_t Peers::size() const {
+  std::lock_guard lock(mutex_);
+  return connections_.size();
+}
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,76 @@
+#pragma once
+
+#include "agent/membership.h"
+#include "base/error.h"
+#include "transport/transport.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+namespace torch_rpc_ext::agent {
+
+// How a worker introduces itself when a connection opens.
+struct Hello {
+  std::string group;
+  int32_t workerId = -1;
+  std::string name;
+};
+
+std::string encode(const Hello& hello);
+base::Result<Hello> parseHello(const std::string& bytes);
+
+// The connections to other workers, opened at the first call, whoever makes
+// it; a call to oneself goes through a loopback context.
+//
+// Owns: the connections.
+// Thread: any. Never calls into a transport while it holds its lock: the
+//   transport calls onAccept() under its own.
+class Peers {
+ public:
+  using worker_id_t = Membership::worker_id_t;
+
+  Peers(
+      const Membership& membership,
+      Hello self,
+      std::shared_ptr<transport::Context> remote,
+      std::shared_ptr<transport::Context> loopback);
+
+  // An open or opening connection. Throws when there is no such worker.
+  transport::ConnectionPtr connection(worker_id_t id);
+
+  // What Handler asks when a peer introduces itself.
+  base::Result<std::string> onAccept(
+      const transport::ConnectionPtr& connection,
+      const std::string& hello);
+  base::Error onConnected(
+      const transport::ConnectionPtr& connection,
+      const std::string& hello);
+  void onClosed(const transport::ConnectionPtr& connection);
+
+  // The worker at the other end; for a connection that was never established,
+  // the one it was meant for.
+  std::string nameOf(const transport::Connection* connection) const;
+
+  // Worker name -> path, of the connections there are.
+  std::map<std::string, transport::PathInfo> paths() const;
+  size_t size() const;
+
+ private:
+  base::Result<Hello> check(const std::string& bytes) const;
+  std::string hello() const;
+
+  const Membership& membership_;
+  const Hello self_;
+  const std::shared_ptr<transport::Context> remote_;
+  const std::shared_ptr<transport::Context> loopback_;
+
+  mutable std::mutex mutex_;
+  std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
+  std::unordered_map<const transport::Connection*, std::string> names_;
+};
+
+} // namespace torch_rpc_ext::agent

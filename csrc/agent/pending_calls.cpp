@@ -1,0 +1,144 @@
+#include "agent/pending_calls.h"
+
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+namespace torch_rpc_ext::agent {
+
+PendingCalls::PendingCalls(base::Poller& poller, Expired expired)
+    : poller_(poller),
+      expired_(std::move(expired)),
+      timerFd_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  poller_.add(timerFd_, [this] { onTimer(); });
+}
+
+PendingCalls::~PendingCalls() {
+  stop();
+  close(timerFd_);
+}
+
+uint64_t PendingCalls::add(PendingCall call) {
+  std::lock_guard lock(mutex_);
+  const uint64_t id = nextId_++;
+  Entry entry{std::move(call), Clock::time_point::max()};
+  if (entry.call.timeout.count() > 0) {
+    entry.deadline = entry.call.sentAt + entry.call.timeout;
+    deadlines_.emplace(entry.deadline, id);
+    // With equal time-outs each deadline is later than the one before, and the
+    // timer needs no touch.
+    if (entry.deadline < armed_) {
+      armLocked();
+    }
+  }
+  calls_.emplace(id, std::move(entry));
+  return id;
+}
+
+void PendingCalls::setConnection(
+    uint64_t id,
+    const transport::ConnectionPtr& connection) {
+  std::lock_guard lock(mutex_);
+  auto it = calls_.find(id);
+  if (it != calls_.end()) {
+    it->second.call.connection = connection;
+  }
+}
+
+PendingCall PendingCalls::extractLocked(
+    std::unordered_map<uint64_t, Entry>::iterator it) {
+  PendingCall call = std::move(it->second.call);
+  if (it->second.deadline != Clock::time_point::max()) {
+    deadlines_.erase({it->second.deadline, it->first});
+  }
+  calls_.erase(it);
+  return call;
+}
+
+std::optional<PendingCall> PendingCalls::take(uint64_t id) {
+  std::lock_guard lock(mutex_);
+  auto it = calls_.find(id);
+  if (it == calls_.end()) {
+    return std::nullopt;
+  }
+  return extractLocked(it);
+}
+
+std::vector<PendingCall> PendingCalls::takeAll(
+    const transport::Connection* connection) {
+  std::lock_guard lock(mutex_);
+  std::vector<PendingCall> taken;
+  for (auto it = calls_.begin(); it != calls_.end();) {
+    auto current = it++;
+    if (connection == nullptr ||
+        current->second.call.connection.get() == connection) {
+      taken.push_back(extractLocked(current));
+    }
+  }
+  return taken;
+}
+
+std::vector<PendingCall> PendingCalls::takeAll() {
+  return takeAll(nullptr);
+}
+
+bool PendingCalls::contains(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  return calls_.count(id) != 0;
+}
+
+size_t PendingCalls::size() const {
+  std::lock_guard lock(mutex_);
+  return calls_.size();
+}
+
+size_t PendingCalls::withDeadline() const {
+  std::lock_guard lock(mutex_);
+  return deadlines_.size();
+}
+
+void PendingCalls::armLocked() {
+  armed_ = deadlines_.empty() ? Clock::time_point::max()
+                              : deadlines_.begin()->first;
+  itimerspec spec{};
+  if (!deadlines_.empty()) {
+    // steady_clock is CLOCK_MONOTONIC. A time in the past fires at once.
+    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                        armed_.time_since_epoch())
+                        .count();
+    spec.it_value.tv_sec = ns / 1'000'000'000;
+    spec.it_value.tv_nsec = ns % 1'000'000'000;
+  }
+  timerfd_settime(timerFd_, TFD_TIMER_ABSTIME, &spec, nullptr);
+}
+
+void PendingCalls::onTimer() {
+  uint64_t expirations = 0;
+  (void)!read(timerFd_, &expirations, sizeof(expirations));
+  std::vector<PendingCall> due;
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_) {
+      return;
+    }
+    const auto now = Clock::now();
+    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+      auto it = calls_.find(deadlines_.begin()->second);
+      due.push_back(extractLocked(it));
+    }
+    armLocked();
+    poller_.rearm(timerFd_);
+  }
+  for (auto& call : due) {
+    expired_(std::move(call));
+  }
+}
+
+void PendingCalls::stop() {
+  std::lock_guard lock(mutex_);
+  if (!stopped_) {
+    stopped_ = true;
+    poller_.remove(timerFd_);
+  }
+}
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,88 @@
+#pragma once
+
+#include "agent/executor.h"
+#include "base/error.h"
+#include "transport/transport.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// A request that waits for its response.
+struct PendingCall {
+  using Clock = std::chrono::steady_clock;
+
+  c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future;
+  transport::ConnectionPtr connection;
+  std::string worker; // name of the callee
+  std::string label; // what was asked for
+  std::chrono::milliseconds timeout{0}; // 0: none
+  Clock::time_point sentAt;
+  Executor::RequestScopePtr scope; // of the request that made the call
+  bool counted = true; // part of what shutdown waits for
+};
+
+// The calls of this worker that are under way, and their deadlines.
+//
+// Owns: the calls until take() or expiry, and a timer.
+// Thread: any.
+// Outlives: nothing; stop() detaches it from the Poller.
+class PendingCalls {
+ public:
+  using Expired = std::function<void(PendingCall)>;
+
+  PendingCalls(base::Poller& poller, Expired expired);
+  ~PendingCalls();
+  PendingCalls(const PendingCalls&) = delete;
+  PendingCalls& operator=(const PendingCalls&) = delete;
+
+  // Returns the id of the call.
+  uint64_t add(PendingCall call);
+  // Says on which connection the call went: it is lost with it.
+  void setConnection(uint64_t id, const transport::ConnectionPtr& connection);
+
+  // Exactly one of take(), takeAll() and expiry gets a call.
+  std::optional<PendingCall> take(uint64_t id);
+  std::vector<PendingCall> takeAll(const transport::Connection* connection);
+  std::vector<PendingCall> takeAll();
+  bool contains(uint64_t id) const;
+  size_t size() const;
+  size_t withDeadline() const;
+
+  void stop();
+
+ private:
+  using Clock = PendingCall::Clock;
+  struct Entry {
+    PendingCall call;
+    Clock::time_point deadline;
+  };
+
+  void onTimer();
+  void armLocked();
+  PendingCall extractLocked(std::unordered_map<uint64_t, Entry>::iterator it);
+
+  base::Poller& poller_;
+  const Expired expired_;
+  const int timerFd_;
+
+  mutable std::mutex mutex_;
+  uint64_t nextId_ = 1;
+  std::unordered_map<uint64_t, Entry> calls_;
+  std::set<std::pair<Clock::time_point, uint64_t>> deadlines_;
+  // When the timer fires; max() when it does not.
+  Clock::time_point armed_ = Clock::time_point::max();
+  bool stopped_ = false;
+};
+
+} // namespace torch_rpc_ext::agent

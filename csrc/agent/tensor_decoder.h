@@ -1,0 +1,21 @@
+#pragma once
+
+#include "base/error.h"
+#include "wire/call_frame.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/ArrayRef.h>
+
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// Builds the tensors that a call frame describes over `storages` (those of its
+// storage table). Part of codec.h. Fails with kInvalid; may throw c10::Error.
+base::Error decodeTensors(
+    const wire::CallFrameView& frame,
+    c10::ArrayRef<c10::Storage> storages,
+    std::vector<at::Tensor>& tensors);
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,300 @@
+#include "agent/tensor_encoder.h"
+
+#include "agent/dtype.h"
+#include "wire/limits.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace torch_rpc_ext::agent {
+
+using base::Error;
+using base::ErrorKind;
+using base::Result;
+using wire::TensorLayout;
+using wire::TensorRecord;
+
+namespace {
+
+// cloneSparseTensors' rule (torch/csrc/distributed/rpc/utils.cpp): a storage
+// this large, of which at most half is used, is not worth its way.
+constexpr uint64_t kMinCompactBytes = 8 * 1024;
+constexpr uint64_t kMinCompactRatio = 2;
+
+// Up to here a scan over the storages is faster than a hash table.
+constexpr size_t kMaxScan = 16;
+
+// The keys that an ordinary strided CPU tensor may carry. Any other one means
+// that its bytes are not all there is to it.
+const uint64_t kPlainKeys = [] {
+  using c10::BackendComponent;
+  using c10::DispatchKey;
+  const c10::DispatchKeySet keys = c10::DispatchKeySet(DispatchKey::CPU) |
+      c10::getAutogradRelatedKeySetFromBackend(BackendComponent::CPUBit) |
+      c10::getAutocastRelatedKeySetFromBackend(BackendComponent::CPUBit) |
+      c10::DispatchKeySet(
+          {DispatchKey::ADInplaceOrView,
+           DispatchKey::Conjugate,
+           DispatchKey::Negative,
+           DispatchKey::Python,
+           DispatchKey::PythonTLSSnapshot});
+  return keys.raw_repr();
+}();
+
+bool isPlain(const at::Tensor& tensor) {
+  return (tensor.key_set().raw_repr() & ~kPlainKeys) == 0 &&
+      tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
+      tensor.has_storage();
+}
+
+TensorLayout wireLayout(at::Layout layout) {
+  switch (layout) {
+    case at::kSparse:
+      return TensorLayout::kSparseCoo;
+    case at::kSparseCsr:
+      return TensorLayout::kSparseCsr;
+    case at::kSparseCsc:
+      return TensorLayout::kSparseCsc;
+    case at::kSparseBsr:
+      return TensorLayout::kSparseBsr;
+    case at::kSparseBsc:
+      return TensorLayout::kSparseBsc;
+    default:
+      return TensorLayout::kUndefined;
+  }
+}
+
+TensorRecord makeRecord(TensorLayout layout, bool requiresGrad) {
+  TensorRecord record;
+  record.layout = layout;
+  record.flags = requiresGrad ? wire::kRequiresGrad : 0;
+  return record;
+}
+
+} // namespace
+
+Error TensorEncoder::fail(const std::string& why) const {
+  return {
+      ErrorKind::kInvalid,
+      "tensor " + std::to_string(tensors_ - 1) + " of the message " + why};
+}
+
+Error TensorEncoder::add(const at::Tensor& tensor) {
+  ++tensors_;
+  if (!tensor.defined()) {
+    records_.push_back({});
+    return {};
+  }
+  if (isPlain(tensor)) {
+    return addCompact(tensor, tensor.requires_grad(), Held::kYes);
+  }
+  if (!tensor.device().is_cpu()) {
+    return fail(
+        "is on device " + tensor.device().str() +
+        ", and only CPU tensors can be sent: move it with .cpu() first");
+  }
+  // Its parts are not to be recorded by autograd.
+  c10::NoGradGuard noGrad;
+  if (tensor.is_nested()) {
+    return fail("is nested: send its buffer and sizes instead");
+  }
+  if (wireLayout(tensor.layout()) != TensorLayout::kUndefined) {
+    return addSparse(tensor);
+  }
+  if (tensor.is_quantized()) {
+    return addQuantized(tensor);
+  }
+  if (tensor._is_zerotensor()) {
+    return addStrided(
+        at::zeros(tensor.sizes(), tensor.options()),
+        tensor.requires_grad(),
+        Held::kNo);
+  }
+  return fail(
+      "cannot be sent: its layout is " + c10::str(tensor.layout()) +
+      ", its dispatch keys are " + c10::toString(tensor.key_set()));
+}
+
+Error TensorEncoder::addCompact(
+    const at::Tensor& tensor,
+    bool requiresGrad,
+    Held held) {
+  const uint64_t whole = tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
+  if (whole >= kMinCompactBytes) {
+    const uint64_t useful = tensor.numel() * tensor.itemsize();
+    if (whole / kMinCompactRatio >= useful) {
+      c10::NoGradGuard noGrad;
+      return addStrided(tensor.clone(), requiresGrad, Held::kNo);
+    }
+  }
+  return addStrided(tensor, requiresGrad, held);
+}
+
+Error TensorEncoder::addPart(const at::Tensor& tensor) {
+  if (!isPlain(tensor)) {
+    return fail("has a part that is not a strided CPU tensor");
+  }
+  return addCompact(tensor, /*requiresGrad=*/false, Held::kNo);
+}
+
+Error TensorEncoder::addStrided(
+    const at::Tensor& tensor,
+    bool requiresGrad,
+    Held held) {
+  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  if (held == Held::kNo) {
+    owners_.push_back(storage);
+  }
+  const size_t dims = dims_.size();
+  auto index = addStorage(storage);
+  if (!index.ok()) {
+    return index.error();
+  }
+  TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
+  record.dtype = static_cast<uint8_t>(tensor.scalar_type());
+  record.flags |= (tensor.is_conj() ? wire::kConj : 0) |
+      (tensor.is_neg() ? wire::kNeg : 0);
+  record.aux = index.value();
+  record.offset = tensor.storage_offset();
+  addShape(record, tensor.sizes(), tensor.strides());
+  const auto reach = wire::reach(
+      record.offset, std::span(dims_.data() + dims, dims_.size() - dims));
+  const uint64_t available = storages_[index.value()].bytes.size;
+  if (!reach || !fits(*reach, tensor.scalar_type(), available)) {
+    return fail(
+        "reaches beyond the " + std::to_string(available) +
+        " bytes of its storage");
+  }
+  return {};
+}
+
+Error TensorEncoder::addSparse(const at::Tensor& tensor) {
+  TensorRecord record =
+      makeRecord(wireLayout(tensor.layout()), tensor.requires_grad());
+  const bool coo = record.layout == TensorLayout::kSparseCoo;
+  if (coo) {
+    record.aux = static_cast<uint32_t>(tensor.sparse_dim());
+    record.flags |= tensor.is_coalesced() ? wire::kCoalesced : 0;
+  }
+  addShape(record, tensor.sizes(), {});
+
+  const bool byRow = record.layout == TensorLayout::kSparseCsr ||
+      record.layout == TensorLayout::kSparseBsr;
+  std::vector<at::Tensor> parts;
+  if (coo) {
+    parts = {tensor._indices(), tensor._values()};
+  } else {
+    parts = {
+        byRow ? tensor.crow_indices() : tensor.ccol_indices(),
+        byRow ? tensor.col_indices() : tensor.row_indices(),
+        tensor.values()};
+  }
+  for (const auto& part : parts) {
+    if (auto error = addPart(part)) {
+      return error;
+    }
+  }
+  return {};
+}
+
+Error TensorEncoder::addQuantized(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.layout() != at::kStrided) {
+    return fail("is quantised and has no storage");
+  }
+  TensorRecord record =
+      makeRecord(TensorLayout::kQuantized, tensor.requires_grad());
+  at::Tensor scales;
+  at::Tensor zeroPoints;
+  switch (tensor.qscheme()) {
+    case at::kPerTensorAffine:
+      record.aux = wire::kPerTensor;
+      scales = at::full({1}, tensor.q_scale(), at::kDouble);
+      zeroPoints = at::full({1}, tensor.q_zero_point(), at::kLong);
+      break;
+    case at::kPerChannelAffine:
+    case at::kPerChannelAffineFloatQParams:
+      record.aux = static_cast<uint32_t>(tensor.q_per_channel_axis());
+      scales = tensor.q_per_channel_scales();
+      zeroPoints = tensor.q_per_channel_zero_points();
+      break;
+    default:
+      return fail("is quantised by a scheme that cannot be sent");
+  }
+  addShape(record, {}, {});
+  if (auto error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes)) {
+    return error;
+  }
+  if (auto error = addPart(scales)) {
+    return error;
+  }
+  return addPart(zeroPoints);
+}
+
+void TensorEncoder::addShape(
+    TensorRecord record,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides) {
+  // More than the limit is refused when the frame is written.
+  record.ndim = static_cast<uint8_t>(
+      std::min<size_t>(sizes.size(), wire::kMaxDims + 1));
+  records_.push_back(record);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    dims_.push_back({sizes[i], strides.empty() ? 0 : strides[i]});
+  }
+}
+
+Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
+  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
+  const auto next = static_cast<uint32_t>(keys_.size());
+  if (next <= kMaxScan) {
+    for (uint32_t i = 0; i < next; ++i) {
+      if (keys_[i] == key) {
+        return i;
+      }
+    }
+    if (next == kMaxScan) {
+      for (uint32_t i = 0; i < next; ++i) {
+        index_.emplace(keys_[i], i);
+      }
+    }
+  } else if (const auto found = index_.find(key); found != index_.end()) {
+    return found->second;
+  }
+
+  const size_t size = storage.nbytes();
+  const void* data = storage.data();
+  if (data == nullptr && size != 0) {
+    return fail("has no data (a wrapper subclass, or a freed storage)");
+  }
+  const bool bulk = size > inlineThreshold_;
+  if (bulk) {
+    const at::DataPtr& pointer = storage.data_ptr();
+    if (pointer.get_context() == nullptr && pointer.get_deleter() == nullptr) {
+      // Made by from_blob() over memory of somebody who may free it as soon as
+      // the call returns.
+      owners_.emplace_back(
+          c10::Storage::use_byte_size_t(),
+          size,
+          c10::GetCPUAllocator()->allocate(size));
+      void* const copy = owners_.back().mutable_data();
+      std::memcpy(copy, data, size);
+      data = copy;
+    } else {
+      owners_.push_back(storage);
+    }
+  }
+  storages_.push_back({{data, size}, bulk});
+  keys_.push_back(key);
+  if (next >= kMaxScan) {
+    index_.emplace(key, next);
+  }
+  return next;
+}
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "base/error.h"
+#include "wire/call_frame.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// Describes tensors as storages and records of a call frame. Part of codec.h.
+// Owns: the copies it makes; the tensors outlive it.
+// Thread: one.
+class TensorEncoder {
+ public:
+  explicit TensorEncoder(uint64_t inlineThreshold)
+      : inlineThreshold_(inlineThreshold) {}
+
+  // Fails with kInvalid; may throw c10::Error.
+  base::Error add(const at::Tensor& tensor);
+
+  std::span<const wire::StorageEntry> storages() const {
+    return {storages_.data(), storages_.size()};
+  }
+  std::span<const wire::TensorRecord> records() const {
+    return {records_.data(), records_.size()};
+  }
+  std::span<const wire::Dim> dims() const {
+    return {dims_.data(), dims_.size()};
+  }
+  // All copies, and all storages that go as bulk.
+  std::vector<c10::Storage> takeOwners() {
+    return std::move(owners_);
+  }
+
+ private:
+  // Whether somebody else holds the tensor until the frame is written.
+  enum class Held : bool { kNo, kYes };
+
+  base::Error addCompact(
+      const at::Tensor& tensor,
+      bool requiresGrad,
+      Held held);
+  base::Error addStrided(
+      const at::Tensor& tensor,
+      bool requiresGrad,
+      Held held);
+  base::Error addPart(const at::Tensor& tensor);
+  base::Error addSparse(const at::Tensor& tensor);
+  base::Error addQuantized(const at::Tensor& tensor);
+  void addShape(
+      wire::TensorRecord record,
+      c10::IntArrayRef sizes,
+      c10::IntArrayRef strides);
+  base::Result<uint32_t> addStorage(const c10::Storage& storage);
+  base::Error fail(const std::string& why) const;
+
+  const uint64_t inlineThreshold_;
+  uint64_t tensors_ = 0;
+  c10::SmallVector<wire::StorageEntry, 8> storages_;
+  c10::SmallVector<const c10::StorageImpl*, 8> keys_; // of storages_
+  ska::flat_hash_map<const c10::StorageImpl*, uint32_t> index_; // when many
+  c10::SmallVector<wire::TensorRecord, 8> records_;
+  c10::SmallVector<wire::Dim, 16> dims_;
+  std::vector<c10::Storage> owners_;
+};
+
+} // namespace torch_rpc_ext::agent

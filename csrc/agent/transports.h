@@ -1,0 +1,14 @@
+#pragma once
+
+#include "agent/agent_options.h"
+#include "transport/transport.h"
+
+#include <memory>
+
+namespace torch_rpc_ext::agent {
+
+// The one place that knows which transports there are. Throws RpcError.
+std::shared_ptr<transport::Context> makeRemoteContext(const AgentOptions&);
+std::shared_ptr<transport::Context> makeLoopbackContext(const AgentOptions&);
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,282 @@
+#include "agent/ucx_agent.h"
+
+#include "agent/call_label.h"
+#include "agent/rpc_error.h"
+#include "agent/transports.h"
+#include "base/log.h"
+
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <unistd.h>
+
+namespace torch_rpc_ext::agent {
+
+namespace {
+
+// How long shutdown() waits for user functions that are still running.
+constexpr int kStopMilliseconds = 5000;
+
+std::chrono::milliseconds toMilliseconds(float seconds) {
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(seconds * rpc::kSecToMsConversion));
+}
+
+} // namespace
+
+UcxAgent::UcxAgent(
+    AgentOptions options,
+    const std::string& name,
+    rpc::worker_id_t id,
+    bool isStaticGroup,
+    std::unique_ptr<rpc::RequestCallback> callback)
+    : RpcAgent(
+          rpc::WorkerInfo(name, id),
+          std::move(callback),
+          toMilliseconds(options.rpcTimeoutSeconds)),
+      options_(std::move(options)),
+      isStaticGroup_(isStaticGroup),
+      executor_(static_cast<size_t>(options_.numWorkerThreads)),
+      cache_(std::make_shared<memory::BufferCache>(options_.receiveCacheBytes)),
+      remote_(makeRemoteContext(options_)),
+      loopback_(makeLoopbackContext(options_)),
+      peers_(
+          membership_,
+          Hello{.group = {}, .workerId = id, .name = name},
+          remote_,
+          loopback_),
+      pending_(executor_.poller(), [this](PendingCall call) {
+        metrics::add(counters_.callsTimedOut, 1);
+        failLater(
+            std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+      }) {}
+
+UcxAgent::~UcxAgent() {
+  if (rpcAgentRunning_.load()) {
+    shutdown();
+  }
+}
+
+// ---- lifecycle -------------------------------------------------------------
+
+void UcxAgent::startImpl() {
+  remote_->start(executor_.poller(), executor_, *this);
+  loopback_->start(executor_.poller(), executor_, *this);
+  executor_.start();
+}
+
+void UcxAgent::shutdownImpl() {
+  if (stopped_.exchange(true)) {
+    return;
+  }
+  // First the calls: threads that wait for one must be able to end.
+  for (auto& call : pending_.takeAll()) {
+    failLater(
+        std::move(call), {base::ErrorKind::kShutDown, "this worker shut down"});
+  }
+  remote_->stop();
+  loopback_->stop();
+  pending_.stop();
+  if (!executor_.stop(kStopMilliseconds)) {
+    base::log(
+        base::LogLevel::kWarning,
+        "shutdown: a function that a peer called is still running after " +
+            std::to_string(kStopMilliseconds / 1000) +
+            " s; it is left alone and its result is dropped");
+    // Its thread uses this agent until the process ends.
+    static std::vector<std::shared_ptr<rpc::RpcAgent>> abandoned;
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    abandoned.push_back(rpc::RpcAgent::getCurrentRpcAgent());
+  }
+  cache_->close();
+}
+
+// ---- client side -----------------------------------------------------------
+
+c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
+    const rpc::WorkerInfo& to,
+    c10::intrusive_ptr<rpc::Message> message,
+    float rpcTimeoutSeconds,
+    const rpc::DeviceMap& /*deviceMap*/) {
+  TORCH_CHECK(
+      message->isRequest(), "UcxAgent::send(..) is only for sending requests.");
+  if (!rpcAgentRunning_.load()) {
+    throw std::runtime_error(c10::str(
+        "Node ",
+        RpcAgent::getWorkerInfo().id_,
+        " tried to send() a message of type ",
+        static_cast<int>(message->type()),
+        " but RPC is no longer running on this node."));
+  }
+  PendingCall call;
+  call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+  call.worker = to.name_;
+  call.label = labelOf(*message);
+  call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout
+      ? getRpcTimeout()
+      : toMilliseconds(rpcTimeoutSeconds);
+  call.sentAt = PendingCall::Clock::now();
+  call.scope = executor_.currentRequest();
+  auto future = call.future;
+  if (call.scope) {
+    executor_.beginNested(call.scope);
+  }
+  counters_.clientActiveCalls.fetch_add(1);
+  metrics::add(counters_.callsSent, 1);
+  const uint64_t id = pending_.add(std::move(call));
+
+  auto encoded =
+      encode(message, id, wire::CallKind::kRequest, options_.inlineBytes);
+  if (!encoded.ok()) {
+    // As upstream does for tensors that it cannot send: raised where the call
+    // is made.
+    auto own = pending_.take(id);
+    if (own) {
+      callEnded(*own);
+    }
+    throw std::runtime_error(encoded.error().message);
+  }
+  sendCall(id, std::move(encoded.value()), to.id_);
+  return future;
+}
+
+void UcxAgent::sendCall(
+    uint64_t callId,
+    Encoded encoded,
+    rpc::worker_id_t to) {
+  transport::ConnectionPtr connection;
+  try {
+    connection = peers_.connection(to);
+  } catch (const std::exception&) {
+    if (auto call = pending_.take(callId)) {
+      callEnded(*call);
+    }
+    throw;
+  }
+  pending_.setConnection(callId, connection);
+  metrics::add(counters_.bytesSent, encoded.totalBytes);
+  base::Buffer head = std::move(encoded.head);
+  std::vector<base::ConstSpan> bulk = std::move(encoded.bulk);
+  // Holds the memory that `bulk` points into until the peer has taken it, even
+  // when the call has timed out long since.
+  const bool borrowed = !bulk.empty();
+  connection->send(
+      std::move(head),
+      std::move(bulk),
+      [this,
+       callId,
+       held = borrowed ? std::make_shared<Encoded>(std::move(encoded))
+                       : nullptr](const base::Error& error) {
+        if (!error) {
+          return;
+        }
+        if (auto call = pending_.take(callId)) {
+          failLater(std::move(*call), error);
+        }
+      });
+}
+
+void UcxAgent::callEnded(const PendingCall& call) {
+  if (call.scope) {
+    executor_.endNested(call.scope);
+  }
+  if (call.counted) {
+    std::lock_guard lock(callCountMutex_);
+    counters_.clientActiveCalls.fetch_sub(1);
+    callCountChanged_.notify_all();
+  }
+}
+
+void UcxAgent::finish(
+    PendingCall call,
+    c10::intrusive_ptr<rpc::Message> message) {
+  if (message->type() == rpc::MessageType::EXCEPTION) {
+    metrics::add(counters_.callsFailed, 1);
+    call.future->setError(std::make_exception_ptr(std::runtime_error(
+        std::string(message->payload().begin(), message->payload().end()))));
+  } else {
+    const auto elapsed = PendingCall::Clock::now() - call.sentAt;
+    metrics::add(
+        counters_.latencyMicroseconds,
+        std::chrono::duration_cast<std::chrono::microseconds>(elapsed)
+            .count());
+    metrics::add(counters_.latencyCalls, 1);
+    auto storages = message->getStorages();
+    call.future->markCompleted(
+        c10::IValue(std::move(message)), std::move(storages));
+  }
+  callEnded(call);
+}
+
+void UcxAgent::fail(PendingCall call, const base::Error& error) {
+  metrics::add(counters_.callsFailed, 1);
+  const std::string what = call.label + " on worker \"" + call.worker + "\"";
+  std::string text;
+  if (error.kind == base::ErrorKind::kTimedOut) {
+    text = rpc::makeRPCError(
+        c10::str(
+            "RPC ran for more than set timeout (",
+            call.timeout.count(),
+            " ms) and will now be marked with an error: ",
+            what,
+            " has not answered"),
+        rpc::RPCErrorType::TIMEOUT);
+  } else if (error.message.starts_with("RPCErr:")) {
+    text = error.message; // already in upstream's form (fault injection)
+  } else {
+    text = rpc::makeRPCError(
+        what + " failed (" + base::toString(error.kind) +
+            "): " + error.message,
+        rpc::RPCErrorType::UNKNOWN_ERROR);
+  }
+  call.future->setError(
+      std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  callEnded(call);
+}
+
+void UcxAgent::failLater(PendingCall call, const base::Error& error) {
+  executor_.submitCompletion(
+      base::makeTask([this, call = std::move(call), error]() mutable {
+        fail(std::move(call), error);
+      }));
+}
+
+// ---- what the group looks like ---------------------------------------------
+
+std::string UcxAgent::address() const {
+  return remote_->address();
+}
+
+const rpc::WorkerInfo& UcxAgent::getWorkerInfo(const std::string& name) const {
+  return membership_.byName(name);
+}
+
+const rpc::WorkerInfo& UcxAgent::getWorkerInfo(rpc::worker_id_t id) const {
+  return membership_.byId(id);
+}
+
+std::vector<rpc::WorkerInfo> UcxAgent::getWorkerInfos() const {
+  return membership_.all();
+}
+
+void UcxAgent::setDeviceMaps(
+    std::unordered_map<std::string, rpc::DeviceMap> deviceMaps,
+    std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps,
+    std::vector<c10::Device> devices) {
+  std::lock_guard lock(devicesMutex_);
+  deviceMaps_ = std::move(deviceMaps);
+  reverseDeviceMaps_ = std::move(reverseDeviceMaps);
+  devices_ = std::move(devices);
+}
+
+rpc::DeviceMap UcxAgent::getDeviceMap(const rpc::WorkerInfo& to) const {
+  std::lock_guard lock(devicesMutex_);
+  auto it = deviceMaps_.find(to.name_);
+  return it == deviceMaps_.end() ? rpc::DeviceMap{} : it->second;
+}
+
+const std::vector<c10::Device>& UcxAgent::getDevices() const {
+  return devices_;
+}
+
+} // namespace torch_rpc_ext::agent

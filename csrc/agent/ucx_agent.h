@@ -1,0 +1,177 @@
+#pragma once
+
+#include "agent/agent_options.h"
+#include "agent/barrier.h"
+#include "agent/codec.h"
+#include "agent/executor.h"
+#include "agent/membership.h"
+#include "agent/peers.h"
+#include "agent/pending_calls.h"
+#include "memory/buffer_cache.h"
+#include "metrics/counters.h"
+#include "transport/transport.h"
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
+
+// Message types of our own, beside upstream's: they say who is ready to end.
+inline constexpr uint16_t kBarrierRequestType =
+    0x70 | rpc::MessageTypeFlags::REQUEST_TYPE;
+inline constexpr uint16_t kBarrierResponseType =
+    0x70 | rpc::MessageTypeFlags::RESPONSE_TYPE;
+
+// torch's RpcAgent over a transport. Wires the parts and holds no protocol of
+// its own: Membership knows who is there, Peers how to reach them, PendingCalls
+// what is under way, Executor runs what arrives, the codec turns messages into
+// frames.
+//
+// Owns: all of them.
+// Thread: any.
+// Outlives: the transport's callbacks; shutdown() ends them.
+class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
+ public:
+  UcxAgent(
+      AgentOptions options,
+      const std::string& name,
+      rpc::worker_id_t id,
+      bool isStaticGroup,
+      std::unique_ptr<rpc::RequestCallback> callback);
+  ~UcxAgent() override;
+
+  // ---- rpc::RpcAgent ----
+  c10::intrusive_ptr<rpc::JitFuture> send(
+      const rpc::WorkerInfo& to,
+      c10::intrusive_ptr<rpc::Message> message,
+      float rpcTimeoutSeconds = rpc::kUnsetRpcTimeout,
+      const rpc::DeviceMap& deviceMap = {}) override;
+  // Blocks until no worker of a static group has calls under way. `timeout` in
+  // seconds; 0 waits for ever.
+  void join(bool shutdown = false, float timeout = 0) override;
+  void sync() override {}
+  void startImpl() override;
+  void shutdownImpl() override;
+  const rpc::WorkerInfo& getWorkerInfo(const std::string& name) const override;
+  const rpc::WorkerInfo& getWorkerInfo(rpc::worker_id_t id) const override;
+  std::vector<rpc::WorkerInfo> getWorkerInfos() const override;
+  using rpc::RpcAgent::getWorkerInfo;
+  std::unordered_map<std::string, std::string> getMetrics() override;
+  std::unordered_map<std::string, std::string> getDebugInfo() override;
+  rpc::DeviceMap getDeviceMap(const rpc::WorkerInfo& to) const override;
+  const std::vector<c10::Device>& getDevices() const override;
+  void addGilWaitTime(std::chrono::microseconds wait) override;
+
+  // ---- ours ----
+  // What other members need to reach this one.
+  std::string address() const;
+  Membership& membership() {
+    return membership_;
+  }
+  void setDeviceMaps(
+      std::unordered_map<std::string, rpc::DeviceMap> deviceMaps,
+      std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps,
+      std::vector<c10::Device> devices);
+  std::map<std::string, transport::PathInfo> paths() const {
+    return peers_.paths();
+  }
+  bool isStaticGroup() const {
+    return isStaticGroup_;
+  }
+  // Called every 100 ms while join() waits; throws to end it.
+  void setInterruptCheck(std::function<void()> check) {
+    interruptCheck_ = std::move(check);
+  }
+  size_t pendingCalls() const {
+    return pending_.size();
+  }
+  size_t pendingDeadlines() const {
+    return pending_.withDeadline();
+  }
+
+ private:
+  // A message on its way in, until it can be served.
+  struct Arrival;
+  struct Waiter;
+
+  // ---- transport::Handler ----
+  base::Result<std::string> onAccept(
+      const transport::ConnectionPtr& connection,
+      const std::string& hello) override;
+  base::Error onConnected(
+      const transport::ConnectionPtr& connection,
+      const std::string& hello) override;
+  void onFrame(
+      const transport::ConnectionPtr& connection,
+      std::unique_ptr<transport::Incoming> incoming) override;
+  void onClosed(
+      const transport::ConnectionPtr& connection,
+      const base::Error& error) override;
+
+  void fetchBulk(std::shared_ptr<Arrival> arrival);
+  void dispatch(std::shared_ptr<Arrival> arrival);
+
+  // Server side.
+  void serve(Arrival& arrival);
+  void serveBarrier(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      const rpc::Message& message);
+  void respond(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      rpc::JitFuture& future);
+  void reply(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      c10::intrusive_ptr<rpc::Message> message);
+
+  // Client side.
+  void sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to);
+  void complete(Arrival& arrival);
+  void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
+  void fail(PendingCall call, const base::Error& error);
+  void failLater(PendingCall call, const base::Error& error);
+  void callEnded(const PendingCall& call);
+
+  // Shutdown.
+  void waitForOwnCalls(std::chrono::steady_clock::time_point deadline);
+  int64_t barrier(
+      int64_t active,
+      std::chrono::steady_clock::time_point deadline);
+
+  const AgentOptions options_;
+  const bool isStaticGroup_;
+  Executor executor_; // first: the others use its Poller
+  const std::shared_ptr<memory::BufferCache> cache_;
+  metrics::Counters counters_;
+  Membership membership_;
+  std::shared_ptr<transport::Context> remote_;
+  std::shared_ptr<transport::Context> loopback_;
+  Peers peers_;
+  PendingCalls pending_;
+  Barrier barrier_;
+  uint64_t barrierRound_ = 0;
+  std::function<void()> interruptCheck_;
+
+  std::mutex callCountMutex_;
+  std::condition_variable callCountChanged_;
+
+  mutable std::mutex devicesMutex_;
+  std::unordered_map<std::string, rpc::DeviceMap> deviceMaps_;
+  std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps_;
+  std::vector<c10::Device> devices_;
+  std::atomic<bool> stopped_{false};
+};
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,244 @@
+// UcxAgent, the receiving side: frames become requests that are served and
+// responses that complete calls.
+
+#include "agent/rpc_error.h"
+#include "agent/ucx_agent.h"
+#include "base/log.h"
+
+#include <ATen/ThreadLocalState.h>
+
+namespace torch_rpc_ext::agent {
+
+struct UcxAgent::Arrival {
+  transport::ConnectionPtr connection;
+  std::unique_ptr<transport::Incoming> incoming;
+  std::optional<Decoder> decoder;
+  base::Error error; // of the bulk
+
+  const wire::CallHeader& header() const {
+    return decoder->header();
+  }
+};
+
+// ---- transport::Handler ----------------------------------------------------
+
+base::Result<std::string> UcxAgent::onAccept(
+    const transport::ConnectionPtr& connection,
+    const std::string& hello) {
+  return peers_.onAccept(connection, hello);
+}
+
+base::Error UcxAgent::onConnected(
+    const transport::ConnectionPtr& connection,
+    const std::string& hello) {
+  return peers_.onConnected(connection, hello);
+}
+
+void UcxAgent::onClosed(
+    const transport::ConnectionPtr& connection,
+    const base::Error& error) {
+  const std::string name = peers_.nameOf(connection.get());
+  peers_.onClosed(connection);
+  base::log(
+      base::LogLevel::kInfo,
+      "the connection to worker \"" + name + "\" ended: " + error.message);
+  for (auto& call : pending_.takeAll(connection.get())) {
+    failLater(std::move(call), error);
+  }
+  barrier_.lose(name, error);
+}
+
+void UcxAgent::onFrame(
+    const transport::ConnectionPtr& connection,
+    std::unique_ptr<transport::Incoming> incoming) {
+  auto decoder = Decoder::parse(incoming->head());
+  if (!decoder.ok()) {
+    // A peer that speaks like this cannot be talked to: ending the connection
+    // gives both sides an error instead of a time-out.
+    base::log(
+        base::LogLevel::kWarning,
+        "closing the connection to worker \"" +
+            peers_.nameOf(connection.get()) +
+            "\": " + decoder.error().message);
+    incoming->refuse(decoder.error());
+    connection->close();
+    return;
+  }
+  auto arrival = std::make_shared<Arrival>();
+  arrival->connection = connection;
+  arrival->incoming = std::move(incoming);
+  arrival->decoder.emplace(std::move(decoder.value()));
+  uint64_t bytes = arrival->incoming->head().size;
+  for (const uint64_t size : arrival->incoming->bulkSizes()) {
+    bytes += size;
+  }
+  metrics::add(counters_.bytesReceived, bytes);
+  if (arrival->header().kind == wire::CallKind::kResponse &&
+      !pending_.contains(arrival->header().callId)) {
+    return; // the call has timed out: nobody wants the bulk any more
+  }
+  if (arrival->incoming->bulkSizes().empty()) {
+    auto none = arrival->decoder->allocate(*cache_, {});
+    if (!none.ok()) {
+      arrival->error = none.error();
+    }
+    dispatch(std::move(arrival));
+    return;
+  }
+  // Mapping memory and copying are not for the thread that polls.
+  executor_.submit(base::makeTask(
+      [this, arrival = std::move(arrival)] { fetchBulk(arrival); }));
+}
+
+void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
+  auto spans =
+      arrival->decoder->allocate(*cache_, arrival->incoming->bulkSizes());
+  if (!spans.ok()) {
+    arrival->incoming->refuse(spans.error());
+    arrival->error = spans.error();
+    dispatch(std::move(arrival));
+    return;
+  }
+  auto* incoming = arrival->incoming.get();
+  incoming->receive(
+      std::move(spans.value()),
+      [this, arrival = std::move(arrival)](const base::Error& error) {
+        arrival->error = error;
+        dispatch(arrival);
+      });
+}
+
+void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
+  if (arrival->header().kind == wire::CallKind::kResponse) {
+    executor_.submitCompletion(base::makeTask(
+        [this, arrival = std::move(arrival)] { complete(*arrival); }));
+  } else if (arrival->header().messageType == kBarrierRequestType) {
+    // Never waits for a free thread: it is what ends the group.
+    executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
+      auto message = arrival->decoder->finish();
+      if (message.ok()) {
+        serveBarrier(
+            arrival->connection, arrival->header().callId, *message.value());
+      }
+    }));
+  } else {
+    executor_.submitRequest(base::makeTask(
+        [this, arrival = std::move(arrival)] { serve(*arrival); }));
+  }
+}
+
+// ---- responses -------------------------------------------------------------
+
+void UcxAgent::complete(Arrival& arrival) {
+  auto call = pending_.take(arrival.header().callId);
+  if (!call) {
+    return; // timed out meanwhile
+  }
+  if (arrival.error) {
+    fail(std::move(*call), arrival.error);
+    return;
+  }
+  auto message = arrival.decoder->finish();
+  if (!message.ok()) {
+    fail(std::move(*call), message.error());
+    return;
+  }
+  arrival.incoming.reset();
+  finish(std::move(*call), std::move(message.value()));
+}
+
+// ---- requests --------------------------------------------------------------
+
+void UcxAgent::serve(Arrival& arrival) {
+  const uint64_t id = arrival.header().callId;
+  const transport::ConnectionPtr connection = arrival.connection;
+  auto message = arrival.error
+      ? base::Result<c10::intrusive_ptr<rpc::Message>>(arrival.error)
+      : arrival.decoder->finish();
+  if (!message.ok()) {
+    reply(
+        connection,
+        id,
+        rpc::createExceptionResponse(
+            "worker \"" + workerInfo_.name_ +
+                "\" could not take the message: " + message.error().message,
+            static_cast<int64_t>(id)));
+    return;
+  }
+  arrival.incoming.reset();
+  arrival.decoder.reset();
+  metrics::add(counters_.callsServed, 1);
+  counters_.serverActiveCalls.fetch_add(1);
+
+  c10::intrusive_ptr<rpc::JitFuture> future;
+  try {
+    // torch leaves its profiler's state behind on a thread that served a
+    // profiled request, which then records no other: give it one to spoil.
+    std::optional<at::ThreadLocalStateGuard> guard;
+    if (message.value()->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+      guard.emplace(at::ThreadLocalState());
+    }
+    future = (*cb_)(*message.value(), {});
+  } catch (const std::exception& error) {
+    future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
+  }
+  if (future->completed()) {
+    counters_.serverActiveCalls.fetch_sub(1);
+    respond(connection, id, *future);
+    return;
+  }
+  counters_.serverActiveAsyncCalls.fetch_add(1);
+  future->addCallback([this, connection, id](rpc::JitFuture& done) {
+    counters_.serverActiveCalls.fetch_sub(1);
+    counters_.serverActiveAsyncCalls.fetch_sub(1);
+    respond(connection, id, done);
+  });
+}
+
+void UcxAgent::respond(
+    const transport::ConnectionPtr& connection,
+    uint64_t callId,
+    rpc::JitFuture& future) {
+  c10::intrusive_ptr<rpc::Message> message;
+  if (future.hasError()) {
+    message = rpc::createExceptionResponse(
+        future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId));
+  } else {
+    message = future.value().toCustomClass<rpc::Message>();
+  }
+  reply(connection, callId, std::move(message));
+}
+
+void UcxAgent::reply(
+    const transport::ConnectionPtr& connection,
+    uint64_t callId,
+    c10::intrusive_ptr<rpc::Message> message) {
+  auto encoded = encode(
+      message, callId, wire::CallKind::kResponse, options_.inlineBytes);
+  if (!encoded.ok()) {
+    message = rpc::createExceptionResponse(
+        "worker \"" + workerInfo_.name_ +
+            "\" could not send its result: " + encoded.error().message,
+        static_cast<int64_t>(callId));
+    encoded = encode(
+        message, callId, wire::CallKind::kResponse, options_.inlineBytes);
+    if (!encoded.ok()) {
+      return; // a text without tensors: cannot happen
+    }
+  }
+  metrics::add(counters_.bytesSent, encoded.value().totalBytes);
+  base::Buffer head = std::move(encoded.value().head);
+  std::vector<base::ConstSpan> bulk = std::move(encoded.value().bulk);
+  const bool borrowed = !bulk.empty();
+  connection->send(
+      std::move(head),
+      std::move(bulk),
+      [held = borrowed ? std::make_shared<Encoded>(std::move(encoded.value()))
+                       : nullptr](const base::Error&) {
+        // A response that its caller refuses or does not live to see is
+        // nobody's loss here; the caller has its own error.
+      });
+}
+
+} // namespace torch_rpc_ext::agent

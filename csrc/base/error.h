@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+
+namespace torch_rpc_ext::base {
+
+// What went wrong, sorted by what the caller can do about it. Inside csrc an
+// error is a value; bindings/errors.cpp maps it to the Python classes that
+// users catch, transport/ucx/status.cpp maps UCX statuses to it.
+enum class ErrorKind : uint8_t {
+  kNone = 0,
+  kPeerLost, // the peer died or became unreachable: reconnect or give up
+  kTimedOut, // no answer in time: retry if the call is idempotent
+  kRefused, // the peer or this worker refused it: fix the request
+  kOverloaded, // a limit was reached: back off, then retry
+  kShutDown, // this worker or the peer is shutting down: give up
+  kInvalid, // malformed bytes or arguments: a bug or a stranger
+  kSystem, // the operating system or UCX failed: see the message
+};
+
+const char* toString(ErrorKind kind);
+
+// A possible failure. Default-constructed means success.
+struct [[nodiscard]] Error {
+  ErrorKind kind = ErrorKind::kNone;
+  std::string message;
+
+  Error() = default;
+  Error(ErrorKind k, std::string text) : kind(k), message(std::move(text)) {}
+
+  explicit operator bool() const {
+    return kind != ErrorKind::kNone;
+  }
+};
+
+// Either a value or an Error.
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::move(value)) {}
+  Result(Error error) : state_(std::move(error)) {}
+
+  bool ok() const {
+    return std::holds_alternative<T>(state_);
+  }
+  T& value() {
+    return std::get<T>(state_);
+  }
+  const Error& error() const {
+    return std::get<Error>(state_);
+  }
+
+ private:
+  std::variant<T, Error> state_;
+};
+
+} // namespace torch_rpc_ext::base

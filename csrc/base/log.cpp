@@ -1,0 +1,35 @@
+#include "base/log.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+
+namespace torch_rpc_ext::base {
+
+LogLevel logThreshold() {
+  static const LogLevel threshold = [] {
+    const char* value = std::getenv("TORCH_RPC_EXT_LOG");
+    const std::string text = value ? value : "warning";
+    if (text == "debug") {
+      return LogLevel::kDebug;
+    }
+    if (text == "info") {
+      return LogLevel::kInfo;
+    }
+    return text == "error" ? LogLevel::kError : LogLevel::kWarning;
+  }();
+  return threshold;
+}
+
+void log(LogLevel level, const std::string& line) {
+  if (level < logThreshold()) {
+    return;
+  }
+  static constexpr const char* kNames[] = {"debug", "info", "warning", "error"};
+  // One write(2) keeps the lines of threads and processes whole.
+  const std::string text = std::string("[torch_rpc_ext ") +
+      kNames[static_cast<int>(level)] + "] " + line + "\n";
+  (void)!write(STDERR_FILENO, text.data(), text.size());
+}
+
+} // namespace torch_rpc_ext::base

@@ -1,0 +1,213 @@
+#include "agent/ucx_agent.h"
+#include "bindings/bindings.h"
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/rpc/request_callback_impl.h>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace rpc = torch::distributed::rpc;
+using agent::AgentOptions;
+using agent::UcxAgent;
+
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+// Lets Ctrl-C end a wait of the main thread.
+void checkInterrupt() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// The agent's threads need the GIL to end, so the last reference must not hold
+// it while it waits for them.
+template <typename T>
+struct ReleaseGil {
+  void operator()(T* object) const {
+    if (PyGILState_Check() != 0) {
+      py::gil_scoped_release release;
+      delete object;
+    } else {
+      delete object;
+    }
+  }
+};
+
+std::shared_ptr<UcxAgent> makeAgent(
+    const AgentOptions& options,
+    const std::string& name,
+    rpc::worker_id_t id,
+    bool isStatic) {
+  std::shared_ptr<UcxAgent> agent(
+      new UcxAgent(
+          options,
+          name,
+          id,
+          isStatic,
+          std::make_unique<rpc::RequestCallbackImpl>()),
+      ReleaseGil<UcxAgent>());
+  agent->setInterruptCheck(checkInterrupt);
+  return agent;
+}
+
+void bindOptions(py::module_& module) {
+  py::class_<AgentOptions>(module, "AgentOptions")
+      .def(py::init<>())
+      .def_readwrite("num_worker_threads", &AgentOptions::numWorkerThreads)
+      .def_readwrite("rpc_timeout", &AgentOptions::rpcTimeoutSeconds)
+      .def_readwrite("receive_cache_bytes", &AgentOptions::receiveCacheBytes)
+      .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
+#define TORCH_RPC_EXT_FIELD(python, outer, inner, type) \
+  def_property(                                         \
+      python,                                           \
+      [](const AgentOptions& o) { return o.outer.inner; }, \
+      [](AgentOptions& o, type value) { o.outer.inner = std::move(value); })
+      .TORCH_RPC_EXT_FIELD(
+          "interfaces", transport, interfaces, std::vector<std::string>)
+      .TORCH_RPC_EXT_FIELD("prefer_ipv6", transport, preferIpv6, bool)
+      .TORCH_RPC_EXT_FIELD("use_cma", transport, useCma, bool)
+      .TORCH_RPC_EXT_FIELD(
+          "use_shared_memory", transport, useSharedMemory, bool)
+      .TORCH_RPC_EXT_FIELD("keepalive", transport, keepaliveSeconds, double)
+      .TORCH_RPC_EXT_FIELD(
+          "max_message_bytes", transport, maxFrameBytes, uint64_t)
+      .TORCH_RPC_EXT_FIELD(
+          "fault_messages_to_fail",
+          faults,
+          messagesToFail,
+          std::vector<std::string>)
+      .def_property(
+          "fault_messages_to_delay",
+          [](const AgentOptions& o) { return o.faults.messagesToDelay; },
+          [](AgentOptions& o, std::unordered_map<std::string, double> value) {
+            o.faults.messagesToDelay = std::move(value);
+          })
+      .TORCH_RPC_EXT_FIELD("fault_num_fail_sends", faults, failures, int)
+#undef TORCH_RPC_EXT_FIELD
+      .def_property(
+          "port_range",
+          [](const AgentOptions& o) {
+            return std::make_pair(o.transport.portLow, o.transport.portHigh);
+          },
+          [](AgentOptions& o, std::pair<uint16_t, uint16_t> range) {
+            o.transport.portLow = range.first;
+            o.transport.portHigh = range.second;
+          });
+}
+
+std::vector<std::map<std::string, std::string>> describePeers(
+    const UcxAgent& agent) {
+  std::vector<std::map<std::string, std::string>> peers;
+  for (const auto& [name, path] : agent.paths()) {
+    peers.push_back(
+        {{"worker", name},
+         {"control", path.control},
+         {"bulk", path.bulk},
+         {"why", path.why}});
+  }
+  return peers;
+}
+
+} // namespace
+
+void bindAgent(py::module_& module) {
+  bindOptions(module);
+  py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>>(
+      module, "UcxAgent")
+      .def(
+          py::init(&makeAgent),
+          py::arg("options"),
+          py::arg("name"),
+          py::arg("worker_id"),
+          py::arg("is_static"))
+      .def_property_readonly(
+          "address", [](const UcxAgent& self) { return py::bytes(self.address()); })
+      .def_property_readonly("is_static_group", &UcxAgent::isStaticGroup)
+      .def(
+          "set_group",
+          [](UcxAgent& self,
+             const py::bytes& group,
+             const std::vector<
+                 std::tuple<std::string, rpc::worker_id_t, py::bytes>>&
+                 members) {
+            self.membership().setGroup(group);
+            for (const auto& [name, id, address] : members) {
+              self.membership().add(name, id, address);
+            }
+          },
+          py::arg("group"),
+          py::arg("members"))
+      .def(
+          "add_member",
+          [](UcxAgent& self,
+             const std::string& name,
+             rpc::worker_id_t id,
+             const py::bytes& address) {
+            self.membership().add(name, id, address);
+          },
+          py::arg("name"),
+          py::arg("worker_id"),
+          py::arg("address"))
+      .def(
+          "remove_member",
+          [](UcxAgent& self, const std::string& name) {
+            self.membership().remove(name);
+          },
+          py::arg("name"))
+      .def(
+          "set_device_maps",
+          &UcxAgent::setDeviceMaps,
+          py::arg("device_maps"),
+          py::arg("reverse_device_maps"),
+          py::arg("devices"))
+      .def(
+          "join",
+          &UcxAgent::join,
+          Release(),
+          py::arg("shutdown") = false,
+          py::arg("timeout") = 0)
+      .def("shutdown", &UcxAgent::shutdown, Release())
+      .def(
+          "get_worker_info",
+          [](const UcxAgent& self) -> const rpc::WorkerInfo& {
+            return static_cast<const rpc::RpcAgent&>(self).getWorkerInfo();
+          },
+          Release())
+      .def(
+          "get_worker_info",
+          [](const UcxAgent& self,
+             const std::string& name) -> const rpc::WorkerInfo& {
+            return self.getWorkerInfo(name);
+          },
+          Release())
+      .def(
+          "get_worker_info",
+          [](const UcxAgent& self,
+             rpc::worker_id_t id) -> const rpc::WorkerInfo& {
+            return self.getWorkerInfo(id);
+          },
+          Release())
+      .def("get_worker_infos", &UcxAgent::getWorkerInfos, Release())
+      .def("get_metrics", &UcxAgent::getMetrics, Release())
+      .def("get_debug_info", &UcxAgent::getDebugInfo, Release())
+      .def("_get_device_map", &UcxAgent::getDeviceMap, Release())
+      .def_property_readonly(
+          "pending_calls", &UcxAgent::pendingCalls)
+      .def_property_readonly(
+          "pending_deadlines", &UcxAgent::pendingDeadlines)
+      .def("describe_peers", &describePeers, Release())
+      .def(
+          "leak",
+          [](const std::shared_ptr<UcxAgent>& self) {
+            // In a forked child the agent's threads do not exist and its UCX
+            // belongs to the parent: nothing of it may be torn down.
+            new std::shared_ptr<UcxAgent>(self);
+          });
+}
+
+} // namespace torch_rpc_ext::bindings

@@ -1,0 +1,12 @@
+#include "bindings/bindings.h"
+#include "wire/call_frame.h"
+
+PYBIND11_MODULE(_C, module) {
+  using namespace torch_rpc_ext::bindings;
+  module.doc() = "The C++ agent of torch_rpc_ext; use the package instead.";
+  module.attr("WIRE_VERSION") = static_cast<int>(torch_rpc_ext::wire::kVersion);
+  bindErrors(module);
+  bindUcx(module);
+  bindAgent(module);
+  bindWire(module);
+}

@@ -1,0 +1,20 @@
+#include "bindings/bindings.h"
+#include "transport/ucx/info.h"
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+
+void bindUcx(py::module_& module) {
+  using namespace transport::ucx;
+  module.def("ucx_version", &libraryVersion, "Version of the loaded UCX.");
+  module.def(
+      "ucx_library_path", &libraryPath, "Path of the libucp that is loaded.");
+  module.def(
+      "ucx_transports",
+      &transports,
+      py::call_guard<py::gil_scoped_release>(),
+      "(transport, device, kind) of everything UCX can use here.");
+}
+
+} // namespace torch_rpc_ext::bindings

@@ -1,0 +1,165 @@
+// _C.wire: the codec and the receive-buffer cache, for tests only.
+
+#include "agent/codec.h"
+#include "memory/buffer_cache.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <cstring>
+#include <optional>
+#include <string>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace rpc = torch::distributed::rpc;
+using memory::BufferCache;
+
+namespace {
+
+template <typename T>
+T& unwrap(base::Result<T>& result) {
+  if (!result.ok()) {
+    throw py::value_error(result.error().message);
+  }
+  return result.value();
+}
+
+py::bytes toBytes(const void* data, size_t size) {
+  return {static_cast<const char*>(data), size};
+}
+
+py::tuple encodeMessage(
+    const std::string& payload,
+    std::vector<at::Tensor> tensors,
+    int messageType,
+    int64_t callId,
+    uint64_t inlineThreshold) {
+  auto message = c10::make_intrusive<rpc::Message>(
+      std::vector<char>(payload.begin(), payload.end()),
+      std::move(tensors),
+      static_cast<rpc::MessageType>(messageType));
+  auto result = agent::encode(
+      message,
+      static_cast<uint64_t>(callId),
+      wire::CallKind::kRequest,
+      inlineThreshold);
+  message.reset(); // what is still needed, `Encoded` must hold
+  agent::Encoded& encoded = unwrap(result);
+  py::list bulk;
+  for (const auto& span : encoded.bulk) {
+    bulk.append(toBytes(span.data, span.size));
+  }
+  return py::make_tuple(
+      toBytes(encoded.head.data(), encoded.head.size()), std::move(bulk));
+}
+
+py::tuple decodeMessage(
+    const std::string& head,
+    const std::vector<std::string>& bulk) {
+  auto parsed = agent::Decoder::parse({head.data(), head.size()});
+  agent::Decoder& decoder = unwrap(parsed);
+  std::vector<uint64_t> sizes;
+  for (const auto& bytes : bulk) {
+    sizes.push_back(bytes.size());
+  }
+  BufferCache cache(0);
+  auto allocated = decoder.allocate(cache, sizes);
+  const auto& spans = unwrap(allocated);
+  for (size_t i = 0; i < spans.size() && i < bulk.size(); ++i) {
+    std::memcpy(spans[i].data, bulk[i].data(), spans[i].size);
+  }
+  auto finished = decoder.finish();
+  auto& message = unwrap(finished);
+  return py::make_tuple(
+      toBytes(message->payload().data(), message->payload().size()),
+      message->tensors(),
+      static_cast<int>(message->type()),
+      message->id());
+}
+
+// A Block that Python can release before its garbage collector does.
+struct PyBlock {
+  std::optional<BufferCache::Block> block;
+
+  BufferCache::Block& get() {
+    if (!block) {
+      throw py::value_error("the block has been released");
+    }
+    return *block;
+  }
+};
+
+py::dict statsOf(const BufferCache& cache) {
+  const auto stats = cache.stats();
+  py::dict result;
+  result["hits"] = stats.hits;
+  result["misses"] = stats.misses;
+  result["idle_bytes"] = stats.idleBytes;
+  result["idle_blocks"] = stats.idleBlocks;
+  result["used_bytes"] = stats.usedBytes;
+  result["used_blocks"] = stats.usedBlocks;
+  return result;
+}
+
+void bindBufferCache(py::module_& m) {
+  py::class_<PyBlock>(m, "Block")
+      .def_property_readonly(
+          "address",
+          [](PyBlock& self) {
+            return reinterpret_cast<uintptr_t>(self.get().data());
+          })
+      .def_property_readonly(
+          "size", [](PyBlock& self) { return self.get().size(); })
+      .def_property_readonly(
+          "capacity", [](PyBlock& self) { return self.get().capacity(); })
+      .def(
+          "release",
+          [](PyBlock& self) { self.block.reset(); },
+          py::call_guard<py::gil_scoped_release>());
+
+  py::class_<BufferCache>(m, "BufferCache")
+      .def(py::init<size_t>(), py::kw_only(), py::arg("max_idle_bytes"))
+      .def(
+          "acquire",
+          [](BufferCache& self, size_t size) {
+            auto result = self.acquire(size);
+            return PyBlock{std::move(unwrap(result))};
+          },
+          py::arg("size"))
+      .def(
+          "trim",
+          [](BufferCache& self, double seconds) {
+            return self.trim(
+                std::chrono::duration_cast<BufferCache::Clock::duration>(
+                    std::chrono::duration<double>(seconds)));
+          },
+          py::arg("seconds"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "close",
+          &BufferCache::close,
+          py::call_guard<py::gil_scoped_release>())
+      .def("stats", &statsOf);
+}
+
+} // namespace
+
+void bindWire(py::module_& parent) {
+  py::module_ m = parent.def_submodule("wire", "For tests only.");
+  m.def(
+      "encode_message",
+      &encodeMessage,
+      py::arg("payload"),
+      py::arg("tensors"),
+      py::arg("message_type"),
+      py::arg("call_id"),
+      py::arg("inline_threshold"));
+  m.def(
+      "decode_message", &decodeMessage, py::arg("head"), py::arg("bulk"));
+  m.def("size_class", &memory::sizeClass, py::arg("size"));
+  bindBufferCache(m);
+}
+
+} // namespace torch_rpc_ext::bindings

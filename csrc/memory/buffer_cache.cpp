@@ -1,0 +1,279 @@
+#include "memory/buffer_cache.h"
+
+#include <sys/mman.h>
+#include <sys/sysinfo.h>
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::memory {
+
+using base::Error;
+using base::ErrorKind;
+using base::Result;
+
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+// A map that begins on a huge page: map more, then cut off both ends.
+void* mapBlock(size_t size) {
+  const size_t mapped = size + kHugePageBytes;
+  void* const map = ::mmap(
+      nullptr,
+      mapped,
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS,
+      -1,
+      0);
+  if (map == MAP_FAILED) {
+    return nullptr;
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(map);
+  const uintptr_t aligned =
+      (begin + kHugePageBytes - 1) & ~uintptr_t{kHugePageBytes - 1};
+  const size_t before = aligned - begin;
+  const size_t after = mapped - before - size;
+  if (before != 0) {
+    ::munmap(map, before);
+  }
+  if (after != 0) {
+    ::munmap(reinterpret_cast<void*>(aligned + size), after);
+  }
+  void* const block = reinterpret_cast<void*>(aligned);
+  // Only a wish: kernels without huge pages refuse it.
+  ::madvise(block, size, MADV_HUGEPAGE);
+  return block;
+}
+
+uint64_t freeMemory() {
+  struct sysinfo info{};
+  if (::sysinfo(&info) != 0) {
+    return 0;
+  }
+  return (uint64_t{info.freeram} + info.bufferram + info.freeswap) *
+      info.mem_unit;
+}
+
+} // namespace
+
+uint64_t physicalMemory() {
+  static const uint64_t bytes = [] {
+    struct sysinfo info{};
+    return ::sysinfo(&info) == 0
+        ? (uint64_t{info.totalram} + info.totalswap) * info.mem_unit
+        : std::numeric_limits<uint64_t>::max();
+  }();
+  return bytes;
+}
+
+size_t sizeClass(size_t size) {
+  if (size > (std::numeric_limits<size_t>::max() >> 2)) {
+    return 0;
+  }
+  const size_t wanted = std::max(size, kMinBlockBytes);
+  const size_t step = std::bit_floor(wanted) / 8;
+  return (wanted + step - 1) & ~(step - 1);
+}
+
+// Shared by the cache and every block in use, so that a block can come home
+// after its cache is gone. Maps and unmaps without the lock: both may take
+// milliseconds.
+class BufferCache::State {
+ public:
+  explicit State(size_t maxIdleBytes) : maxIdleBytes_(maxIdleBytes) {}
+
+  void* take(size_t capacity) {
+    void* data = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      // The one used last is the one most likely still in the CPU's caches.
+      const auto found = std::find_if(
+          idle_.rbegin(), idle_.rend(), [capacity](const Idle& block) {
+            return block.capacity == capacity;
+          });
+      if (found != idle_.rend()) {
+        data = found->data;
+        idle_.erase(std::next(found).base());
+        stats_.idleBytes -= capacity;
+        ++stats_.hits;
+        countUsed(capacity);
+        return data;
+      }
+    }
+    data = mapBlock(capacity);
+    if (data == nullptr) {
+      drop(Clock::time_point::max());
+      data = mapBlock(capacity);
+    }
+    if (data != nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++stats_.misses;
+      countUsed(capacity);
+    }
+    return data;
+  }
+
+  void giveBack(void* data, size_t capacity) noexcept {
+    std::vector<Idle> surplus;
+    bool kept = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stats_.usedBytes -= capacity;
+      --stats_.usedBlocks;
+      if (!closed_ && capacity <= maxIdleBytes_) {
+        try {
+          idle_.push_back({data, capacity, Clock::now()});
+          kept = true;
+          stats_.idleBytes += capacity;
+          trimLocked(surplus, Clock::time_point::min());
+        } catch (const std::bad_alloc&) {
+          // Out of memory for bookkeeping: what is still in idle_ stays valid.
+        }
+      }
+    }
+    if (!kept) {
+      ::munmap(data, capacity);
+    }
+    unmap(surplus);
+  }
+
+  size_t drop(Clock::time_point usedBefore) {
+    std::vector<Idle> surplus;
+    try {
+      std::lock_guard<std::mutex> lock(mutex_);
+      trimLocked(surplus, usedBefore);
+    } catch (const std::bad_alloc&) {
+      return 0; // trimLocked() has changed nothing
+    }
+    return unmap(surplus);
+  }
+
+  void close() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      closed_ = true;
+    }
+    drop(Clock::time_point::max());
+  }
+
+  BufferCacheStats stats() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    BufferCacheStats stats = stats_;
+    stats.idleBlocks = idle_.size();
+    return stats;
+  }
+
+ private:
+  struct Idle {
+    void* data;
+    size_t capacity;
+    Clock::time_point since;
+  };
+
+  void countUsed(size_t capacity) {
+    stats_.usedBytes += capacity;
+    ++stats_.usedBlocks;
+  }
+
+  // Moves out the oldest blocks: those over the cap, those from before
+  // `usedBefore`.
+  void trimLocked(std::vector<Idle>& surplus, Clock::time_point usedBefore) {
+    uint64_t left = stats_.idleBytes;
+    auto end = idle_.begin();
+    while (end != idle_.end() &&
+           (left > maxIdleBytes_ || end->since <= usedBefore)) {
+      left -= end->capacity;
+      ++end;
+    }
+    surplus.assign(idle_.begin(), end);
+    idle_.erase(idle_.begin(), end);
+    stats_.idleBytes = left;
+  }
+
+  static size_t unmap(const std::vector<Idle>& blocks) noexcept {
+    size_t bytes = 0;
+    for (const Idle& block : blocks) {
+      ::munmap(block.data, block.capacity);
+      bytes += block.capacity;
+    }
+    return bytes;
+  }
+
+  const size_t maxIdleBytes_;
+  mutable std::mutex mutex_;
+  std::vector<Idle> idle_; // by age, the oldest first
+  BufferCacheStats stats_;
+  bool closed_ = false;
+};
+
+BufferCache::Block::Block(Block&& other) noexcept
+    : state_(std::move(other.state_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      capacity_(std::exchange(other.capacity_, 0)) {}
+
+BufferCache::Block& BufferCache::Block::operator=(Block&& other) noexcept {
+  std::swap(state_, other.state_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  std::swap(capacity_, other.capacity_);
+  return *this;
+}
+
+BufferCache::Block::~Block() {
+  if (data_ != nullptr) {
+    state_->giveBack(data_, capacity_);
+  }
+}
+
+BufferCache::BufferCache(size_t maxIdleBytes)
+    : state_(std::make_shared<State>(maxIdleBytes)) {}
+
+BufferCache::~BufferCache() {
+  close();
+}
+
+Result<BufferCache::Block> BufferCache::acquire(size_t size) {
+  const size_t capacity = sizeClass(size);
+  // Lazy allocation would let a larger map succeed and kill the process later.
+  if (capacity == 0 || size > physicalMemory()) {
+    return Error(
+        ErrorKind::kOverloaded,
+        "a receive buffer of " + std::to_string(size) +
+            " bytes is more than the " + std::to_string(physicalMemory()) +
+            " bytes of memory of this machine");
+  }
+  Block block;
+  block.data_ = state_->take(capacity);
+  if (block.data_ == nullptr) {
+    return Error(
+        ErrorKind::kOverloaded,
+        "no memory for a receive buffer of " + std::to_string(size) +
+            " bytes: " + std::to_string(freeMemory()) + " bytes are free");
+  }
+  block.state_ = state_;
+  block.size_ = size;
+  block.capacity_ = capacity;
+  return block;
+}
+
+size_t BufferCache::trim(Clock::duration age) {
+  return state_->drop(Clock::now() - age);
+}
+
+void BufferCache::close() {
+  state_->close();
+}
+
+BufferCacheStats BufferCache::stats() const {
+  return state_->stats();
+}
+
+} // namespace torch_rpc_ext::memory

@@ -1,0 +1,130 @@
+#pragma once
+
+// The face of a transport: a Context moves opaque frames and bulk buffers
+// between itself and other Contexts of the same kind. It knows no torch, no
+// wire format and no keys.
+//
+// The asynchronous contract, for every transport:
+//  - a callback fires exactly once, also on error and on close;
+//  - callbacks and Handler methods run without any lock of the transport held,
+//    on a thread that polls the Poller, on the TaskRunner, or on the thread
+//    that called into the transport; they may run concurrently;
+//  - bulk memory that is passed to send() or receive() belongs to the
+//    transport until the callback has fired;
+//  - the first error wins; after onClosed() a Connection delivers nothing.
+
+#include "base/buffer.h"
+#include "base/error.h"
+#include "base/poller.h"
+#include "base/task.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::transport {
+
+using Callback = std::function<void(const base::Error&)>;
+
+// What a Connection is made of, for people: info(), logs, metrics.
+struct PathInfo {
+  std::string control; // e.g. "shared memory (posix)", "tcp (eth0)"
+  std::string bulk; // e.g. "cma", "tcp (eth0)"
+  std::string why; // why not something faster; empty when nothing is
+};
+
+// A frame whose head has arrived and whose bulk has not. Destroying it without
+// receive() refuses the bulk: the sender's callback gets kRefused.
+// Thread: any, one at a time.
+class Incoming {
+ public:
+  virtual ~Incoming() = default;
+
+  virtual base::ConstSpan head() const = 0;
+  virtual const std::vector<uint64_t>& bulkSizes() const = 0;
+
+  // Does not take the bulk; the sender's callback gets kRefused with the text.
+  virtual void refuse(const base::Error& why) = 0;
+
+  // Moves the bulk into `into` (same count and sizes as bulkSizes()). At most
+  // once. The callback may fire before the call returns.
+  virtual void receive(
+      std::vector<base::MutableSpan> into,
+      Callback callback) = 0;
+};
+
+// One path to one peer Context. Thread: any.
+class Connection {
+ public:
+  virtual ~Connection() = default;
+
+  // Sends `head` (owned) with `bulk` (borrowed until the callback fires). Never
+  // blocks. Frames sent before the connection is open are kept until it is.
+  virtual void send(
+      base::Buffer head,
+      std::vector<base::ConstSpan> bulk,
+      Callback callback) = 0;
+
+  // Ends the connection after what was sent has left; idempotent. The peer
+  // sees kShutDown.
+  virtual void close() = 0;
+
+  virtual PathInfo path() const = 0;
+};
+
+using ConnectionPtr = std::shared_ptr<Connection>;
+
+// The owner's side of a Context.
+class Handler {
+ public:
+  virtual ~Handler() = default;
+
+  // A peer wants to connect and says `hello`. Returns the hello to answer with,
+  // or an error whose text the peer will see. Must be quick: runs under the
+  // transport's lock.
+  virtual base::Result<std::string> onAccept(
+      const ConnectionPtr& connection,
+      const std::string& hello) = 0;
+
+  // The peer accepted our connect() and answered with `hello`.
+  virtual base::Error onConnected(
+      const ConnectionPtr& connection,
+      const std::string& hello) = 0;
+
+  virtual void onFrame(
+      const ConnectionPtr& connection,
+      std::unique_ptr<Incoming> incoming) = 0;
+
+  // The last word about a connection: kShutDown when the peer closed it.
+  virtual void onClosed(
+      const ConnectionPtr& connection,
+      const base::Error& error) = 0;
+};
+
+// Owns everything that belongs to one local address. Thread: any.
+class Context {
+ public:
+  virtual ~Context() = default;
+
+  // What others pass to connect(): opaque bytes, valid until stop().
+  virtual std::string address() const = 0;
+
+  // Begins to deliver to `handler`. Both outlive stop().
+  virtual void start(
+      base::Poller& poller,
+      base::TaskRunner& runner,
+      Handler& handler) = 0;
+
+  // Returns at once; failure is reported through onClosed().
+  virtual ConnectionPtr connect(
+      const std::string& address,
+      const std::string& hello) = 0;
+
+  // Closes all connections, waits a bounded time for what was sent to leave,
+  // fires all callbacks. No Handler method runs after it returns. Idempotent.
+  virtual void stop() = 0;
+};
+
+} // namespace torch_rpc_ext::transport

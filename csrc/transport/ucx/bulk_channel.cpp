@@ -1,0 +1,262 @@
+#include "transport/ucx/bulk_channel.h"
+
+#include "transport/ucx/status.h"
+
+#include <algorithm>
+#include <random>
+
+namespace torch_rpc_ext::transport::ucx {
+
+struct BulkChannel::Group {
+  BulkChannel* channel = nullptr;
+  uint64_t id = 0;
+  Callback callback;
+  size_t left = 0; // chunks
+  std::vector<void*> requests; // of receives, for cancel()
+  base::Error error;
+};
+
+base::Result<std::shared_ptr<BulkChannel>> BulkChannel::create(
+    std::shared_ptr<UcpContext> context,
+    base::Poller& poller) {
+  auto worker = Worker::create(std::move(context));
+  if (!worker.ok()) {
+    return worker.error();
+  }
+  worker.value()->start(poller);
+  return std::shared_ptr<BulkChannel>(
+      new BulkChannel(std::move(worker.value())));
+}
+
+BulkChannel::BulkChannel(std::shared_ptr<Worker> worker)
+    : worker_(std::move(worker)),
+      address_(worker_->address()),
+      // Not to be guessed by somebody who wants to fill our buffers.
+      nextTag_(
+          (static_cast<uint64_t>(std::random_device{}()) << 32) |
+          std::random_device{}()) {}
+
+uint64_t BulkChannel::reserveTags(uint64_t chunks) {
+  return nextTag_.fetch_add(chunks);
+}
+
+uint64_t BulkChannel::receive(
+    uint64_t tag,
+    std::vector<base::MutableSpan> into,
+    Callback callback) {
+  uint64_t id = 0;
+  worker_->runLocked([&] {
+    auto group = std::make_unique<Group>();
+    id = nextGroup_++;
+    group->channel = this;
+    group->id = id;
+    group->callback = std::move(callback);
+    group->left = 1; // held until all are posted
+    Group* raw = group.get();
+    groups_.emplace(id, std::move(group));
+    for (const auto& span : into) {
+      for (size_t at = 0; at < span.size; at += kChunkBytes) {
+        ucp_request_param_t params{};
+        params.op_attr_mask =
+            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+        params.cb.recv = &BulkChannel::onReceived;
+        params.user_data = raw;
+        void* request = ucp_tag_recv_nbx(
+            worker_->get(),
+            static_cast<char*>(span.data) + at,
+            std::min(kChunkBytes, span.size - at),
+            tag++,
+            ~uint64_t{0},
+            &params);
+        if (UCS_PTR_IS_ERR(request)) {
+          if (!raw->error) {
+            raw->error = toError(UCS_PTR_STATUS(request), "receiving bulk");
+          }
+        } else if (request != nullptr) {
+          ++raw->left;
+          raw->requests.push_back(request);
+        }
+      }
+    }
+    chunkDone(raw, UCS_OK);
+    worker_->needProgress();
+  });
+  return id;
+}
+
+void BulkChannel::cancel(uint64_t id, base::Error why) {
+  worker_->post(base::makeTask([self = shared_from_this(), id, why] {
+    auto it = self->groups_.find(id);
+    if (it == self->groups_.end()) {
+      return;
+    }
+    if (!it->second->error) {
+      it->second->error = why;
+    }
+    // Each cancelled request still completes through onReceived().
+    const auto requests = it->second->requests;
+    for (void* request : requests) {
+      ucp_request_cancel(self->worker_->get(), request);
+    }
+    self->worker_->needProgress();
+  }));
+}
+
+void BulkChannel::send(
+    const std::string& peerAddress,
+    uint64_t firstTag,
+    std::vector<base::ConstSpan> spans,
+    Callback callback) {
+  worker_->post(base::makeTask([self = shared_from_this(),
+                                peerAddress,
+                                firstTag,
+                                spans = std::move(spans),
+                                callback = std::move(callback)]() mutable {
+    auto group = std::make_unique<Group>();
+    Group* raw = group.get();
+    raw->channel = self.get();
+    raw->id = self->nextGroup_++;
+    raw->callback = std::move(callback);
+    raw->left = 1;
+    self->groups_.emplace(raw->id, std::move(group));
+    ucp_ep_h endpoint = self->endpoint(peerAddress, raw->error);
+    uint64_t tag = firstTag;
+    for (const auto& span : spans) {
+      for (size_t at = 0; at < span.size && !raw->error; at += kChunkBytes) {
+        ucp_request_param_t params{};
+        params.op_attr_mask =
+            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+        params.cb.send = &BulkChannel::onSent;
+        params.user_data = raw;
+        void* request = ucp_tag_send_nbx(
+            endpoint,
+            static_cast<const char*>(span.data) + at,
+            std::min(kChunkBytes, span.size - at),
+            tag++,
+            &params);
+        if (UCS_PTR_IS_ERR(request)) {
+          raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
+        } else if (request != nullptr) {
+          ++raw->left;
+        }
+      }
+    }
+    self->chunkDone(raw, UCS_OK);
+    self->worker_->needProgress();
+  }));
+}
+
+std::string BulkChannel::path(const std::string& peerAddress) {
+  std::string text;
+  worker_->runLocked([&] {
+    auto it = endpoints_.find(peerAddress);
+    if (it == endpoints_.end()) {
+      return;
+    }
+    ucp_transport_entry_t entries[8];
+    ucp_ep_attr_t attr{};
+    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
+    attr.transports.entries = entries;
+    attr.transports.num_entries = 8;
+    attr.transports.entry_size = sizeof(entries[0]);
+    if (ucp_ep_query(it->second, &attr) == UCS_OK) {
+      for (unsigned i = 0; i < attr.transports.num_entries; ++i) {
+        text += std::string(i == 0 ? "" : ", ") + entries[i].transport_name +
+            " (" + entries[i].device_name + ")";
+      }
+    }
+  });
+  return text;
+}
+
+void BulkChannel::stop() {
+  worker_->progressUntil([this] { return groups_.empty(); }, 200);
+  worker_->runLocked([&] {
+    for (auto& [address, endpoint] : endpoints_) {
+      ucp_request_param_t params{};
+      params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+      params.flags = UCP_EP_CLOSE_FLAG_FORCE;
+      void* request = ucp_ep_close_nbx(endpoint, &params);
+      if (UCS_PTR_IS_PTR(request)) {
+        ucp_request_free(request);
+      }
+    }
+    endpoints_.clear();
+  });
+  worker_->progressUntil([this] { return groups_.empty(); }, 50);
+  worker_->stop();
+}
+
+// ---- under the lock --------------------------------------------------------
+
+ucp_ep_h BulkChannel::endpoint(
+    const std::string& peerAddress,
+    base::Error& error) {
+  auto it = endpoints_.find(peerAddress);
+  if (it != endpoints_.end()) {
+    return it->second;
+  }
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+      UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(peerAddress.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = &BulkChannel::onEndpointError;
+  params.err_handler.arg = this;
+  ucp_ep_h endpoint = nullptr;
+  error = toError(
+      ucp_ep_create(worker_->get(), &params, &endpoint), "connecting bulk");
+  if (!error) {
+    endpoints_.emplace(peerAddress, endpoint);
+  }
+  return endpoint;
+}
+
+void BulkChannel::onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t) {
+  auto* self = static_cast<BulkChannel*>(arg);
+  // UCX fails the sends itself; a later send opens a new endpoint.
+  std::erase_if(
+      self->endpoints_, [ep](const auto& entry) { return entry.second == ep; });
+  self->worker_->postAfter(base::makeTask([ep] {
+    ucp_request_param_t params{};
+    params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    params.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    void* request = ucp_ep_close_nbx(ep, &params);
+    if (UCS_PTR_IS_PTR(request)) {
+      ucp_request_free(request);
+    }
+  }));
+}
+
+void BulkChannel::onSent(void* request, ucs_status_t status, void* argument) {
+  ucp_request_free(request);
+  auto* group = static_cast<Group*>(argument);
+  group->channel->chunkDone(group, status);
+}
+
+void BulkChannel::onReceived(
+    void* request,
+    ucs_status_t status,
+    const ucp_tag_recv_info_t*,
+    void* argument) {
+  auto* group = static_cast<Group*>(argument);
+  std::erase(group->requests, request);
+  ucp_request_free(request);
+  group->channel->chunkDone(group, status);
+}
+
+void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
+  if (status != UCS_OK && !group->error) {
+    group->error = toError(status, "moving bulk");
+  }
+  if (--group->left != 0) {
+    return;
+  }
+  worker_->defer(base::makeTask([callback = std::move(group->callback),
+                                 error = std::move(group->error)] {
+    callback(error);
+  }));
+  groups_.erase(group->id);
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,79 @@
+#pragma once
+
+#include "transport/transport.h"
+#include "transport/ucx/protocol.h"
+#include "transport/ucx/worker.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// Moves bulk between hosts (or processes that cannot read each other's memory)
+// on a UCX worker of its own, so that small calls never queue behind it: tagged
+// messages of up to kChunkBytes, posted by the receiver before it asks.
+//
+// Owns: the bulk worker and its endpoints, by worker address.
+// Thread: any.
+class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
+ public:
+  static base::Result<std::shared_ptr<BulkChannel>> create(
+      std::shared_ptr<UcpContext> context,
+      base::Poller& poller);
+
+  std::string address() const {
+    return address_;
+  }
+
+  // Tags for `chunks` chunks that nobody else uses.
+  uint64_t reserveTags(uint64_t chunks);
+
+  // Posts receives for all chunks of `into`. Returns an id for cancel().
+  uint64_t receive(
+      uint64_t tag,
+      std::vector<base::MutableSpan> into,
+      Callback callback);
+  void cancel(uint64_t id, base::Error why);
+
+  // Sends all chunks of `spans`; the callback fires when UCX needs them no
+  // more.
+  void send(
+      const std::string& peerAddress,
+      uint64_t tag,
+      std::vector<base::ConstSpan> spans,
+      Callback callback);
+
+  // What the endpoint to `peerAddress` runs over, for people.
+  std::string path(const std::string& peerAddress);
+
+  void stop();
+
+ private:
+  // One receive() or send(): counts its chunks down.
+  struct Group;
+
+  explicit BulkChannel(std::shared_ptr<Worker> worker);
+
+  ucp_ep_h endpoint(const std::string& peerAddress, base::Error& error);
+  void chunkDone(Group* group, ucs_status_t status);
+  static void onSent(void* request, ucs_status_t status, void* group);
+  static void onReceived(
+      void* request,
+      ucs_status_t status,
+      const ucp_tag_recv_info_t* info,
+      void* group);
+  static void onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t status);
+
+  const std::shared_ptr<Worker> worker_;
+  const std::string address_;
+  std::atomic<uint64_t> nextTag_;
+
+  // Under the worker's lock.
+  std::unordered_map<std::string, ucp_ep_h> endpoints_;
+  std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
+  uint64_t nextGroup_ = 1;
+};
+
+} // namespace torch_rpc_ext::transport::ucx

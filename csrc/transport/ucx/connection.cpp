@@ -1,0 +1,543 @@
+#include "transport/ucx/connection.h"
+
+#include "base/log.h"
+#include "transport/ucx/context.h"
+#include "transport/ucx/status.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace torch_rpc_ext::transport::ucx {
+
+const char* toString(ConnectionState state) {
+  switch (state) {
+    case ConnectionState::kOpening:
+      return "opening";
+    case ConnectionState::kOpen:
+      return "open";
+    case ConnectionState::kClosed:
+      return "closed";
+  }
+  return "unknown";
+}
+
+namespace {
+
+base::Error closedError() {
+  return {base::ErrorKind::kPeerLost, "the connection is closed"};
+}
+
+// What an active message needs until UCX has let go of it.
+struct ActiveSend {
+  std::shared_ptr<UcxConnection> connection;
+  base::Buffer data;
+};
+
+void onActiveSent(void* request, ucs_status_t status, void* argument) {
+  std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
+  ucp_request_free(request);
+  send->connection->onSent(status);
+}
+
+void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) {
+  static_cast<UcxConnection*>(argument)->fail(
+      toError(status, "the connection broke"));
+}
+
+void onEndpointClosed(void* request, ucs_status_t, void* argument) {
+  std::unique_ptr<std::shared_ptr<UcxConnection>> connection(
+      static_cast<std::shared_ptr<UcxConnection>*>(argument));
+  ucp_request_free(request);
+}
+
+} // namespace
+
+UcxConnection::UcxConnection(
+    std::shared_ptr<UcxContext> context,
+    uint64_t localToken,
+    bool initiator)
+    : context_(std::move(context)),
+      localToken_(localToken),
+      initiator_(initiator) {}
+
+// ---- any thread ------------------------------------------------------------
+
+void UcxConnection::send(
+    base::Buffer head,
+    std::vector<base::ConstSpan> bulk,
+    Callback callback) {
+  context_->worker().post(base::makeTask(
+      [self = shared_from_this(),
+       frame = Unsent{
+           std::move(head), std::move(bulk), std::move(callback)}]() mutable {
+        switch (self->state_) {
+          case ConnectionState::kOpening:
+            self->unsent_.push_back(std::move(frame));
+            break;
+          case ConnectionState::kOpen:
+            self->sendNow(std::move(frame));
+            break;
+          case ConnectionState::kClosed:
+            self->deferCallback(std::move(frame.callback), closedError());
+            break;
+        }
+      }));
+}
+
+void UcxConnection::close() {
+  context_->worker().post(base::makeTask([self = shared_from_this()] {
+    if (self->state_ == ConnectionState::kOpen) {
+      self->sendActive(
+          {.kind = FrameKind::kClose, .token = self->peer_.token}, {});
+    }
+    self->fail(
+        {base::ErrorKind::kShutDown, "this worker closed the connection"},
+        /*flush=*/true);
+  }));
+}
+
+PathInfo UcxConnection::path() const {
+  PathInfo info;
+  context_->worker().runLocked([&] {
+    if (endpoint_ == nullptr) {
+      return;
+    }
+    std::vector<ucp_transport_entry_t> entries(8);
+    ucp_ep_attr_t attr{};
+    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
+    attr.transports.entries = entries.data();
+    attr.transports.num_entries = entries.size();
+    attr.transports.entry_size = sizeof(ucp_transport_entry_t);
+    if (ucp_ep_query(endpoint_, &attr) != UCS_OK) {
+      return;
+    }
+    std::vector<std::string> names;
+    for (unsigned i = 0; i < attr.transports.num_entries; ++i) {
+      std::string name = std::string(entries[i].transport_name) + " (" +
+          entries[i].device_name + ")";
+      if (std::find(names.begin(), names.end(), name) == names.end()) {
+        names.push_back(std::move(name));
+      }
+    }
+    for (const auto& name : names) {
+      info.control += (info.control.empty() ? "" : ", ") + name;
+    }
+    info.bulk = cmaUsable_ ? "cma (process_vm_readv)" : "ucx: " + info.control;
+    info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
+  });
+  return info;
+}
+
+void UcxConnection::fetch(
+    uint64_t transfer,
+    uint32_t first,
+    const std::vector<BulkEntry>& from,
+    const std::vector<base::MutableSpan>& into,
+    Callback callback) {
+  // Written once, before the first frame was delivered.
+  const bool readable = cmaUsable_ &&
+      std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
+                          return entry.address != 0 || entry.size == 0;
+                        });
+  if (!readable) {
+    pull(transfer, first, into, std::move(callback));
+    return;
+  }
+  std::vector<uint64_t> addresses;
+  addresses.reserve(from.size());
+  for (const auto& entry : from) {
+    addresses.push_back(entry.address);
+  }
+  cmaRead(
+      peer_.process.pid,
+      addresses,
+      into,
+      context_->runner(),
+      std::move(callback));
+}
+
+void UcxConnection::pull(
+    uint64_t transfer,
+    uint32_t first,
+    const std::vector<base::MutableSpan>& into,
+    Callback callback) {
+  auto bulk = context_->bulk();
+  if (!bulk.ok()) {
+    callback(bulk.error());
+    return;
+  }
+  PullRequest request;
+  request.firstSpan = first;
+  request.spanCount = static_cast<uint32_t>(into.size());
+  request.bulkAddress = bulk.value()->address();
+  uint64_t chunks = 0;
+  for (const auto& span : into) {
+    chunks += chunkCount(span.size);
+  }
+  request.tag = bulk.value()->reserveTags(chunks);
+  // The receive may end before its id is known here, so the callback carries a
+  // cell for the id.
+  auto id = std::make_shared<std::atomic<uint64_t>>(0);
+  auto self = shared_from_this();
+  const uint64_t receive = bulk.value()->receive(
+      request.tag,
+      into,
+      [self, id, callback = std::move(callback)](const base::Error& error) {
+        self->context_->worker().post(base::makeTask([self, id] {
+          self->pulls_.erase(id->load());
+        }));
+        callback(error);
+      });
+  id->store(receive);
+  context_->worker().post(base::makeTask(
+      [self, bulk = bulk.value(), receive, transfer, request]() mutable {
+        if (self->state_ != ConnectionState::kOpen) {
+          self->context_->worker().defer(base::makeTask(
+              [bulk, receive] { bulk->cancel(receive, closedError()); }));
+          return;
+        }
+        self->pulls_.insert(receive);
+        self->sendActive(
+            {.kind = FrameKind::kPull,
+             .token = self->peer_.token,
+             .transfer = transfer},
+            encode(request));
+      }));
+}
+
+void UcxConnection::done(uint64_t transfer, const base::Error& error) {
+  context_->worker().post(
+      base::makeTask([self = shared_from_this(), transfer, error] {
+        if (self->state_ != ConnectionState::kOpen) {
+          return;
+        }
+        base::Buffer text(error ? std::min<size_t>(error.message.size(), 512)
+                                : 0);
+        if (text.size() != 0) {
+          std::memcpy(text.data(), error.message.data(), text.size());
+        }
+        self->sendActive(
+            {.kind = FrameKind::kDone,
+             .count = static_cast<uint32_t>(error.kind),
+             .token = self->peer_.token,
+             .transfer = transfer},
+            std::move(text));
+      }));
+}
+
+// ---- under the lock --------------------------------------------------------
+
+void UcxConnection::setState(ConnectionState state) {
+  base::log(
+      base::LogLevel::kDebug,
+      "connection " + std::to_string(localToken_ & 0xffff) + ": " +
+          toString(state_) + " -> " + toString(state));
+  state_ = state;
+}
+
+void UcxConnection::deferCallback(Callback callback, base::Error error) {
+  if (callback) {
+    context_->worker().defer(base::makeTask(
+        [callback = std::move(callback), error = std::move(error)] {
+          callback(error);
+        }));
+  }
+}
+
+base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+      UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address =
+      reinterpret_cast<const ucp_address_t*>(workerAddress.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = onEndpointError;
+  params.err_handler.arg = this;
+  const ucs_status_t status =
+      ucp_ep_create(context_->worker().get(), &params, &endpoint_);
+  context_->worker().needProgress();
+  return toError(status, "connecting");
+}
+
+void UcxConnection::sendPreamble(
+    FrameKind kind,
+    uint64_t token,
+    const std::string& hello) {
+  Preamble preamble;
+  preamble.token = localToken_;
+  preamble.process = context_->process();
+  preamble.address = context_->workerAddress();
+  preamble.hello = hello;
+  sendActive({.kind = kind, .token = token}, encode(preamble));
+}
+
+void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
+  base::Buffer text(std::min<size_t>(why.size(), 512));
+  std::memcpy(text.data(), why.data(), text.size());
+  sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));
+}
+
+void UcxConnection::establish(Preamble peer) {
+  peer_ = std::move(peer);
+  const auto& self = context_->process();
+  whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)
+                                         : "switched off by option";
+  cmaUsable_ = whyNoCma_.empty();
+  exposesMemory_ = context_->options().useCma &&
+      sharesPids(self, peer_.process);
+  if (sharesPids(self, peer_.process)) {
+    watchProcess();
+    if (!cmaUsable_ && context_->options().useCma) {
+      base::log(
+          base::LogLevel::kWarning,
+          "large tensors from process " + std::to_string(peer_.process.pid) +
+              " go through UCX instead of direct copies: " + whyNoCma_);
+    }
+  }
+  setState(ConnectionState::kOpen);
+  while (!unsent_.empty() && state_ == ConnectionState::kOpen) {
+    Unsent frame = std::move(unsent_.front());
+    unsent_.pop_front();
+    sendNow(std::move(frame));
+  }
+}
+
+// UCX does not notice the death of a peer whose parent has not reaped it.
+void UcxConnection::watchProcess() {
+  pidFd_ = static_cast<int>(syscall(SYS_pidfd_open, peer_.process.pid, 0));
+  if (pidFd_ < 0) {
+    return; // an old kernel: UCX's keepalive has to do
+  }
+  context_->poller().add(
+      pidFd_, [weak = weak_from_this(), pid = peer_.process.pid] {
+        auto self = weak.lock();
+        if (!self) {
+          return;
+        }
+        self->context_->worker().post(base::makeTask([self, pid] {
+          self->fail(
+              {base::ErrorKind::kPeerLost,
+               "process " + std::to_string(pid) + " died"});
+        }));
+      });
+}
+
+void UcxConnection::sendActive(const FrameHeader& header, base::Buffer data) {
+  if (endpoint_ == nullptr) {
+    return;
+  }
+  auto send = std::make_unique<ActiveSend>(
+      ActiveSend{shared_from_this(), std::move(data)});
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+      UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  params.cb.send = onActiveSent;
+  params.user_data = send.get();
+  params.flags = UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_COPY_HEADER;
+  void* request = ucp_am_send_nbx(
+      endpoint_,
+      kActiveMessageId,
+      &header,
+      sizeof(header),
+      send->data.data(),
+      send->data.size(),
+      &params);
+  if (request == nullptr) {
+    return; // already gone
+  }
+  if (UCS_PTR_IS_ERR(request)) {
+    fail(toError(UCS_PTR_STATUS(request), "sending"));
+    return;
+  }
+  (void)send.release(); // onActiveSent owns it now
+  context_->worker().needProgress();
+}
+
+void UcxConnection::onSent(ucs_status_t status) {
+  if (status != UCS_OK && status != UCS_ERR_CANCELED) {
+    fail(toError(status, "sending"));
+  }
+}
+
+void UcxConnection::sendNow(Unsent frame) {
+  FrameHeader header;
+  header.token = peer_.token;
+  header.count = static_cast<uint32_t>(frame.bulk.size());
+  const size_t tableBytes = frame.bulk.size() * sizeof(BulkEntry);
+  const bool big = tableBytes + frame.head.size() > kMaxEagerBytes;
+  if (frame.bulk.empty() && !big) {
+    sendActive(header, std::move(frame.head));
+    deferCallback(std::move(frame.callback), {});
+    return;
+  }
+  const auto entryOf = [this](const base::ConstSpan& span) {
+    return BulkEntry{
+        span.size,
+        exposesMemory_ ? reinterpret_cast<uint64_t>(span.data) : 0};
+  };
+  base::Buffer data(tableBytes + frame.head.size());
+  for (size_t i = 0; i < frame.bulk.size(); ++i) {
+    const BulkEntry entry = entryOf(frame.bulk[i]);
+    std::memcpy(data.data() + i * sizeof(entry), &entry, sizeof(entry));
+  }
+  if (frame.head.size() != 0) {
+    std::memcpy(
+        data.data() + tableBytes, frame.head.data(), frame.head.size());
+  }
+  header.transfer = nextTransfer_++;
+  Transfer& transfer = transfers_[header.transfer];
+  transfer.callback = std::move(frame.callback);
+  if (big) {
+    // The frame itself becomes the first span.
+    header.kind = FrameKind::kBigFrame;
+    transfer.data = std::move(data);
+    const base::ConstSpan all{transfer.data.data(), transfer.data.size()};
+    transfer.spans.push_back(all);
+    const BulkEntry entry = entryOf(all);
+    data = base::Buffer(sizeof(entry));
+    std::memcpy(data.data(), &entry, sizeof(entry));
+  }
+  transfer.spans.insert(
+      transfer.spans.end(), frame.bulk.begin(), frame.bulk.end());
+  sendActive(header, std::move(data));
+}
+
+void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
+  auto request = parsePullRequest(data);
+  auto it = transfers_.find(id);
+  if (!request.ok() || it == transfers_.end()) {
+    fail(
+        {base::ErrorKind::kInvalid,
+         "the peer asked for bulk that does not exist"});
+    return;
+  }
+  Transfer& transfer = it->second;
+  const PullRequest& pull = request.value();
+  if (pull.firstSpan > transfer.spans.size() ||
+      pull.spanCount > transfer.spans.size() - pull.firstSpan) {
+    fail(
+        {base::ErrorKind::kInvalid,
+         "the peer asked for bulk spans that do not exist"});
+    return;
+  }
+  ++transfer.sending;
+  std::vector<base::ConstSpan> spans(
+      transfer.spans.begin() + pull.firstSpan,
+      transfer.spans.begin() + pull.firstSpan + pull.spanCount);
+  context_->worker().defer(base::makeTask(
+      [self = shared_from_this(), id, pull, spans = std::move(spans)] {
+        auto finished = [self, id](const base::Error& error) {
+          self->context_->worker().post(base::makeTask([self, id, error] {
+            auto found = self->transfers_.find(id);
+            if (found == self->transfers_.end()) {
+              return;
+            }
+            --found->second.sending;
+            if (error && !found->second.done) {
+              found->second.done = true;
+              found->second.error = error;
+            }
+            self->finishTransfer(id);
+          }));
+        };
+        auto bulk = self->context_->bulk();
+        if (!bulk.ok()) {
+          finished(bulk.error());
+          return;
+        }
+        bulk.value()->send(pull.bulkAddress, pull.tag, spans, finished);
+      }));
+}
+
+void UcxConnection::onDone(uint64_t id, base::Error error) {
+  auto it = transfers_.find(id);
+  if (it == transfers_.end()) {
+    return; // a late word about a transfer that has failed
+  }
+  it->second.done = true;
+  it->second.error = std::move(error);
+  finishTransfer(id);
+}
+
+void UcxConnection::finishTransfer(uint64_t id) {
+  auto it = transfers_.find(id);
+  // UCX may read the memory until its sends are complete, whatever the peer
+  // says.
+  if (it == transfers_.end() || !it->second.done || it->second.sending != 0) {
+    return;
+  }
+  deferCallback(std::move(it->second.callback), std::move(it->second.error));
+  transfers_.erase(it);
+}
+
+void UcxConnection::fail(base::Error error, bool flush) {
+  if (state_ == ConnectionState::kClosed) {
+    return;
+  }
+  setState(ConnectionState::kClosed);
+  auto self = shared_from_this(); // forget() may drop the last reference
+  if (pidFd_ >= 0) {
+    context_->poller().remove(pidFd_);
+    ::close(pidFd_);
+    pidFd_ = -1;
+  }
+  for (auto& frame : unsent_) {
+    deferCallback(std::move(frame.callback), error);
+  }
+  unsent_.clear();
+  for (auto it = transfers_.begin(); it != transfers_.end();) {
+    it->second.done = true;
+    it->second.error = error;
+    finishTransfer((it++)->first);
+  }
+  if (!pulls_.empty()) {
+    context_->worker().defer(
+        base::makeTask([self, pulls = std::move(pulls_), error] {
+          auto bulk = self->context_->bulk();
+          for (const uint64_t id : pulls) {
+            bulk.value()->cancel(id, error);
+          }
+        }));
+  }
+  context_->worker().defer(base::makeTask([self, error] {
+    self->context_->handler().onClosed(self, error);
+  }));
+  closeEndpoint(flush);
+  context_->forget(localToken_);
+}
+
+void UcxConnection::closeEndpoint(bool flush) {
+  if (endpoint_ == nullptr) {
+    return;
+  }
+  // Not from inside a UCX callback of the same endpoint: after them.
+  context_->endpointClosing();
+  context_->worker().postAfter(
+      base::makeTask([self = shared_from_this(), flush] {
+        auto held = std::make_unique<std::shared_ptr<UcxConnection>>(self);
+        ucp_request_param_t params{};
+        params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+            UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+        params.cb.send = [](void* request, ucs_status_t status, void* data) {
+          auto* connection = static_cast<std::shared_ptr<UcxConnection>*>(data);
+          (*connection)->context_->endpointClosed();
+          onEndpointClosed(request, status, data);
+        };
+        params.user_data = held.get();
+        params.flags = flush ? 0 : UCP_EP_CLOSE_FLAG_FORCE;
+        void* request = ucp_ep_close_nbx(self->endpoint_, &params);
+        self->endpoint_ = nullptr;
+        if (request == nullptr || UCS_PTR_IS_ERR(request)) {
+          self->context_->endpointClosed();
+          return;
+        }
+        (void)held.release();
+        self->context_->worker().needProgress();
+      }));
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,384 @@
+#include "transport/ucx/context.h"
+
+#include "base/log.h"
+#include "transport/ucx/incoming.h"
+#include "transport/ucx/status.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <random>
+
+namespace torch_rpc_ext::transport::ucx {
+
+namespace {
+
+// How long stop() waits for what was sent to leave, in milliseconds. A peer
+// that does not read must not keep a process from ending.
+constexpr int kDrainMilliseconds = 1000;
+
+uint64_t randomToken() {
+  std::random_device source;
+  uint64_t token = 0;
+  while (token == 0) {
+    token = (static_cast<uint64_t>(source()) << 32) | source();
+  }
+  return token;
+}
+
+std::string toText(base::ConstSpan data) {
+  return {static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
+}
+
+} // namespace
+
+base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
+    const Options& options) {
+  auto ucp = UcpContext::create(options);
+  if (!ucp.ok()) {
+    return ucp.error();
+  }
+  auto worker = Worker::create(ucp.value());
+  if (!worker.ok()) {
+    return worker.error();
+  }
+  return std::shared_ptr<UcxContext>(
+      new UcxContext(options, ucp.value(), worker.value()));
+}
+
+UcxContext::UcxContext(
+    Options options,
+    std::shared_ptr<UcpContext> ucp,
+    std::shared_ptr<Worker> control)
+    : options_(std::move(options)),
+      ucp_(std::move(ucp)),
+      control_(std::move(control)),
+      workerAddress_(control_->address()),
+      doorToken_(randomToken()),
+      nonce_(randomToken()),
+      process_(identifyThisProcess(nonce_)) {}
+
+UcxContext::~UcxContext() = default;
+
+std::string UcxContext::address() const {
+  return encodeAddress(doorToken_, workerAddress_);
+}
+
+void UcxContext::start(
+    base::Poller& poller,
+    base::TaskRunner& runner,
+    Handler& handler) {
+  poller_ = &poller;
+  runner_ = &runner;
+  handler_ = &handler;
+  ucp_am_handler_param_t params{};
+  params.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID |
+      UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  params.id = kActiveMessageId;
+  params.cb = &UcxContext::onActiveMessage;
+  params.arg = this;
+  control_->runLocked(
+      [&] { ucp_worker_set_am_recv_handler(control_->get(), &params); });
+  control_->start(poller);
+}
+
+std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
+  const uint64_t token = randomToken();
+  auto connection =
+      std::make_shared<UcxConnection>(shared_from_this(), token, initiator);
+  connections_.emplace(token, connection);
+  return connection;
+}
+
+ConnectionPtr UcxContext::connect(
+    const std::string& address,
+    const std::string& hello) {
+  std::shared_ptr<UcxConnection> connection;
+  // Under the lock only for the map; the endpoint is opened by an operation,
+  // whose failure comes back through onClosed().
+  control_->runLocked([&] { connection = makeConnection(/*initiator=*/true); });
+  control_->post(base::makeTask([connection, address, hello] {
+    auto parsed = parseAddress(address);
+    if (!parsed.ok()) {
+      connection->fail(parsed.error());
+      return;
+    }
+    auto& [door, worker] = parsed.value();
+    if (base::Error error = connection->openEndpoint(worker)) {
+      connection->fail(std::move(error));
+      return;
+    }
+    connection->sendPreamble(FrameKind::kOpen, door, hello);
+  }));
+  return connection;
+}
+
+base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
+  std::lock_guard lock(bulkMutex_);
+  if (bulk_ == nullptr) {
+    if (stopped_.load()) {
+      return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
+    }
+    auto created = BulkChannel::create(ucp_, *poller_);
+    if (!created.ok()) {
+      return created.error();
+    }
+    bulk_ = created.value();
+  }
+  return bulk_;
+}
+
+void UcxContext::forget(uint64_t localToken) {
+  connections_.erase(localToken);
+}
+
+void UcxContext::stop() {
+  if (stopped_.exchange(true) || poller_ == nullptr) {
+    return;
+  }
+  // Peers that still read our memory get a moment to end.
+  control_->progressUntil(
+      [this] {
+        return std::none_of(
+            connections_.begin(), connections_.end(), [](const auto& entry) {
+              return entry.second->lending();
+            });
+      },
+      kDrainMilliseconds);
+  std::vector<std::shared_ptr<UcxConnection>> connections;
+  control_->runLocked([&] {
+    for (auto& [token, connection] : connections_) {
+      connections.push_back(connection);
+    }
+  });
+  for (auto& connection : connections) {
+    connection->close();
+  }
+  control_->progressUntil(
+      [this] { return connections_.empty() && closing_ == 0; },
+      kDrainMilliseconds);
+  std::shared_ptr<BulkChannel> bulk;
+  {
+    std::lock_guard lock(bulkMutex_);
+    bulk = bulk_;
+  }
+  if (bulk) {
+    bulk->stop();
+  }
+  control_->stop();
+}
+
+// ---- under the lock --------------------------------------------------------
+
+ucs_status_t UcxContext::onActiveMessage(
+    void* self,
+    const void* header,
+    size_t headerLength,
+    void* data,
+    size_t length,
+    const ucp_am_recv_param_t* param) {
+  // We send nothing by UCX's rendezvous: whoever does is no peer of ours.
+  if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0) {
+    static_cast<UcxContext*>(self)->onMessage(
+        {header, headerLength}, {data, length});
+  }
+  return UCS_OK;
+}
+
+std::shared_ptr<UcxConnection> UcxContext::find(uint64_t token) const {
+  auto it = connections_.find(token);
+  return it == connections_.end() ? nullptr : it->second;
+}
+
+void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
+  auto parsed = parseHeader(headerBytes);
+  if (!parsed.ok()) {
+    base::log(base::LogLevel::kInfo, "dropped: " + parsed.error().message);
+    return;
+  }
+  const FrameHeader& header = parsed.value();
+  if (header.kind == FrameKind::kOpen) {
+    onOpen(header, data);
+    return;
+  }
+  auto connection = find(header.token);
+  if (!connection) {
+    return; // a late frame of a closed connection, or a stranger's
+  }
+  switch (header.kind) {
+    case FrameKind::kOpened:
+      onOpened(connection, data);
+      break;
+    case FrameKind::kRefused:
+      connection->fail({base::ErrorKind::kRefused, toText(data)});
+      break;
+    case FrameKind::kFrame:
+      onFrame(connection, header, data);
+      break;
+    case FrameKind::kBigFrame:
+      onBigFrame(connection, header, data);
+      break;
+    case FrameKind::kPull:
+      connection->onPull(header.transfer, data);
+      break;
+    case FrameKind::kDone:
+      connection->onDone(
+          header.transfer,
+          header.count == 0
+              ? base::Error{}
+              : base::Error{base::ErrorKind::kRefused, toText(data)});
+      break;
+    case FrameKind::kClose:
+      connection->fail({base::ErrorKind::kShutDown, "the peer shut down"});
+      break;
+    case FrameKind::kOpen:
+      break;
+  }
+}
+
+void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
+  if (header.token != doorToken_) {
+    base::log(
+        base::LogLevel::kWarning,
+        "refused a connection that does not know this worker's address token");
+    return;
+  }
+  auto preamble = parsePreamble(data);
+  if (!preamble.ok()) {
+    base::log(
+        base::LogLevel::kWarning,
+        "refused a connection: " + preamble.error().message);
+    return;
+  }
+  Preamble& peer = preamble.value();
+  auto connection = makeConnection(/*initiator=*/false);
+  if (base::Error error = connection->openEndpoint(peer.address)) {
+    connection->fail(std::move(error));
+    return;
+  }
+  std::string why;
+  if (header.version != kProtocolVersion) {
+    why = "this worker speaks version " + std::to_string(kProtocolVersion) +
+        " of the torch_rpc_ext protocol, the peer version " +
+        std::to_string(header.version) +
+        ": install the same torch_rpc_ext everywhere";
+  } else {
+    auto answer = handler_->onAccept(connection, peer.hello);
+    if (answer.ok()) {
+      connection->sendPreamble(FrameKind::kOpened, peer.token, answer.value());
+      connection->establish(std::move(peer));
+      return;
+    }
+    why = answer.error().message;
+  }
+  connection->sendRefusal(peer.token, why);
+  connection->fail({base::ErrorKind::kRefused, why}, /*flush=*/true);
+}
+
+void UcxContext::onOpened(
+    const std::shared_ptr<UcxConnection>& connection,
+    base::ConstSpan data) {
+  if (!connection->initiator() ||
+      connection->state() != ConnectionState::kOpening) {
+    return;
+  }
+  auto preamble = parsePreamble(data);
+  if (!preamble.ok()) {
+    connection->fail(preamble.error());
+    return;
+  }
+  if (base::Error error =
+          handler_->onConnected(connection, preamble.value().hello)) {
+    connection->fail(std::move(error));
+    return;
+  }
+  connection->establish(std::move(preamble.value()));
+}
+
+void UcxContext::onFrame(
+    const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
+    base::ConstSpan data) {
+  base::Buffer bytes(data.size);
+  if (data.size != 0) {
+    std::memcpy(bytes.data(), data.data, data.size);
+  }
+  auto incoming = makeIncoming(
+      connection,
+      header.transfer,
+      /*firstSpan=*/0,
+      header.count,
+      std::move(bytes),
+      options_.maxFrameBytes);
+  if (!incoming.ok()) {
+    connection->done(header.transfer, incoming.error());
+    return;
+  }
+  control_->defer(base::makeTask(
+      [this, connection, incoming = std::move(incoming.value())]() mutable {
+        handler_->onFrame(connection, std::move(incoming));
+      }));
+}
+
+void UcxContext::onBigFrame(
+    const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
+    base::ConstSpan data) {
+  auto entries = parseBulkEntries(data, 1);
+  if (!entries.ok()) {
+    connection->done(header.transfer, entries.error());
+    return;
+  }
+  const uint64_t size = entries.value()[0].size;
+  if (options_.maxFrameBytes != 0 && size > options_.maxFrameBytes) {
+    connection->done(
+        header.transfer,
+        {base::ErrorKind::kRefused,
+         "the message has more than " + std::to_string(size) +
+             " bytes, the receiver takes at most " +
+             std::to_string(options_.maxFrameBytes) +
+             " (option max_message_bytes)"});
+    return;
+  }
+  control_->defer(base::makeTask([this,
+                                  connection,
+                                  header,
+                                  entries = entries.value()] {
+    auto bytes = std::make_shared<base::Buffer>();
+    try {
+      *bytes = base::Buffer(entries[0].size);
+    } catch (const std::bad_alloc&) {
+      connection->done(
+          header.transfer,
+          {base::ErrorKind::kRefused,
+           "the receiver has no memory for a message of " +
+               std::to_string(entries[0].size) + " bytes"});
+      return;
+    }
+    connection->fetch(
+        header.transfer,
+        /*first=*/0,
+        entries,
+        {{bytes->data(), bytes->size()}},
+        [this, connection, header, bytes](const base::Error& error) {
+          if (error) {
+            connection->done(header.transfer, error);
+            return;
+          }
+          auto incoming = makeIncoming(
+              connection,
+              header.transfer,
+              /*firstSpan=*/1,
+              header.count,
+              std::move(*bytes),
+              options_.maxFrameBytes);
+          if (!incoming.ok()) {
+            connection->done(header.transfer, incoming.error());
+            return;
+          }
+          handler_->onFrame(connection, std::move(incoming.value()));
+        });
+  }));
+}
+
+} // namespace torch_rpc_ext::transport::ucx

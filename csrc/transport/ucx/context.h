@@ -1,0 +1,120 @@
+#pragma once
+
+#include "transport/transport.h"
+#include "transport/ucx/bulk_channel.h"
+#include "transport/ucx/connection.h"
+#include "transport/ucx/options.h"
+#include "transport/ucx/worker.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// The UCX transport: control on one UCX worker, bulk by reading the peer's
+// memory or on a second worker.
+//
+// Owns: the UCX context, both workers, all connections.
+// Thread: any.
+class UcxContext final : public Context,
+                         public std::enable_shared_from_this<UcxContext> {
+ public:
+  static base::Result<std::shared_ptr<UcxContext>> create(const Options&);
+  ~UcxContext() override;
+
+  std::string address() const override;
+  void start(
+      base::Poller& poller,
+      base::TaskRunner& runner,
+      Handler& handler) override;
+  ConnectionPtr connect(const std::string& address, const std::string& hello)
+      override;
+  void stop() override;
+
+  // ---- for UcxConnection ----
+  const Options& options() const {
+    return options_;
+  }
+  Worker& worker() const {
+    return *control_;
+  }
+  base::Poller& poller() const {
+    return *poller_;
+  }
+  base::TaskRunner& runner() const {
+    return *runner_;
+  }
+  Handler& handler() const {
+    return *handler_;
+  }
+  const ProcessIdentity& process() const {
+    return process_;
+  }
+  const std::string& workerAddress() const {
+    return workerAddress_;
+  }
+  // Made at the first use: most groups never need it.
+  base::Result<std::shared_ptr<BulkChannel>> bulk();
+  // Under the lock: forgets a connection that has ended.
+  void forget(uint64_t localToken);
+  // Under the lock: endpoints that UCX has not yet closed.
+  void endpointClosing() {
+    ++closing_;
+  }
+  void endpointClosed() {
+    --closing_;
+  }
+
+ private:
+  UcxContext(
+      Options options,
+      std::shared_ptr<UcpContext> ucp,
+      std::shared_ptr<Worker> control);
+
+  static ucs_status_t onActiveMessage(
+      void* self,
+      const void* header,
+      size_t headerLength,
+      void* data,
+      size_t length,
+      const ucp_am_recv_param_t* param);
+  void onMessage(base::ConstSpan header, base::ConstSpan data);
+  void onOpen(const FrameHeader& header, base::ConstSpan data);
+  void onOpened(
+      const std::shared_ptr<UcxConnection>& connection,
+      base::ConstSpan data);
+  void onFrame(
+      const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
+      base::ConstSpan data);
+  void onBigFrame(
+      const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
+      base::ConstSpan data);
+  std::shared_ptr<UcxConnection> find(uint64_t token) const;
+  std::shared_ptr<UcxConnection> makeConnection(bool initiator);
+
+  const Options options_;
+  const std::shared_ptr<UcpContext> ucp_;
+  const std::shared_ptr<Worker> control_;
+  const std::string workerAddress_;
+  const uint64_t doorToken_; // who does not know it cannot connect
+  const uint64_t nonce_; // peers on this host read it to test CMA
+  const ProcessIdentity process_;
+  base::Poller* poller_ = nullptr;
+  base::TaskRunner* runner_ = nullptr;
+  Handler* handler_ = nullptr;
+  std::atomic<bool> stopped_{false};
+
+  std::mutex bulkMutex_;
+  std::shared_ptr<BulkChannel> bulk_;
+
+  // Under the control worker's lock.
+  std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
+  size_t closing_ = 0;
+};
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "transport/transport.h"
+#include "transport/ucx/connection.h"
+
+#include <memory>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// A frame that arrived on a UcxConnection.
+//
+// Owns: the bytes of the frame (its head starts at `headOffset`).
+class UcxIncoming final : public Incoming {
+ public:
+  UcxIncoming(
+      std::shared_ptr<UcxConnection> connection,
+      uint64_t transfer,
+      uint32_t firstSpan,
+      std::vector<BulkEntry> entries,
+      base::Buffer bytes,
+      size_t headOffset);
+  ~UcxIncoming() override;
+
+  base::ConstSpan head() const override {
+    return {bytes_.data() + headOffset_, bytes_.size() - headOffset_};
+  }
+  const std::vector<uint64_t>& bulkSizes() const override {
+    return sizes_;
+  }
+  void refuse(const base::Error& why) override;
+  void receive(std::vector<base::MutableSpan> into, Callback callback) override;
+
+ private:
+  const std::shared_ptr<UcxConnection> connection_;
+  const uint64_t transfer_; // 0: the sender waits for nothing
+  const uint32_t firstSpan_;
+  const std::vector<BulkEntry> entries_;
+  const base::Buffer bytes_;
+  const size_t headOffset_;
+  std::vector<uint64_t> sizes_;
+  bool answered_ = false;
+};
+
+// Turns the data of a kFrame (table, head) into an Incoming.
+base::Result<std::unique_ptr<Incoming>> makeIncoming(
+    const std::shared_ptr<UcxConnection>& connection,
+    uint64_t transfer,
+    uint32_t firstSpan,
+    uint32_t count,
+    base::Buffer data,
+    uint64_t maxBytes);
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+// What UCX there is, for people; free of UCX's own types.
+namespace torch_rpc_ext::transport::ucx {
+
+// Version of the UCX library that is loaded, e.g. "1.22.0".
+std::string libraryVersion();
+
+// Path of the libucp that is loaded.
+std::string libraryPath();
+
+// (transport, device, kind) of everything UCX can use in this process.
+std::vector<std::tuple<std::string, std::string, std::string>> transports();
+
+} // namespace torch_rpc_ext::transport::ucx

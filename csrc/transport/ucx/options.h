@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// Everything the UCX transport can be told. Plain values: no UCX types here.
+struct Options {
+  // IP interfaces that TCP may use; empty means all. RDMA devices that UCX
+  // finds are always allowed: they fall back by themselves.
+  std::vector<std::string> interfaces;
+  uint16_t portLow = 0; // 0: any port
+  uint16_t portHigh = 0;
+  bool preferIpv6 = false;
+  bool useSharedMemory = true;
+  bool useCma = true;
+  double keepaliveSeconds = 2.0;
+  uint64_t maxFrameBytes = 0; // head plus bulk; 0: no limit but memory
+};
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,103 @@
+#pragma once
+
+// What UCX contexts say to each other. One active-message id carries
+// everything; its UCX header is a FrameHeader, its data depends on the kind:
+//
+//   kind      token of      data
+//   kOpen     the address   Preamble of the one who connects
+//   kOpened   the opener    Preamble of the one who accepts
+//   kRefused  the opener    text: why
+//   kFrame    the receiver  count x BulkEntry, then the head
+//   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
+//   kPull     the receiver  PullRequest: send these bulk spans through UCX
+//   kDone     the receiver  nothing (status 0), or the reason of the refusal
+//   kClose    the receiver  nothing
+//
+// A token is 64 random bits that the receiver drew for this connection; bytes
+// without a known token are dropped unread. Bulk is moved by the receiver: it
+// reads the sender's memory (cma.h) or asks for it with kPull, and says kDone
+// when the sender may have its memory back.
+
+#include "base/buffer.h"
+#include "base/error.h"
+#include "transport/ucx/cma.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx {
+
+constexpr unsigned kActiveMessageId = 7;
+constexpr uint16_t kProtocolVersion = 1;
+// Data up to this size travels inside the active message.
+constexpr size_t kMaxEagerBytes = 64u << 10;
+constexpr size_t kMaxHelloBytes = 64u << 10;
+constexpr size_t kMaxAddressBytes = 16u << 10;
+constexpr uint32_t kMaxBulkSpans = 1u << 20;
+
+enum class FrameKind : uint16_t {
+  kOpen = 1,
+  kOpened,
+  kRefused,
+  kFrame,
+  kBigFrame,
+  kPull,
+  kDone,
+  kClose,
+};
+
+struct FrameHeader {
+  uint16_t version = kProtocolVersion;
+  FrameKind kind = FrameKind::kFrame;
+  uint32_t count = 0; // bulk spans of a frame; status of kDone
+  uint64_t token = 0;
+  uint64_t transfer = 0; // the sender's number for a frame's bulk, or 0
+};
+static_assert(sizeof(FrameHeader) == 24);
+
+struct BulkEntry {
+  uint64_t size = 0;
+  uint64_t address = 0; // 0: not readable from outside, pull it
+};
+
+// Both ends introduce themselves with it.
+struct Preamble {
+  uint64_t token = 0; // what the other side must put on its frames
+  ProcessIdentity process;
+  std::string address; // of the UCX worker
+  std::string hello; // opaque: the Handler's
+};
+
+struct PullRequest {
+  uint32_t firstSpan = 0;
+  uint32_t spanCount = 0;
+  uint64_t tag = 0; // of the first chunk; the following count up
+  std::string bulkAddress; // of the UCX worker that receives
+};
+
+// How a bulk span is cut for kPull: both ends count chunks in this way.
+constexpr size_t kChunkBytes = 16u << 20;
+inline uint64_t chunkCount(uint64_t bytes) {
+  return (bytes + kChunkBytes - 1) / kChunkBytes;
+}
+
+base::Result<FrameHeader> parseHeader(base::ConstSpan bytes);
+
+base::Buffer encode(const Preamble&);
+base::Result<Preamble> parsePreamble(base::ConstSpan bytes);
+
+base::Buffer encode(const PullRequest&);
+base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes);
+
+// The first `count` entries of a frame's data; the rest is its head.
+base::Result<std::vector<BulkEntry>> parseBulkEntries(
+    base::ConstSpan bytes,
+    uint32_t count);
+
+// An address as Context::address() gives it: token, then the worker's address.
+std::string encodeAddress(uint64_t token, const std::string& worker);
+base::Result<std::pair<uint64_t, std::string>> parseAddress(
+    const std::string& address);
+
+} // namespace torch_rpc_ext::transport::ucx

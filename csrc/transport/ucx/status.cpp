@@ -1,0 +1,70 @@
+#include "transport/ucx/status.h"
+
+#include "base/log.h"
+
+#include <ucs/debug/log_def.h>
+
+#include <cstdio>
+#include <mutex>
+
+namespace torch_rpc_ext::transport::ucx {
+
+base::Error toError(ucs_status_t status, const std::string& doing) {
+  const std::string text = doing + ": " + ucs_status_string(status);
+  switch (status) {
+    case UCS_OK:
+      return {};
+    case UCS_ERR_CONNECTION_RESET:
+    case UCS_ERR_ENDPOINT_TIMEOUT:
+    case UCS_ERR_NOT_CONNECTED:
+    case UCS_ERR_UNREACHABLE:
+    case UCS_ERR_REJECTED:
+    case UCS_ERR_IO_ERROR:
+      return {base::ErrorKind::kPeerLost, text};
+    case UCS_ERR_NO_MEMORY:
+    case UCS_ERR_NO_RESOURCE:
+    case UCS_ERR_EXCEEDS_LIMIT:
+      return {base::ErrorKind::kOverloaded, text};
+    case UCS_ERR_CANCELED:
+      return {base::ErrorKind::kShutDown, text};
+    case UCS_ERR_INVALID_ADDR:
+    case UCS_ERR_INVALID_PARAM:
+    case UCS_ERR_MESSAGE_TRUNCATED:
+      return {base::ErrorKind::kInvalid, text};
+    default:
+      return {base::ErrorKind::kSystem, text};
+  }
+}
+
+namespace {
+
+ucs_log_func_rc_t onUcxLog(
+    const char* /*file*/,
+    unsigned /*line*/,
+    const char* /*function*/,
+    ucs_log_level_t level,
+    const ucs_log_component_config_t* /*component*/,
+    const char* message,
+    va_list args) {
+  if (level == UCS_LOG_LEVEL_FATAL || level == UCS_LOG_LEVEL_PRINT) {
+    return UCS_LOG_FUNC_RC_CONTINUE; // UCX is about to abort: let it speak
+  }
+  char text[1024];
+  vsnprintf(text, sizeof(text), message, args);
+  // What UCX calls an error (a peer that closed its socket) reaches users as
+  // the error of the calls that it affects; UCX's line is for debugging.
+  base::log(
+      level <= UCS_LOG_LEVEL_WARN ? base::LogLevel::kInfo
+                                  : base::LogLevel::kDebug,
+      std::string("UCX: ") + text);
+  return UCS_LOG_FUNC_RC_STOP;
+}
+
+} // namespace
+
+void captureUcxLog() {
+  static std::once_flag once;
+  std::call_once(once, [] { ucs_log_push_handler(onUcxLog); });
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,32 @@
+#pragma once
+
+#include "base/error.h"
+#include "transport/ucx/options.h"
+
+#include <ucp/api/ucp.h>
+
+#include <memory>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// Owns: a ucp_context_h made from Options and the UCX_* environment, which
+// wins where the user has set it.
+// Outlives: every Worker made from it.
+class UcpContext {
+ public:
+  static base::Result<std::shared_ptr<UcpContext>> create(const Options&);
+  ~UcpContext();
+  UcpContext(const UcpContext&) = delete;
+  UcpContext& operator=(const UcpContext&) = delete;
+
+  ucp_context_h get() const {
+    return context_;
+  }
+
+ private:
+  explicit UcpContext(ucp_context_h context) : context_(context) {}
+
+  ucp_context_h context_;
+};
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,450 @@
+#include "wire/call_frame.h"
+
+#include "wire/limits.h"
+
+#include <cstring>
+#include <string>
+
+namespace torch_rpc_ext::wire {
+
+using base::ByteReader;
+using base::ByteWriter;
+using base::ConstSpan;
+using base::Error;
+using base::ErrorKind;
+using base::Result;
+
+namespace {
+
+constexpr size_t kHeaderBytes = 40;
+constexpr size_t kStorageBytes = 8;
+constexpr size_t kRecordBytes = 16;
+constexpr size_t kDimBytes = 16;
+constexpr uint64_t kBulkBit = uint64_t{1} << 63;
+
+Error invalid(std::string text) {
+  return {ErrorKind::kInvalid, "call frame: " + std::move(text)};
+}
+
+Error exceeds(const char* what, uint64_t value, uint64_t limit) {
+  return invalid(
+      std::string(what) + " " + std::to_string(value) +
+      " exceeds the limit of " + std::to_string(limit));
+}
+
+Error truncated(size_t size) {
+  return invalid(
+      "the " + std::to_string(size) + " bytes end before the frame does");
+}
+
+// Also the product of the sizes must not overflow (with 0 counted as 1, as
+// torch does when it computes strides).
+class Reach {
+ public:
+  void add(Dim dim) {
+    if (dim.size < 0 || dim.stride < 0) {
+      bad_ = true;
+      return;
+    }
+    empty_ |= dim.size == 0;
+    const int64_t size = dim.size == 0 ? 1 : dim.size;
+    int64_t step = 0;
+    bad_ |= __builtin_mul_overflow(numel_, size, &numel_) ||
+        __builtin_mul_overflow(size - 1, dim.stride, &step) ||
+        __builtin_add_overflow(last_, step, &last_);
+  }
+
+  std::optional<uint64_t> from(int64_t offset) const {
+    int64_t end = 0;
+    if (bad_ || offset < 0 || offset > kMaxStorageOffset ||
+        __builtin_add_overflow(last_, offset, &end) ||
+        __builtin_add_overflow(end, int64_t{1}, &end)) {
+      return std::nullopt;
+    }
+    return empty_ ? 0 : static_cast<uint64_t>(end);
+  }
+
+ private:
+  int64_t numel_ = 1;
+  int64_t last_ = 0;
+  bool empty_ = false;
+  bool bad_ = false;
+};
+
+// Checks what one record must fulfil on its own and after its predecessors;
+// both ends use it.
+class RecordChecker {
+ public:
+  explicit RecordChecker(uint32_t storages) : storages_(storages) {}
+
+  Error check(const TensorRecord& record) {
+    if (record.layout > TensorLayout::kQuantized) {
+      return invalid(
+          "unknown tensor layout " +
+          std::to_string(static_cast<int>(record.layout)));
+    }
+    if (record.ndim > kMaxDims) {
+      return exceeds("number of dimensions", record.ndim, kMaxDims);
+    }
+    if (partsLeft_ > 0) {
+      --partsLeft_;
+      if (record.layout != TensorLayout::kStrided) {
+        return invalid("the part of a tensor is not strided");
+      }
+    } else {
+      ++tensors_;
+      partsLeft_ = partsOf(record.layout);
+    }
+    if (record.layout == TensorLayout::kStrided && record.aux >= storages_) {
+      return invalid(
+          "storage " + std::to_string(record.aux) + " of " +
+          std::to_string(storages_));
+    }
+    return {};
+  }
+
+  uint32_t tensors() const {
+    return tensors_;
+  }
+  bool complete() const {
+    return partsLeft_ == 0;
+  }
+
+ private:
+  uint32_t storages_;
+  uint32_t partsLeft_ = 0;
+  uint32_t tensors_ = 0;
+};
+
+Error unreachable(const TensorRecord& record) {
+  return invalid(
+      "sizes, strides or offset of a tensor with " +
+      std::to_string(record.ndim) + " dimensions are negative or overflow");
+}
+
+Dim loadDim(const std::byte* at) {
+  ByteReader reader(ConstSpan{at, kDimBytes});
+  Dim dim;
+  dim.size = reader.i64();
+  dim.stride = reader.i64();
+  return dim;
+}
+
+TensorRecord readRecord(ByteReader& reader) {
+  TensorRecord record;
+  record.layout = static_cast<TensorLayout>(reader.u8());
+  record.dtype = reader.u8();
+  record.flags = reader.u8();
+  record.ndim = reader.u8();
+  record.aux = reader.u32();
+  record.offset = reader.i64();
+  return record;
+}
+
+void writeRecord(ByteWriter& writer, const TensorRecord& record) {
+  writer.u8(static_cast<uint8_t>(record.layout));
+  writer.u8(record.dtype);
+  writer.u8(record.flags);
+  writer.u8(record.ndim);
+  writer.u32(record.aux);
+  writer.i64(record.offset);
+}
+
+// What the sender must have got right, and the size of its frame.
+Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
+  if (frame.records.size() > kMaxTensors) {
+    return exceeds("number of tensors", frame.records.size(), kMaxTensors);
+  }
+  if (frame.storages.size() > kMaxStorages) {
+    return exceeds("number of storages", frame.storages.size(), kMaxStorages);
+  }
+  if (frame.payload.size > kMaxPayloadBytes) {
+    return exceeds("payload size", frame.payload.size, kMaxPayloadBytes);
+  }
+  uint64_t total = kHeaderBytes + frame.storages.size() * kStorageBytes +
+      frame.records.size() * kRecordBytes + frame.dims.size() * kDimBytes +
+      (frame.payloadBulk ? 0 : frame.payload.size);
+  for (const auto& storage : frame.storages) {
+    if (storage.bytes.size > kMaxStorageBytes) {
+      return exceeds("storage size", storage.bytes.size, kMaxStorageBytes);
+    }
+    // At most 2^20 times 2^46: cannot overflow.
+    total += storage.bulk ? 0 : storage.bytes.size;
+  }
+  if (total > kMaxFrameBytes) {
+    return exceeds("frame size", total, kMaxFrameBytes);
+  }
+  RecordChecker checker(static_cast<uint32_t>(frame.storages.size()));
+  size_t dims = 0;
+  for (const auto& record : frame.records) {
+    if (auto error = checker.check(record)) {
+      return error;
+    }
+    if (record.ndim > frame.dims.size() - dims) {
+      return invalid("fewer dimensions than the records name");
+    }
+    if (!reach(record.offset, frame.dims.subspan(dims, record.ndim))) {
+      return unreachable(record);
+    }
+    dims += record.ndim;
+  }
+  if (dims != frame.dims.size() || !checker.complete()) {
+    return invalid("more dimensions, or fewer parts, than the records name");
+  }
+  tensors = checker.tensors();
+  return static_cast<size_t>(total);
+}
+
+} // namespace
+
+uint32_t partsOf(TensorLayout layout) {
+  switch (layout) {
+    case TensorLayout::kUndefined:
+    case TensorLayout::kStrided:
+      return 0;
+    case TensorLayout::kSparseCoo:
+      return 2;
+    case TensorLayout::kSparseCsr:
+    case TensorLayout::kSparseCsc:
+    case TensorLayout::kSparseBsr:
+    case TensorLayout::kSparseBsc:
+    case TensorLayout::kQuantized:
+      return 3;
+  }
+  return 0;
+}
+
+std::optional<uint64_t> reach(int64_t offset, std::span<const Dim> dims) {
+  Reach result;
+  for (const auto& dim : dims) {
+    result.add(dim);
+  }
+  return result.from(offset);
+}
+
+Result<base::Buffer> encode(const CallFrame& frame) {
+  uint32_t tensors = 0;
+  auto size = measure(frame, tensors);
+  if (!size.ok()) {
+    return size.error();
+  }
+  base::Buffer buffer(size.value());
+  ByteWriter writer(buffer);
+  writer.u16(kMagic);
+  writer.u8(kVersion);
+  writer.u8(static_cast<uint8_t>(frame.header.kind));
+  writer.u16(frame.header.messageType);
+  writer.u16(0);
+  writer.u32(frame.header.flags);
+  writer.u32(tensors);
+  writer.u64(frame.header.callId);
+  writer.u64(frame.payload.size | (frame.payloadBulk ? kBulkBit : 0));
+  writer.u32(static_cast<uint32_t>(frame.storages.size()));
+  writer.u32(static_cast<uint32_t>(frame.records.size()));
+  for (const auto& storage : frame.storages) {
+    writer.u64(storage.bytes.size | (storage.bulk ? kBulkBit : 0));
+  }
+  const Dim* dim = frame.dims.data();
+  for (const auto& record : frame.records) {
+    writeRecord(writer, record);
+    for (const Dim* end = dim + record.ndim; dim != end; ++dim) {
+      writer.i64(dim->size);
+      writer.i64(dim->stride);
+    }
+  }
+  if (!frame.payloadBulk) {
+    writer.bytes(frame.payload);
+  }
+  for (const auto& storage : frame.storages) {
+    if (!storage.bulk) {
+      writer.bytes(storage.bytes);
+    }
+  }
+  if (writer.failed() || writer.remaining() != 0) {
+    return invalid("size was computed wrongly (a bug)");
+  }
+  return buffer;
+}
+
+Dim TensorView::dim(size_t i) const {
+  return i < ndim ? loadDim(dims_ + i * kDimBytes) : Dim{};
+}
+
+bool TensorCursor::next(TensorView& view) {
+  if (left_ == 0) {
+    return false;
+  }
+  --left_;
+  static_cast<TensorRecord&>(view) = readRecord(reader_);
+  const ConstSpan dims = reader_.bytes(uint64_t{view.ndim} * kDimBytes);
+  if (reader_.failed()) {
+    view.ndim = 0;
+    return false;
+  }
+  view.dims_ = static_cast<const std::byte*>(dims.data);
+  Reach reach;
+  for (size_t i = 0; i < view.ndim; ++i) {
+    reach.add(view.dim(i));
+  }
+  view.reach = reach.from(view.offset).value_or(0);
+  return true;
+}
+
+bool StorageCursor::next(StorageView& view) {
+  if (table_.remaining() == 0) {
+    return false;
+  }
+  const uint64_t word = table_.u64();
+  view.size = word & ~kBulkBit;
+  view.bulk = (word & kBulkBit) != 0;
+  view.bytes = view.bulk ? ConstSpan{} : inlined_.bytes(view.size);
+  return !table_.failed() && !inlined_.failed();
+}
+
+Result<CallFrameView> CallFrameView::parse(ConstSpan frame) {
+  ByteReader reader(frame);
+  CallFrameView view;
+  uint64_t inlineBytes = 0;
+  if (auto error = view.parseHeader(reader)) {
+    return error;
+  }
+  if (auto error = view.parseStorages(reader, inlineBytes)) {
+    return error;
+  }
+  if (auto error = view.parseRecords(reader)) {
+    return error;
+  }
+  view.payload_ = reader.bytes(view.payloadBulk_ ? 0 : view.payloadSize_);
+  view.inlined_ = reader.bytes(inlineBytes);
+  if (reader.failed()) {
+    return truncated(frame.size);
+  }
+  if (reader.remaining() != 0) {
+    return invalid(
+        std::to_string(reader.remaining()) + " of " +
+        std::to_string(frame.size) + " bytes are left over");
+  }
+  return view;
+}
+
+Error CallFrameView::parseHeader(ByteReader& reader) {
+  const size_t size = reader.remaining();
+  const uint16_t magic = reader.u16();
+  const uint8_t version = reader.u8();
+  if (reader.failed()) {
+    return truncated(size);
+  }
+  if (magic != kMagic) {
+    return invalid("these bytes are not one (wrong magic number)");
+  }
+  if (version != kVersion) {
+    return invalid(
+        "the peer speaks version " + std::to_string(version) +
+        " of the wire format, this worker version " +
+        std::to_string(kVersion));
+  }
+  const uint8_t kind = reader.u8();
+  header_.messageType = reader.u16();
+  const uint16_t reserved = reader.u16();
+  header_.flags = reader.u32();
+  tensorCount_ = reader.u32();
+  header_.callId = reader.u64();
+  const uint64_t payload = reader.u64();
+  storageCount_ = reader.u32();
+  recordCount_ = reader.u32();
+  if (reader.failed()) {
+    return truncated(size);
+  }
+  if (kind > static_cast<uint8_t>(CallKind::kResponse) || reserved != 0) {
+    return invalid("unknown kind or reserved bits");
+  }
+  header_.kind = static_cast<CallKind>(kind);
+  payloadSize_ = payload & ~kBulkBit;
+  payloadBulk_ = (payload & kBulkBit) != 0;
+  if (payloadSize_ > kMaxPayloadBytes) {
+    return exceeds("payload size", payloadSize_, kMaxPayloadBytes);
+  }
+  if (storageCount_ > kMaxStorages) {
+    return exceeds("number of storages", storageCount_, kMaxStorages);
+  }
+  if (recordCount_ > kMaxTensors) {
+    return exceeds("number of tensors", recordCount_, kMaxTensors);
+  }
+  return {};
+}
+
+Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
+  const size_t size = reader.remaining();
+  storageTable_ = reader.bytes(uint64_t{storageCount_} * kStorageBytes);
+  if (reader.failed()) {
+    return truncated(size);
+  }
+  ByteReader table(storageTable_);
+  for (uint32_t i = 0; i < storageCount_; ++i) {
+    const uint64_t word = table.u64();
+    const uint64_t bytes = word & ~kBulkBit;
+    if (bytes > kMaxStorageBytes) {
+      return exceeds("storage size", bytes, kMaxStorageBytes);
+    }
+    // At most 2^20 times 2^46: cannot overflow.
+    inlineBytes += (word & kBulkBit) != 0 ? 0 : bytes;
+  }
+  return {};
+}
+
+Error CallFrameView::parseRecords(ByteReader& reader) {
+  const ConstSpan rest = ByteReader(reader).bytes(reader.remaining());
+  RecordChecker checker(storageCount_);
+  for (uint32_t i = 0; i < recordCount_; ++i) {
+    const TensorRecord record = readRecord(reader);
+    const ConstSpan dims = reader.bytes(uint64_t{record.ndim} * kDimBytes);
+    if (reader.failed()) {
+      return truncated(rest.size);
+    }
+    if (auto error = checker.check(record)) {
+      return error;
+    }
+    Reach reach;
+    for (size_t d = 0; d < record.ndim; ++d) {
+      reach.add(
+          loadDim(static_cast<const std::byte*>(dims.data) + d * kDimBytes));
+    }
+    const auto elements = reach.from(record.offset);
+    if (!elements) {
+      return unreachable(record);
+    }
+    // No dtype is smaller than a quarter of a byte per element.
+    if (record.layout == TensorLayout::kStrided &&
+        *elements / 4 > storageSize(record.aux)) {
+      return invalid(
+          "a tensor reaches over " + std::to_string(*elements) +
+          " elements of a storage of " +
+          std::to_string(storageSize(record.aux)) + " bytes");
+    }
+  }
+  if (!checker.complete() || checker.tensors() != tensorCount_) {
+    return invalid("tensors and records do not match");
+  }
+  tensorTable_ = ConstSpan{rest.data, rest.size - reader.remaining()};
+  return {};
+}
+
+uint64_t CallFrameView::storageSize(uint32_t index) const {
+  ByteReader reader(storageTable_);
+  reader.bytes(uint64_t{index} * kStorageBytes);
+  return reader.u64() & ~kBulkBit;
+}
+
+std::optional<uint16_t> peekMessageType(ConstSpan frame) {
+  ByteReader reader(frame);
+  const uint16_t magic = reader.u16();
+  const uint8_t version = reader.u8();
+  reader.u8();
+  const uint16_t messageType = reader.u16();
+  if (reader.failed() || magic != kMagic || version != kVersion) {
+    return std::nullopt;
+  }
+  return messageType;
+}
+
+} // namespace torch_rpc_ext::wire

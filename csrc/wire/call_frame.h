@@ -1,0 +1,246 @@
+#pragma once
+
+// The call frame: one RPC message, request or response, as bytes. Integers are
+// little-endian and unaligned. The sender writes, in this order and with
+// nothing before, between or after:
+//
+//   bytes  field         meaning
+//   2      magic         0x5254 ("TR")
+//   1      version       kVersion; the rest is only read when it is equal
+//   1      kind          0 request, 1 response
+//   2      messageType   the caller's, opaque
+//   2      reserved      0
+//   4      flags         the caller's, opaque
+//   4      tensors       number of tensors of the message
+//   8      callId        a response repeats its request's
+//   8      payload       number of bytes; bit 63: travels as bulk
+//   4      storages      number of storages S
+//   4      records       number of tensor records R (tensors and their parts)
+//   8 S    storage table per storage: number of bytes; bit 63: travels as bulk
+//   var    tensor table  R records, see below
+//   var    payload       its bytes, unless bulk
+//   var    storages      the bytes of each that is not bulk, in table order
+//
+// Bulk travels beside the frame (transport::Connection::send): first the
+// payload if it is bulk, then the bulk storages in table order.
+//
+// A tensor record:
+//
+//   1      layout        TensorLayout
+//   1      dtype         kStrided: number of torch's ScalarType, opaque here;
+//                        else 0: the parts have it
+//   1      flags         kRequiresGrad | kConj | kNeg | kCoalesced
+//   1      ndim          at most kMaxDims
+//   4      aux           kStrided: index of its storage; kSparseCoo: number of
+//                        sparse dimensions; kQuantized: axis of the channels,
+//                        kPerTensor if there is one scale for all; else 0
+//   8      offset        kStrided: first element, in elements; else 0
+//   16 n   dims          ndim times: size (i64), stride in elements (i64; 0
+//                        unless kStrided)
+//
+// A sparse or quantised tensor is followed by its parts, kStrided records that
+// are not tensors of the message:
+//
+//   kSparseCoo           indices, values
+//   kSparseCsr/Csc/...   compressed indices, plain indices, values
+//   kQuantized           the integers, scales, zero points (ndim of the
+//                        record itself is 0: the integers have the shape)
+//
+// Several records may name one storage: views alias on the receiver as they do
+// on the sender.
+
+#include "base/buffer.h"
+#include "base/bytes.h"
+#include "base/error.h"
+
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace torch_rpc_ext::wire {
+
+inline constexpr uint16_t kMagic = 0x5254;
+inline constexpr uint8_t kVersion = 1;
+
+enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
+
+enum class TensorLayout : uint8_t {
+  kUndefined = 0, // a tensor without a value
+  kStrided = 1,
+  kSparseCoo = 2,
+  kSparseCsr = 3,
+  kSparseCsc = 4,
+  kSparseBsr = 5,
+  kSparseBsc = 6,
+  kQuantized = 7,
+};
+
+// How many kStrided records follow a record of this layout.
+uint32_t partsOf(TensorLayout layout);
+
+enum TensorFlags : uint8_t {
+  kRequiresGrad = 1,
+  kConj = 2,
+  kNeg = 4,
+  kCoalesced = 8,
+};
+
+inline constexpr uint32_t kPerTensor = 0xffffffff;
+
+struct CallHeader {
+  CallKind kind = CallKind::kRequest;
+  uint16_t messageType = 0;
+  uint32_t flags = 0;
+  uint64_t callId = 0;
+};
+
+struct StorageEntry {
+  base::ConstSpan bytes; // data is not looked at when bulk
+  bool bulk = false;
+};
+
+struct Dim {
+  int64_t size = 0;
+  int64_t stride = 0;
+};
+
+struct TensorRecord {
+  TensorLayout layout = TensorLayout::kUndefined;
+  uint8_t dtype = 0;
+  uint8_t flags = 0;
+  uint8_t ndim = 0;
+  uint32_t aux = 0;
+  int64_t offset = 0;
+};
+
+// What a sender wants to say; borrows everything.
+struct CallFrame {
+  CallHeader header;
+  base::ConstSpan payload;
+  bool payloadBulk = false;
+  std::span<const StorageEntry> storages;
+  std::span<const TensorRecord> records;
+  std::span<const Dim> dims; // of all records, one after the other
+};
+
+// Fails with kInvalid when a limit is exceeded or the parts are not in order.
+base::Result<base::Buffer> encode(const CallFrame& frame);
+
+// How many elements of its storage a strided tensor reaches over, counted from
+// the storage's begin; 0 if it has no elements, nothing if the numbers are
+// negative or overflow.
+std::optional<uint64_t> reach(int64_t offset, std::span<const Dim> dims);
+
+// One record of a frame that was received.
+struct TensorView : TensorRecord {
+  uint64_t reach = 0; // kStrided: see reach() above
+
+  Dim dim(size_t i) const; // i < ndim
+
+ private:
+  friend class TensorCursor;
+  const std::byte* dims_ = nullptr;
+};
+
+// Walks over the tensor table of a CallFrameView.
+class TensorCursor {
+ public:
+  // False at the end of the table.
+  bool next(TensorView& view);
+
+ private:
+  friend class CallFrameView;
+  TensorCursor(base::ConstSpan table, uint32_t records)
+      : reader_(table), left_(records) {}
+
+  base::ByteReader reader_;
+  uint32_t left_;
+};
+
+struct StorageView {
+  uint64_t size = 0;
+  bool bulk = false;
+  base::ConstSpan bytes; // empty when bulk
+};
+
+// Walks over the storages of a CallFrameView.
+class StorageCursor {
+ public:
+  // False at the end of the table.
+  bool next(StorageView& view);
+
+ private:
+  friend class CallFrameView;
+  StorageCursor(base::ConstSpan table, base::ConstSpan inlined)
+      : table_(table), inlined_(inlined) {}
+
+  base::ByteReader table_;
+  base::ByteReader inlined_;
+};
+
+// A received frame, read in place. After parse() everything holds that the
+// layout above promises: counts, indices and parts are in order, no size or
+// stride is negative, nothing overflows. What needs a dtype is left to the
+// caller: reach * itemsize must fit into storageSize(aux).
+// Owns: nothing; the bytes outlive it.
+// Thread: one.
+class CallFrameView {
+ public:
+  // Fails with kInvalid.
+  static base::Result<CallFrameView> parse(base::ConstSpan frame);
+
+  const CallHeader& header() const {
+    return header_;
+  }
+
+  uint64_t payloadSize() const {
+    return payloadSize_;
+  }
+  bool payloadBulk() const {
+    return payloadBulk_;
+  }
+  base::ConstSpan payload() const { // empty when bulk
+    return payload_;
+  }
+
+  uint32_t storageCount() const {
+    return storageCount_;
+  }
+  uint64_t storageSize(uint32_t index) const; // index < storageCount()
+  StorageCursor storages() const {
+    return {storageTable_, inlined_};
+  }
+
+  uint32_t tensorCount() const { // without parts
+    return tensorCount_;
+  }
+  uint32_t recordCount() const { // with parts
+    return recordCount_;
+  }
+  TensorCursor records() const {
+    return {tensorTable_, recordCount_};
+  }
+
+ private:
+  CallFrameView() = default;
+  base::Error parseHeader(base::ByteReader& reader);
+  base::Error parseStorages(base::ByteReader& reader, uint64_t& inlineBytes);
+  base::Error parseRecords(base::ByteReader& reader);
+
+  CallHeader header_;
+  uint64_t payloadSize_ = 0;
+  bool payloadBulk_ = false;
+  uint32_t storageCount_ = 0;
+  uint32_t tensorCount_ = 0;
+  uint32_t recordCount_ = 0;
+  base::ConstSpan storageTable_;
+  base::ConstSpan tensorTable_;
+  base::ConstSpan payload_;
+  base::ConstSpan inlined_;
+};
+
+// The message type of a frame, for those who only want to sort frames; nothing
+// if these are not the first bytes of one.
+std::optional<uint16_t> peekMessageType(base::ConstSpan frame);
+
+} // namespace torch_rpc_ext::wire

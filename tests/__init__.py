@@ -1,0 +1,1 @@
+"""Tests of torch_rpc_ext, in folders by what they need; tests/README.md is the map."""

@@ -1,0 +1,55 @@
+"""What all tests share: the header line, the report of workers' output, the pair of workers that
+many small tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from tests.process import group as groups
+from tests.support.backend import backend_name
+
+
+def pytest_report_header() -> str:
+    return f"RPC back end under test: {backend_name()}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than 10 seconds or gigabytes of memory")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for group in groups.USED:
+            report.sections.append(("Workers", group.output()))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _forget_groups() -> Iterator[None]:
+    groups.USED.clear()
+    yield
+
+
+@pytest.fixture(scope="module")
+def _pairs() -> Iterator[list[groups.Group]]:
+    pairs: list[groups.Group] = []
+    yield pairs
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.fixture
+def pair(_pairs: list[groups.Group]) -> groups.Group:
+    """Two initialised workers, kept for the module's tests; new ones after a test that broke
+    them."""
+    if not _pairs or _pairs[-1].broken:
+        for broken in _pairs:
+            broken.close(gently=False)
+        _pairs[:] = [groups.Group(2, options={"num_worker_threads": 8})]
+    return _pairs[-1]

@@ -1,0 +1,128 @@
+"""Functions that the tests call remotely. Module-level, so that they pickle by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def nothing(*_: Any) -> None:
+    return None
+
+
+def describe(tensor: Tensor) -> dict[str, Any]:
+    """What a callee sees of a tensor argument."""
+    return {
+        "type": type(tensor).__name__,
+        "dtype": tensor.dtype,
+        "layout": tensor.layout,
+        "shape": tuple(tensor.shape),
+        "stride": tuple(tensor.stride()) if tensor.layout is torch.strided else None,
+        "conj": tensor.is_conj(),
+        "neg": tensor.is_neg(),
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def fill(tensor: Tensor, value: float) -> Tensor:
+    """Changes its argument in place."""
+    tensor.fill_(value)
+    return tensor
+
+
+def fill_first_look_at_second(first: Tensor, second: Tensor, value: float) -> Tensor:
+    """Shows whether two arguments share memory at the callee."""
+    first.fill_(value)
+    return second.clone()
+
+
+def to_dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense()
+
+
+def to_sparse(tensor: Tensor, layout: str) -> Tensor:
+    return tensor.to_sparse() if layout == "coo" else tensor.to_sparse_csr()
+
+
+def times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor * factor
+
+
+def total(tensor: Tensor) -> float:
+    """A checksum that does not need as much memory again as the tensor."""
+    return float(
+        sum(chunk.sum(dtype=torch.float64).item() for chunk in tensor.flatten().split(1 << 26))
+    )
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+
+
+def nested(depth: int, world_size: int) -> int:
+    """Calls itself on the next worker until depth is used up; returns the number of calls made."""
+    if depth == 0:
+        return 0
+    following = (rpc.get_worker_info().id + 1) % world_size
+    return 1 + int(rpc.rpc_sync(f"worker{following}", nested, args=(depth - 1, world_size)))
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def name_here() -> str:
+    return str(rpc.get_worker_info().name)
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable_result() -> Any:
+    return lambda: None
+
+
+class NeedsArguments(Exception):
+    """An exception that cannot be built from one string."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"code {code} at {where}")
+        self.code, self.where = code, where
+
+
+class PlainError(Exception):
+    """An exception with upstream's kind of constructor."""
+
+
+def raise_needs_arguments() -> None:
+    raise NeedsArguments(7, "here")
+
+
+def raise_plain(text: str) -> None:
+    raise PlainError(text)
+
+
+def raise_value_error() -> None:
+    raise ValueError("the value was wrong")
+
+
+@torch.jit.script
+def script_add(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
+
+
+@rpc.functions.async_execution
+def async_add_on(worker: str, a: Tensor, b: Tensor) -> Any:
+    return rpc.rpc_async(worker, torch.add, args=(a, b)).then(lambda future: future.value() + 1)

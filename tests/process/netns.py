@@ -1,0 +1,167 @@
+"""Two "hosts" on one machine: namespaces of their own (network, pid, ipc, mount, name), joined by
+veth pairs.
+
+Nothing is shared but the file system: no loopback, no shared memory, no pid that means the same on
+both, no ptrace. What is made here belongs to one holder process per host and vanishes with it, also
+when the tests are killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1 _KINDS = ("ipc", "uts", "net", "pid", "mnt") # Mounts a /dev/shm of its own,
+brings up loopback, and reaps whatever is left to it. _HOLDER = """ hostname {name}; ip link set lo
+up; mount -t tmpfs -o size=4g tmpfs /dev/shm; echo ready; trap '' CHLD; exec sleep infinity
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One side. ``eth0`` has the IPv4 and IPv6 addresses, ``eth1`` only its link-local one."""
+
+    name: str
+    holder: int
+    ipv4: str
+    ipv6: str
+
+    def run(self, *command: str) -> str:
+        """Run a command inside; its stdout."""
+        return _run("nsenter", "-t", str(self.holder), "-n", "-i", "-u", "-m", "-p", *command)
+
+
+class NotPossible(Exception):
+    """This machine forbids it; the text says what is missing."""
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make them; raises NotPossible with the reason where the machine forbids it."""
+    if os.geteuid() != 0:
+        raise NotPossible("network namespaces need root")
+    for tool in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(tool) is None:
+            raise NotPossible(f"no command {tool!r}")
+    with contextlib.ExitStack() as stack:
+        hosts = []
+        for number in (1, 2):
+            pid = stack.enter_context(_holder(f"host{number}"))
+            hosts.append(Host(f"host{number}", pid, f"10.77.0.{number}", f"fd77::{number}"))
+        for device in ("eth0", "eth1"):
+            _join(hosts[0], hosts[1], device)
+        for host in hosts:
+            host.run("ip", "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
+            host.run("ip", "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
+        _wait_for_link_local(hosts)
+        yield hosts[0], hosts[1]
+
+
+@contextlib.contextmanager
+def _holder(name: str) -> Iterator[int]:
+    """The pid, as seen from here, of the process that keeps a host's namespaces alive."""
+    flags = [
+        "--net",
+        "--ipc",
+        "--pid",
+        "--uts",
+        "--mount",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
+    process = subprocess.Popen(
+        ["unshare", *flags, "sh", "-ec", _HOLDER.format(name=name)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        if process.stdout.readline().strip() != "ready":
+            raise NotPossible(f"unshare: {process.stderr.read().strip()}")
+        children = _read(f"/proc/{process.pid}/task/{process.pid}/children").split()
+        yield int(children[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _join(one: Host, other: Host, device: str) -> None:
+    """A veth pair with an end in each; unique names until it is inside."""
+    ends = [f"rt{os.getpid() % 1_000_000}{device[-1]}{letter}" for letter in "ab"]
+    try:
+        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    except subprocess.CalledProcessError as error:
+        raise NotPossible(f"ip link add: {error.stderr.strip()}") from None
+    for host, end in zip((one, other), ends, strict=True):
+        _run("ip", "link", "set", end, "netns", str(host.holder))
+        host.run("ip", "link", "set", end, "name", device)
+        host.run("ip", "link", "set", device, "up")
+
+
+def _wait_for_link_local(hosts: list[Host]) -> None:
+    """Duplicate address detection takes a second or two; an address is not usable before."""
+    deadline = time.monotonic() + 10
+    for host in hosts:
+        for device in ("eth0", "eth1"):
+            while True:
+                shown = host.run("ip", "-6", "addr", "show", "dev", device, "scope", "link")
+                if "fe80" in shown and "tentative" not in shown:
+                    break
+                if time.monotonic() > deadline:
+                    raise NotPossible(f"no IPv6 link-local address on {device}")
+                time.sleep(0.1)
+
+
+def enter_and_run(holder: int, fn: Callable[..., Any], pipe: Connection) -> None:
+    """In a fresh child: move into a host and run ``fn(pipe)`` there, in a process that dies with
+    this one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespaces = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+    for kind, namespace in zip(_KINDS, namespaces, strict=True):
+        if libc.setns(namespace, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {kind}")
+        os.close(namespace)
+    inner = os.fork()  # a pid namespace counts for children only
+    if inner == 0:
+        _die_with_parent()
+        code = 1
+        try:
+            fn(pipe)
+            code = 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    pipe.close()
+    faulthandler.unregister(signal.SIGUSR2)
+    for number in (signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda received, _frame: os.kill(inner, received))
+    code = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1])
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()

@@ -1,0 +1,93 @@
+"""Groups whose size is not fixed: workers join and leave while others work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+
+def names() -> list[str]:
+    return sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
+
+
+def call_until(to: str, seconds: float) -> int:
+    """Call without a pause; the number of calls, every one of which must succeed."""
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        assert rpc.rpc_sync(to, f.identity, args=(count,), timeout=20) == count
+        count += 1
+    return count
+
+
+def init_one_by_one(group: Group, **options: Any) -> None:
+    for worker in group:
+        worker.init(None, **options).result()
+
+
+def leave() -> None:
+    rpc.shutdown()
+
+
+def test_workers_see_who_joined() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        assert group.run_all(names) == [["worker0", "worker1", "worker2"]] * 3
+        assert group.run(f.nested, 6, 3) == 6
+        for worker in group:
+            worker.run(leave)
+
+
+def test_all_join_at_once() -> None:
+    with Group(4, dynamic=True, timeout=90) as group:
+        assert group.run_all(names) == [[f"worker{i}" for i in range(4)]] * 4
+        for worker in group:
+            worker.run(leave)
+
+
+def test_join_and_leave_while_calls_run() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        busy = group[0].start(call_until, "worker1", 3.0)
+        for number in range(3):
+            guest = group.add("guest", 2 + number)
+            assert guest.run(names) == ["guest", "worker0", "worker1"]
+            assert guest.run(call_until, "worker0", 0.2) > 0
+            guest.run(leave)
+            assert group[1].run(names) == ["worker0", "worker1"]
+        assert busy.result() > 10
+        for worker in (group[0], group[1]):
+            worker.run(leave)
+
+
+def error_of_call(to: str) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        rpc.rpc_sync(to, f.nothing, timeout=5)
+    return str(raised.value)
+
+
+def test_a_call_to_one_that_left_names_it() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[1].run(leave)
+        assert "worker1" in group.run(error_of_call, "worker1")
+        group[0].run(leave)
+
+
+@needs_ucx("keeps the dead worker's name and address")
+def test_a_restarted_worker_takes_its_name_again() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[1].run(call_until, "worker0", 0.1)
+        group[1].kill()
+        assert "worker1" in group.run(error_of_call, "worker1")
+        again = group.add("worker1", 1)
+        assert group.run(f.nested, 4, 2) == 4
+        again.run(leave)
+        group[0].run(leave)

@@ -1,0 +1,236 @@
+"""What goes wrong is said on the side that can act: which worker, which function, what to do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx, on_ucx
+
+
+def caught(fn: Any, *args: Any, to: str = "worker1", timeout: float = -1.0) -> Exception:
+    """The exception that a call raises at its caller."""
+    try:
+        rpc.rpc_sync(to, fn, args=args, timeout=timeout)
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError(f"{fn} raised nothing")
+
+
+def check_timeout_text() -> None:
+    start = time.monotonic()
+    text = str(caught(f.sleep, 2.0, timeout=0.2))
+    assert 0.15 < time.monotonic() - start < 1.5
+    assert "RPC ran for more than" in text, text
+    for way in (
+        lambda: rpc.rpc_async("worker1", f.sleep, args=(2.0,), timeout=0.2).wait(),
+        lambda: rpc.remote("worker1", f.sleep, args=(2.0,)).to_here(timeout=0.2),
+    ):
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            way()
+    assert rpc.rpc_sync("worker1", f.sleep, args=(0.3,), timeout=0) == 0.3, "0 means no time-out"
+
+
+def test_timeout(pair: Group) -> None:
+    pair.run(check_timeout_text)
+
+
+def timeout_text() -> str:
+    return str(caught(f.sleep, 1.0, timeout=0.2))
+
+
+@needs_ucx("does not name the worker or the function")
+def test_timeout_names_worker_and_function(pair: Group) -> None:
+    text = pair.run(timeout_text)
+    assert "worker1" in text and "sleep" in text, text
+
+
+@workers(2, options={"rpc_timeout": 0.3})
+def test_the_default_timeout_is_the_options() -> None:
+    assert rpc.get_rpc_timeout() == pytest.approx(0.3)
+    assert "RPC ran for more than" in str(caught(f.sleep, 2.0))
+    assert rpc.rpc_sync("worker1", f.sleep, args=(0.6,), timeout=5) == 0.6
+
+
+def check_exception_types() -> None:
+    value = caught(f.raise_value_error)
+    assert type(value) is ValueError and "the value was wrong" in str(value)
+    assert "raise_value_error" in str(value), "the remote traceback is missing"
+    assert "worker1" in str(value), "the remote worker's name is missing"
+    with pytest.raises(ValueError, match="the value was wrong"):
+        rpc.remote("worker1", f.raise_value_error).to_here()
+    with pytest.raises(RuntimeError):
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), torch.ones(3)))
+
+
+def test_remote_exception_keeps_type_and_traceback(pair: Group) -> None:
+    pair.run(check_exception_types)
+
+
+def check_own_exception() -> None:
+    for error in (
+        caught(f.raise_plain, "percent % brace {} quote ' end"),
+        caught(f.raise_plain, ""),
+    ):
+        assert type(error) is f.PlainError, repr(error)
+        assert "raise_plain" in str(error) + "".join(getattr(error, "__notes__", [])), (
+            "no remote traceback"
+        )
+
+
+@needs_ucx("turns exception classes that are not Python's own into RuntimeError")
+def test_remote_exception_of_a_users_class(pair: Group) -> None:
+    pair.run(check_own_exception)
+
+
+def check_exception_with_arguments() -> None:
+    error = caught(f.raise_needs_arguments)
+    assert type(error) is f.NeedsArguments, repr(error)
+    assert (error.code, error.where) == (7, "here")
+    assert "raise_needs_arguments" in str(error) + "".join(getattr(error, "__notes__", [])), (
+        "no remote traceback"
+    )
+
+
+@needs_ucx("cannot rebuild an exception whose constructor needs arguments (pytorch issue 45044)")
+def test_remote_exception_with_constructor_arguments(pair: Group) -> None:
+    pair.run(check_exception_with_arguments)
+
+
+def check_text_survives() -> None:
+    for text in ("back\\slash \\n \\x41", "\u00e9 \u4e16\u754c \U0001f600", "tab\there"):
+        assert text in str(caught(f.raise_plain, text)), text
+
+
+@needs_ucx("decodes escapes and mangles non-ASCII text in remote exceptions")
+def test_remote_exception_text_survives(pair: Group) -> None:
+    pair.run(check_text_survives)
+
+
+def check_unpicklable() -> None:
+    assert "pickle" in str(caught(lambda: None)).lower() or "lambda" in str(caught(lambda: None))
+    error = caught(f.unpicklable_result)
+    assert "pickle" in str(error).lower() or "local object" in str(error), repr(error)
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1, "later calls are undisturbed"
+
+
+def test_unpicklable_function_and_result(pair: Group) -> None:
+    pair.run(check_unpicklable)
+
+
+def only_here() -> None:
+    """Removed from the callee's module."""
+
+
+def forget() -> None:
+    del globals()["only_here"]
+
+
+def check_missing_function() -> None:
+    error = caught(only_here)
+    assert type(error) is AttributeError or not on_ucx(), repr(error)
+    assert "only_here" in str(error) and "caller and" in str(error)
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+def test_function_missing_on_the_callee() -> None:
+    with Group(2) as group:
+        group[1].run(forget)
+        group.run(check_missing_function)
+
+
+def check_unknown_worker() -> None:
+    for name in ("nobody", "", "worker11"):
+        assert type(caught(f.nothing, to=name)) in (RuntimeError, ValueError)
+    assert "nobody" in str(caught(f.nothing, to="nobody"))
+    with pytest.raises(RuntimeError):
+        rpc.get_worker_info("nobody")
+
+
+def test_unknown_worker_name(pair: Group) -> None:
+    pair.run(check_unknown_worker)
+
+
+def check_not_initialized() -> None:
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.rpc_sync("worker1", f.nothing)
+
+
+def check_after_shutdown(was_there: Any) -> None:
+    check_not_initialized()
+    with pytest.raises(RuntimeError):
+        rpc.rpc_async(was_there, f.nothing).wait()
+
+
+def own_info() -> Any:
+    return rpc.get_worker_info()
+
+
+def shut_down() -> None:
+    rpc.shutdown(graceful=False)
+
+
+def test_call_before_init_and_after_shutdown() -> None:
+    with Group(1, init=False) as group:
+        group.run(check_not_initialized)
+        group.init_all()
+        group.run(shut_down)
+        group.run(check_after_shutdown, "worker0")
+
+
+def test_duplicate_names_are_refused() -> None:
+    with Group(2, init=False) as group:
+        group[1].name = "worker0"
+        calls = [worker.init(2, rpc_timeout=5) for worker in group]
+        errors = []
+        for call in calls:
+            with pytest.raises(RuntimeError) as raised:
+                call.result()
+            errors.append(str(raised.value))
+        assert any("is not unique" in error and "worker0" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("rank", [2, -2, 100])
+def test_rank_out_of_range(rank: int) -> None:
+    with Group(1, init=False) as group:
+        group[0].rank = rank
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            group[0].init(2, rpc_timeout=2).result(20)
+        if on_ucx():
+            assert str(rank) in str(raised.value) and "rank" in str(raised.value)
+
+
+def test_init_twice_without_shutdown(pair: Group) -> None:
+    with pytest.raises(RuntimeError, match="already initialized"):
+        pair[0].init(2).result()
+    assert pair.run(f.name_here) == "worker0"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_worker_threads": 0}, {"num_worker_threads": -1}, {"rpc_timeout": -1.0}],
+    ids=str,
+)
+@needs_ucx("does not validate its options")
+def test_bad_option_values_name_the_option(options: dict[str, Any]) -> None:
+    from torch_rpc_ext import UcxRpcBackendOptions
+
+    with pytest.raises(ValueError, match=next(iter(options))) as raised:
+        UcxRpcBackendOptions(**options)
+    assert str(next(iter(options.values()))) in str(raised.value)
+
+
+@needs_ucx("has no options of ours")
+def test_an_unknown_option_is_refused() -> None:
+    from torch_rpc_ext import UcxRpcBackendOptions
+
+    with pytest.raises(TypeError, match="num_worker_treads"):
+        UcxRpcBackendOptions(num_worker_treads=4)
+    with pytest.raises(TypeError):
+        UcxRpcBackendOptions(4)

@@ -1,0 +1,60 @@
+"""The helper itself: what these tests report can be relied on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+from torch.distributed import rpc
+
+from tests.process.group import Group, WorkerDied, workers
+
+
+def _say_and_raise() -> None:
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    raise ValueError("from the worker")
+
+
+def test_an_exception_comes_back_with_traceback_and_output() -> None:
+    with Group(1, init=False) as group:
+        with pytest.raises(ValueError, match="from the worker") as caught:
+            group.run(_say_and_raise)
+        assert "_say_and_raise" in caught.value.__notes__[0]
+        assert "to stdout" in group.output() and "to stderr" in group.output()
+
+
+def test_a_worker_that_dies_is_named() -> None:
+    with Group(2, init=False) as group:
+        with pytest.raises(WorkerDied, match=r"worker1 ended \(exit code 3\)"):
+            group[1].run(os._exit, 3)
+
+
+def test_a_worker_that_hangs_is_reported_with_its_stack() -> None:
+    with Group(1, init=False) as group:
+        with pytest.raises(TimeoutError, match="sleep on worker0"):
+            group[0].start(time.sleep, 60).result(0.2)
+        assert "_serve" in group.output()
+
+
+def test_workers_inherit_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_TEST", "yes")
+    with Group(1, init=False, env={"SET_FOR_WORKER": "too"}) as group:
+        assert group.run(os.getenv, "SET_BY_TEST") == "yes"
+        assert group.run(os.getenv, "SET_FOR_WORKER") == "too"
+
+
+def test_a_bad_exit_code_after_shutdown_fails_the_test() -> None:
+    group = Group(1, init=False)
+    group[0].start(os._exit, 7)
+    with pytest.raises((AssertionError, WorkerDied, BrokenPipeError)):
+        group.close()
+
+
+@workers(2, everywhere=True)
+@pytest.mark.parametrize("value", [1, 2])
+def test_the_decorator_runs_everywhere(value: int) -> None:
+    assert value in (1, 2)
+    assert rpc.get_worker_info().name in ("worker0", "worker1")

@@ -1,0 +1,247 @@
+"""Init and shutdown: bounded, interruptible, repeatable, quiet."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.support import script
+from tests.support.backend import needs_ucx, on_ucx
+
+# The beginning of a one-process program; `init()` starts RPC in it.
+PROGRAM = """
+    import os, sys, tempfile
+    import torch
+    from torch.distributed import rpc
+    from tests.support.backend import backend_options, backend_type
+
+    def init(name="me", rank=0, world_size=1, path=None, **options):
+        path = path or tempfile.mktemp()
+        rpc.init_rpc(name, backend=backend_type(), rank=rank, world_size=world_size,
+                     rpc_backend_options=backend_options(f"file://{path}", **options))
+"""
+
+
+def init_error(group: Group, rank: int, world_size: int, timeout: float) -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(Exception) as raised:  # noqa: B017, PT011
+        group[rank].init(world_size, rpc_timeout=timeout).result(30)
+    return str(raised.value), time.monotonic() - start
+
+
+@needs_ucx("says only that a store key timed out")
+def test_init_timeout_names_the_missing_ranks() -> None:
+    with Group(2, init=False) as group:
+        other = group[1].init(4, rpc_timeout=2)
+        text, seconds = init_error(group, 0, 4, 2)
+        assert seconds < 5
+        assert "2" in text and "3" in text and "rank" in text, text
+        with pytest.raises(Exception, match="rank"):
+            other.result(10)
+
+
+def test_ctrl_c_during_init() -> None:
+    with Group(1, init=False) as group:
+        call = group[0].init(2, rpc_timeout=30)
+        time.sleep(0.7)
+        assert not call.done()
+        start = time.monotonic()
+        group[0].signal(signal.SIGINT)
+        if not on_ucx():
+            pytest.skip("TENSORPIPE: waits for its store, deaf to signals")
+        with pytest.raises(KeyboardInterrupt):
+            call.result(10)
+        assert time.monotonic() - start < 1.5
+
+
+def test_ctrl_c_during_a_call_and_during_shutdown() -> None:
+    code = (
+        PROGRAM
+        + """
+    import time, signal, threading
+    init()
+    def interrupt_soon():
+        time.sleep(0.5); os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt_soon).start()
+    start = time.monotonic()
+    try:
+        rpc.rpc_sync("me", time.sleep, args=(3,))
+    except KeyboardInterrupt:
+        print("interrupted", time.monotonic() - start < 1.5)
+    rpc.shutdown(graceful=False)
+    """
+    )
+    ended = script.python(code)
+    if not on_ucx() and "interrupted True" not in ended.out:
+        pytest.skip("TENSORPIPE: a waiting call is deaf to signals")
+    assert "interrupted True" in ended.out, ended
+
+
+@workers(3, everywhere=True)
+def test_graceful_shutdown_waits_for_work() -> None:
+    rank = rpc.get_worker_info().id
+    futures = [rpc.rpc_async(f"worker{(rank + 1) % 3}", f.sleep, args=(0.3,)) for _ in range(3)]
+    rpc.shutdown()
+    assert all(future.done() for future in futures)
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+def leave_at_once() -> float:
+    start = time.monotonic()
+    rpc.rpc_async("worker1", f.sleep, args=(3.0,))
+    rpc.shutdown(graceful=False)
+    return time.monotonic() - start
+
+
+def test_immediate_shutdown_does_not_wait() -> None:
+    with Group(2) as group:
+        assert group.run(leave_at_once) < 1.5
+        group[1].run(leave)
+
+
+def leave() -> None:
+    rpc.shutdown(graceful=False)
+
+
+def test_init_again() -> None:
+    with Group(2, init=False) as group:
+        for _ in range(3):
+            group.init_all()
+            assert group.run_all(call_all, 2) == [["worker0", "worker1"]] * 2
+            for call in [worker.start(rpc.shutdown) for worker in group]:
+                call.result()
+
+
+@needs_ucx("refuses another rank in the same process (pytorch issue 46491)")
+def test_init_again_with_another_rank_and_world_size() -> None:
+    with Group(3, init=False) as group:
+        for ranks in ([0, 1, 2], [2, 0, 1], [1, 0], [0], [0, 1, 2]):
+            for worker, rank in zip(group, ranks, strict=False):
+                worker.rank, worker.name = rank, f"worker{rank}"
+            taking_part = list(group)[: len(ranks)]
+            for call in [worker.init(len(ranks)) for worker in taking_part]:
+                call.result()
+            for rank, worker in zip(ranks, taking_part, strict=True):
+                assert worker.run(call_all, len(ranks)) == [
+                    f"worker{i}" for i in range(len(ranks))
+                ], rank
+            for call in [worker.start(rpc.shutdown) for worker in taking_part]:
+                call.result()
+
+
+def call_all(count: int) -> list[str]:
+    return [rpc.rpc_sync(f"worker{i}", f.name_here) for i in range(count)]
+
+
+LEAVINGS = {
+    "at the end": "init()",
+    "sys.exit": "init(); sys.exit(0)",
+    "with a call under way": "import time; init(); future = rpc.rpc_async('me', time.sleep, args=(20,))",
+    "with an rref": "init(); rref = rpc.remote('me', torch.ones, args=(3,)); rref.to_here()",
+    "with a thread in a call": (
+        "import threading, time; init();"
+        "threading.Thread(target=rpc.rpc_sync, args=('me', time.sleep, (20,)), daemon=True).start(); time.sleep(0.3)"
+    ),
+}
+
+
+@needs_ucx("sometimes aborts in std::terminate")
+@pytest.mark.parametrize("leaving", LEAVINGS)
+def test_leaving_without_shutdown(leaving: str) -> None:
+    ended = script.python(PROGRAM + f"    {LEAVINGS[leaving]}\n", timeout=25)
+    assert ended.code == 0 and "terminate called" not in ended.err, ended
+    assert ended.seconds < 15, ended
+
+
+def test_leaving_with_an_exception_keeps_its_exit_code() -> None:
+    ended = script.python(PROGRAM + "    init(); raise ValueError('mine')\n")
+    assert ended.code == 1 and "ValueError: mine" in ended.err, ended
+    assert not on_ucx() or "terminate called" not in ended.err, ended
+
+
+QUIET = (
+    PROGRAM
+    + """
+    init()
+    rpc.rpc_sync("me", torch.add, args=(torch.ones(2), 1))
+    rpc.rpc_sync("me", torch.nn.functional.relu, args=(torch.ones(2),))
+    rpc.shutdown()
+"""
+)
+
+
+@needs_ucx("warns at every init (pytorch issue 149393)")
+def test_init_calls_and_shutdown_write_nothing() -> None:
+    ended = script.python(QUIET)
+    assert (ended.code, ended.out, ended.err) == (0, "", ""), ended
+
+
+@needs_ucx("warns at every init (pytorch issue 149393)")
+@pytest.mark.parametrize(
+    "category", ["DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"]
+)
+def test_no_warning_at_init(category: str) -> None:
+    # Set once torch is there: what torch warns about itself at import is not ours.
+    ended = script.python(
+        QUIET.replace(
+            "    init()\n",
+            f"    import warnings; warnings.simplefilter('error', {category})\n    init()\n",
+        )
+    )
+    assert ended.code == 0, ended
+
+
+            FORK = ( PROGRAM + """ from torch.utils.data import DataLoader, TensorDataset if
+            __name__ == "__main__": init() call = lambda: rpc.rpc_sync("me", torch.add,
+            args=(torch.ones(2), 1)).sum().item() assert call() == 4 for _ in range(2): for (batch,)
+            in DataLoader(TensorDataset(torch.arange(64.0)), batch_size=8, num_workers=2): assert
+            call() == 4 pid = os.fork() if pid == 0: sys.exit(5)  # a child that runs Python's
+            atexit hooks assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5 assert call()
+            == 4 rpc.shutdown() print("done")
+"""
+)
+
+
+def test_fork_and_dataloader_beside_a_live_agent() -> None:
+    ended = script.python(FORK, timeout=60)
+    if not on_ucx() and "done" not in ended.out:
+        pytest.skip("TENSORPIPE: fork beside a live agent hangs or aborts (pytorch issue 113600)")
+    assert ended.code == 0 and "done" in ended.out, ended
+    assert "terminate called" not in ended.err, ended
+
+
+def use_memory() -> None:
+    rpc.rpc_sync("worker1", f.identity, args=(torch.ones(1_000_000),))
+
+
+def open_files() -> int:
+    import os
+
+    return len(os.listdir("/proc/self/fd"))
+
+
+def threads() -> int:
+    import os
+
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_init_and_shutdown_leave_no_files_and_threads_behind() -> None:
+    counts = []
+    with Group(2, init=False) as group:
+        for _ in range(6):
+            group.init_all()
+            group.run(use_memory)
+            for call in [worker.start(rpc.shutdown) for worker in group]:
+                call.result()
+            time.sleep(0.2)
+            counts.append((group.run(open_files), group.run(threads)))
+    # The first rounds may set up what stays (a thread pool, an eventfd); after that nothing may
+    # grow.
+    assert counts[5][0] <= counts[2][0] + 1 and counts[5][1] <= counts[2][1] + 1, counts

@@ -1,0 +1,179 @@
+"""Workers on two hosts (network namespaces): no shared memory, no common pids, only TCP between
+them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process import netns
+from tests.process.group import Group
+from tests.process.test_death import call_error, check_alive
+from tests.support.backend import needs_ucx, on_ucx
+
+STORE_PORT = 29_511
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
+    try:
+        with netns.two_hosts() as two:
+            yield two
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
+
+
+Hosts = tuple[netns.Host, netns.Host]
+
+
+def group_on(
+    hosts: Hosts, address: str, env: dict[str, str] | None = None, size: int = 2, **options: Any
+) -> Group:
+    """A group with its even ranks on the first host and its odd ranks on the second."""
+    if not on_ucx():  # TENSORPIPE takes the loopback interface unless told
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", **(env or {})}
+    return Group(
+        size,
+        hosts=[hosts[rank % 2] for rank in range(size)],
+        options=options,
+        init_method=f"tcp://{address}:{STORE_PORT}",
+        env={"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": str(STORE_PORT), **(env or {})},
+    )
+
+
+def test_the_hosts_are_apart(hosts: Hosts) -> None:
+    with Group(2, hosts=hosts, init=False) as group:
+        assert max(group.run_all(os.getpid)) < 100, "not in pid namespaces of their own"
+        assert group.run_all(os.listdir, "/dev/shm") == [[], []]
+        assert [uname.nodename for uname in group.run_all(os.uname)] == ["host1", "host2"]
+
+
+def check_everyday() -> None:
+    check_alive("worker1")
+    for count in (0, 1, 10_000):
+        sent = torch.arange(float(count))
+        assert rpc.rpc_sync("worker1", f.identity, args=(sent,)).equal(sent)
+    assert rpc.rpc_sync("worker1", f.nested, args=(5, 2)) == 5
+
+
+def test_calls_over_ipv4(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4) as group:
+        group.run(check_everyday)
+
+
+def test_calls_over_ipv6(hosts: Hosts) -> None:
+    with group_on(hosts, f"[{hosts[0].ipv6}]") as group:
+        group.run(check_everyday)
+
+
+@needs_ucx("cannot use a link-local address")
+def test_calls_over_a_link_local_address(hosts: Hosts) -> None:
+    """eth1 has nothing else; only the store is on eth0."""
+    before = received(hosts[1], "eth1")
+    with group_on(hosts, hosts[0].ipv4, {"TP_SOCKET_IFNAME": "eth1"}) as group:
+        group.run(check_everyday)
+        group.run(check_size, 4_000_000)
+    assert received(hosts[1], "eth1") - before > 8_000_000
+
+
+def received(host: netns.Host, device: str) -> int:
+    """Bytes that arrived on a device."""
+    for line in host.run("cat", "/proc/net/dev").splitlines():
+        if line.strip().startswith(device + ":"):
+            return int(line.split(":")[1].split()[0])
+    raise ValueError(f"no {device} on {host.name}")
+
+
+@needs_ucx("has its own environment variable only")
+@pytest.mark.parametrize("variable", ["TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
+def test_the_environment_chooses_the_interface(hosts: Hosts, variable: str) -> None:
+    for device in ("eth0", "eth1"):
+        before = received(hosts[1], device)
+        with group_on(hosts, hosts[0].ipv4, {variable: device}) as group:
+            group.run(check_size, 4_000_000)
+        assert received(hosts[1], device) - before > 8_000_000, device
+
+
+@needs_ucx("takes no interface")
+def test_the_option_chooses_the_interface(hosts: Hosts) -> None:
+    before = received(hosts[1], "eth1")
+    with group_on(hosts, hosts[0].ipv4, {"TP_SOCKET_IFNAME": "eth0"}, interface="eth1") as group:
+        group.run(check_size, 4_000_000)
+    assert received(hosts[1], "eth1") - before > 8_000_000
+
+
+def check_size(size: int) -> None:
+    sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    for _ in range(2):
+        assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(sent,)), sent)
+
+
+@pytest.mark.parametrize("size", [65_536, 4_000_000, 100_000_000])
+def test_size(hosts: Hosts, size: int) -> None:
+    with group_on(hosts, hosts[0].ipv4) as group:
+        group.run(check_size, size)
+        group[1].run(f.name_here)
+
+
+def slowest_call(to: str, seconds: float) -> float:
+    """The longest of many small calls, in seconds."""
+    end, slowest = time.monotonic() + seconds, 0.0
+    while time.monotonic() < end:
+        start = time.monotonic()
+        rpc.rpc_sync(to, f.identity, args=(1,))
+        slowest = max(slowest, time.monotonic() - start)
+    return slowest
+
+
+@needs_ucx("sends small calls behind bulk")
+def test_small_calls_do_not_wait_behind_bulk(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=4) as group:
+        bulk = group[2].start(check_size_to, "worker1", 200_000_000)
+        assert group[0].run(slowest_call, "worker1", 1.0) < 0.25
+        bulk.result()
+
+
+def check_size_to(to: str, size: int) -> None:
+    sent = torch.ones(size, dtype=torch.uint8)
+    for _ in range(3):
+        assert rpc.rpc_sync(to, f.total, args=(sent,)) == size
+
+
+def test_three_workers_on_two_hosts(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=3) as group:
+        assert group.run(f.nested, 7, 3) == 7
+        group[2].run(check_alive, "worker0")
+
+
+def test_a_killed_peer_is_noticed(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=3) as group:
+        call = group[0].start(call_error, "worker1")
+        time.sleep(0.5)
+        group[1].kill()
+        text, seconds = call.result(30)
+        assert seconds < 3 and ("worker1" in text or not on_ucx()), (text, seconds)
+        group[0].run(check_alive, "worker2")
+
+
+@needs_ucx("waits for the call's time-out")
+def test_a_peer_behind_a_cut_cable_is_noticed(hosts: Hosts) -> None:
+    """No reset arrives, only silence: the keepalive decides."""
+    with group_on(hosts, hosts[0].ipv4) as group:
+        call = group[0].start(call_error, "worker1")
+        time.sleep(0.5)
+        try:
+            hosts[1].run("ip", "link", "set", "eth0", "down")
+            text, seconds = call.result(40)
+            assert "worker1" in text and seconds < 20, (text, seconds)
+        finally:
+            hosts[1].run("ip", "link", "set", "eth0", "up")
+            hosts[1].run("ip", "addr", "replace", f"{hosts[1].ipv6}/64", "dev", "eth0", "nodad")
+        group[1].killed = True
+        group[1].kill()

@@ -1,0 +1,1 @@
+"""Rules about the source: layers, types, format."""

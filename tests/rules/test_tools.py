@@ -1,0 +1,42 @@
+"""What the tools say: mypy, ruff, clang-format. Each failure shows the tool's own report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rules.test_layers import sources
+from tests.support.backend import ROOT
+
+
+def run(tool: str, *arguments: str) -> None:
+    """Run a tool of this environment in the repository; its output is the failure."""
+    command = [str(Path(sys.executable).with_name(tool)), *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, (
+        f"{tool} {' '.join(arguments[:3])}\n{ended.stdout[-6000:]}{ended.stderr[-3000:]}"
+    )
+
+
+def test_mypy_strict_on_the_package() -> None:
+    run("mypy", "--strict", "torch_rpc_ext")
+
+
+def test_mypy_on_the_tests() -> None:
+    run("mypy", "tests")
+
+
+def test_ruff_check() -> None:
+    run("ruff", "check", ".")
+
+
+def test_ruff_format() -> None:
+    run("ruff", "format", "--check", ".")
+
+
+@pytest.mark.timeout(300)
+def test_clang_format() -> None:
+    run("clang-format", "--dry-run", "--Werror", *map(str, sources()))

@@ -1,0 +1,1 @@
+"""What the tests share: starting processes, choosing the back end."""

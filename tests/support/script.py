@@ -1,0 +1,121 @@
+"""Scripts in fresh interpreters: for what a program sees from its first import to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.backend import ROOT, backend_name
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended: its exit code (minus the signal's number), what it wrote, and how long it
+    took in seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s\n-- stdout\n{self.out}\n-- stderr\n{self.err}"
+
+
+class Script:
+    """A running script and all its children, in a session of their own.
+
+    Owns: the session; all of it is killed by close().
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONUNBUFFERED": "1",
+            "RPC_TEST_BACKEND": backend_name(),
+            **(env or {}),
+        }
+        self._started = time.monotonic()
+        self.process = subprocess.Popen(
+            list(argv),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, word: str) -> None:
+        """Wait until it has printed a line that is ``word``; fails when it ends first."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.strip() == word:
+                return
+        raise AssertionError(f"ended without {word!r}: {self.end(5)}")
+
+    def end(self, timeout: float = 60) -> Ended:
+        """Wait for its end; one that does not end in time is killed and fails the test with what it
+        wrote."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            out, err = self.process.communicate(timeout=10)
+            raise AssertionError(
+                f"still running after {timeout} s\n-- stdout\n{out}\n-- stderr\n{err}"
+            ) from None
+        return Ended(self.process.returncode, out, err, time.monotonic() - self._started)
+
+    def kill_all(self) -> None:
+        """SIGKILL to the whole session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left."""
+        self.kill_all()
+        self.process.communicate()
+
+
+@contextlib.contextmanager
+def running(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Script]:
+    """A command, killed with all its children at the end of the block."""
+    script = Script(argv, env)
+    try:
+        yield script
+    finally:
+        script.close()
+
+
+def run(argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60) -> Ended:
+    """Run a command to its end."""
+    with running(argv, env) as script:
+        return script.end(timeout)
+
+
+def python(
+    code: str,
+    *args: str,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+) -> Ended:
+    """Run Python code, indented as it may be, in a fresh interpreter."""
+    return run([sys.executable, *flags, "-c", textwrap.dedent(code), *args], env, timeout)
+
+
+def write(directory: Path, name: str, code: str) -> str:
+    """Put a script into a file (mp.spawn needs one); its path."""
+    path = directory / name
+    path.write_text(textwrap.dedent(code))
+    return str(path)

@@ -1,0 +1,142 @@
+"""UcxRpcBackendOptions: what it takes, refuses, and says."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+from torch.distributed.rpc import constants
+
+from torch_rpc_ext import UcxRpcBackendOptions, _option_table
+
+
+def test_defaults_are_upstreams() -> None:
+    options = UcxRpcBackendOptions()
+    theirs = rpc.TensorPipeRpcBackendOptions()
+    for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
+        assert getattr(options, name) == getattr(theirs, name)
+    assert _option_table.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
+    assert _option_table.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert _option_table.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
+    assert 0 < options.receive_cache_bytes <= 4 << 30
+
+
+def test_signature_and_table_agree() -> None:
+    parameters = dict(inspect.signature(UcxRpcBackendOptions.__init__).parameters)
+    del parameters["self"]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
+    keywords = {option.keyword or option.name for option in _option_table.OPTIONS}
+    assert set(parameters) == keywords | {"device_maps", "devices"}
+    for option in _option_table.OPTIONS:
+        assert option.doc
+        kept = getattr(UcxRpcBackendOptions(), option.name)
+        if option.default is not None:
+            assert kept == option.default
+
+
+def test_not_a_relative_of_tensorpipes() -> None:
+    # Options-only calls of init_rpc look with isinstance.
+    assert not isinstance(rpc.TensorPipeRpcBackendOptions(), UcxRpcBackendOptions)
+    assert not isinstance(UcxRpcBackendOptions(), rpc.TensorPipeRpcBackendOptions)
+    assert isinstance(UcxRpcBackendOptions(), rpc.RpcBackendOptions)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"num_worker_threads": 0}, ValueError, "num_worker_threads must be positive, got 0"),
+        ({"num_worker_threads": 2.5}, TypeError, "num_worker_threads must be an int, got 2.5"),
+        ({"num_worker_threads": True}, TypeError, "num_worker_threads"),
+        ({"rpc_timeout": -1}, ValueError, "RPC Timeout must be non-negative"),
+        ({"rpc_timeout": timedelta(seconds=1)}, TypeError, "rpc_timeout must be a number"),
+        ({"rpc_timeout": float("nan")}, ValueError, "nan"),
+        ({"init_method": ""}, ValueError, "init_method must not be empty"),
+        ({"init_timeout": -1}, ValueError, "init_timeout"),
+        ({"port_range": (5, 4)}, ValueError, r"port_range must be .* got \(5, 4\)"),
+        ({"port_range": "a-b"}, ValueError, "port_range"),
+        ({"port_range": 70000}, ValueError, "70000"),
+        ({"port_range": 1.5}, TypeError, "port_range"),
+        ({"use_cma": 1}, TypeError, "use_cma must be True or False, got 1"),
+        ({"keepalive": -2}, ValueError, "keepalive"),
+        ({"max_message_bytes": -1}, ValueError, "max_message_bytes must be 0 or more bytes"),
+        ({"receive_cache_bytes": "4G"}, TypeError, "receive_cache_bytes"),
+        ({"interface": 3}, TypeError, "interface"),
+        ({"interface": "eth0,,eth1"}, ValueError, "empty entry"),
+        ({"devices": ["cpu"]}, ValueError, "expect a list of CUDA devices"),
+        ({"devices": 0}, TypeError, "list of CUDA devices"),
+        ({"device_maps": {"a": {0: 1, 2: 1}}}, ValueError, "only supports 1-to-1 mapping"),
+        ({"device_maps": {0: {0: 1}}}, TypeError, "device_maps"),
+    ],
+)
+def test_refuses(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        UcxRpcBackendOptions(**given)
+
+
+def test_unknown_keyword_and_attribute() -> None:
+    with pytest.raises(TypeError, match="num_worker_thread"):
+        UcxRpcBackendOptions(num_worker_thread=3)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="no option 'num_worker_thread'; it has"):
+        UcxRpcBackendOptions().num_worker_thread = 3  # type: ignore[attr-defined]
+
+
+def test_attributes_are_checked_too() -> None:
+    options = UcxRpcBackendOptions()
+    options.rpc_timeout = 5
+    assert options.rpc_timeout == 5.0
+    with pytest.raises(ValueError, match="num_worker_threads must be positive"):
+        options.num_worker_threads = -1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (None, (0, 0)),
+        (0, (0, 0)),
+        (29500, (29500, 29500)),
+        ((29500, 29600), (29500, 29600)),
+        ("29500-29600", (29500, 29600)),
+        ("29500", (29500, 29500)),
+    ],
+)
+def test_port_range(given: Any, kept: tuple[int, int]) -> None:
+    assert UcxRpcBackendOptions(port_range=given).port_range == kept
+
+
+def test_interface_forms() -> None:
+    assert UcxRpcBackendOptions(interface="eth0").interface == ("eth0",)
+    assert UcxRpcBackendOptions(interface="eth0, ::1").interface == ("eth0", "::1")
+    assert UcxRpcBackendOptions(interface=["eth0", "eth1"]).interface == ("eth0", "eth1")
+
+
+def test_device_maps() -> None:
+    options = UcxRpcBackendOptions(device_maps={"a": {"cpu": "cuda:1"}})
+    assert options.device_maps == {"a": {torch.device("cpu"): torch.device("cuda:1")}}
+    options.set_device_map("b", {0: 1})
+    options.set_device_map("b", {1: 0})
+    assert len(options.device_maps["b"]) == 2
+    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping"):
+        options.set_device_map("b", {0: 2})
+    options.set_devices([0, "cuda:1"])
+    assert options.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
+    with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices"):
+        options.set_devices(["cpu"])
+
+
+def test_init_timeout() -> None:
+    assert UcxRpcBackendOptions(rpc_timeout=0.1).effective_init_timeout() == 60
+    assert UcxRpcBackendOptions(rpc_timeout=0).effective_init_timeout() == 60
+    assert UcxRpcBackendOptions(rpc_timeout=90).effective_init_timeout() == 90
+    assert UcxRpcBackendOptions(init_timeout=3).effective_init_timeout() == 3
+
+
+def test_copy_and_repr() -> None:
+    options = UcxRpcBackendOptions(interface="eth0", keepalive=5)
+    twin = copy.copy(options)
+    assert twin.interface == ("eth0",) and twin.keepalive == 5
+    assert "keepalive=5.0" in repr(options)

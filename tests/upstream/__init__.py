@@ -1,0 +1,1 @@
+"""Upstream's own suites, from the torch wheel, on our back end."""

@@ -1,0 +1,41 @@
+"""What runs at ``import torch`` (entry point group ``torch.backends``) and at our own import.
+
+It must cost less than 5 ms where RPC is never used, and must never make ``import torch`` fail.
+Source: torch's "Autoload Mechanism", torch/__init__.py, _import_device_backends.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from torch_rpc_ext import _registry
+from torch_rpc_ext._environment import BACKEND
+
+_activated = False
+
+
+def activate() -> None:
+    """Register the back end; take over where TORCH_RPC_BACKEND=ucx asks for it. Idempotent."""
+    global _activated
+    if _activated:
+        return
+    _activated = True
+    _registry.when_rpc_is_imported(_on_rpc_imported)
+
+
+def _on_rpc_imported(rpc: Any) -> None:
+    _registry.register(rpc)
+    value = os.environ.get(BACKEND, "").strip().lower()
+    if value == "ucx":
+        # Imported only here: a process that did not ask for it pays nothing.
+        from torch_rpc_ext import takeover
+
+        takeover.apply(rpc)
+    elif value not in ("", "tensorpipe"):
+        warnings.warn(
+            f"{BACKEND}={os.environ[BACKEND]!r} is ignored: it may be 'ucx' (run "
+            "torch.distributed.rpc on UCX) or 'tensorpipe' (change nothing).",
+            stacklevel=2,
+        )

@@ -1,0 +1,233 @@
+"""Starting the agent: from init_rpc's arguments to a running session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch._C._distributed_c10d import Store
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext import (
+    _dynamic,
+    _init_hook,
+    _interfaces,
+    _lifecycle,
+    _members,
+    _native,
+    _rendezvous,
+    _state,
+    _store,
+    errors,
+)
+from torch_rpc_ext._option_table import MINIMUM_DEFAULT_INIT_TIMEOUT
+from torch_rpc_ext.options import UcxRpcBackendOptions
+
+# Upstream's functions have no types.
+api: Any = _untyped_api
+native_rpc: Any = _untyped_native_rpc
+
+
+def prepare(rank: int) -> None:
+    """Do what can fail before init_rpc opens the store.
+
+    Args:
+        rank: this worker's.
+
+    Raises:
+        ImportError: the extension or UCX cannot be loaded; the text says what to do.
+    """
+    native = _native.load()
+    if not native_rpc._is_current_rpc_agent_set():
+        # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
+        forget = getattr(native, "prepare_reinit", None)
+        if forget is not None:
+            forget(rank)
+
+
+def init_timeout(options: Any) -> float:
+    """Return how long init_rpc waits for the others with these options, of either kind; s."""
+    if isinstance(options, UcxRpcBackendOptions):
+        return options.effective_init_timeout()
+    seconds = 0.0 if options is None else float(options.rpc_timeout)
+    return max(seconds, MINIMUM_DEFAULT_INIT_TIMEOUT)
+
+
+def start(
+    *,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: UcxRpcBackendOptions,
+    given_options: Any,
+) -> Any:
+    """Start the agent and meet the other workers.
+
+    Args:
+        store: torch.distributed store of the group.
+        name: this worker's name.
+        rank: this worker's rank.
+        world_size: number of workers; None or 0 for a dynamic group.
+        options: how.
+        given_options: the options that the user passed, of upstream's type under takeover.
+
+    Returns:
+        The agent, running and current.
+
+    Raises:
+        TypeError, ValueError: a wrong argument.
+        RpcError: the workers did not come together; the text says who is missing, or why.
+        ImportError: the extension or UCX cannot be loaded.
+    """
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if rank < 0 or (world_size and not rank < world_size):
+        allowed = f"0 to {world_size - 1}" if world_size else "0 or more"
+        raise ValueError(f"rank must be {allowed}, got {rank}")
+    if world_size is not None and world_size < 0:
+        raise ValueError(f"world_size must be positive, or None for a dynamic group: {world_size}")
+    rank = int(rank)
+    native = _native.load()
+    _attach(native)
+    deadline = _store.Deadline(options.effective_init_timeout())
+    with _store.patient(store, deadline.seconds):
+        _rendezvous.claim_kind(store, is_static=bool(world_size))
+        session = None
+        try:
+            session = _open(native, store, name, rank, world_size, options, given_options)
+            if world_size:
+                _start_static(session, world_size, deadline)
+            else:
+                _start_dynamic(session)
+        except BaseException as problem:
+            # KeyboardInterrupt too: nothing of a failed start may stay.
+            if world_size and not isinstance(problem, errors.RefusedError):
+                _rendezvous.report_failure(store, rank, name, problem)
+            if session is not None:
+                _lifecycle.abandon(session)
+            raise
+    return session.agent
+
+
+def _open(
+    native: Any,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: UcxRpcBackendOptions,
+    given_options: Any,
+) -> _state.Session:
+    """Create the agent, which listens from now on, and the session."""
+    interface = _interfaces.choose(options.interface, options.init_method)
+    agent_options = native.AgentOptions()
+    for option, value in _agent_options(options, interface).items():
+        setattr(agent_options, option, value)
+    agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
+    me = _members.Member(
+        name=name,
+        rank=rank,
+        address=bytes(agent.address),
+        world_size=world_size or None,
+        device_count=torch.cuda.device_count(),
+        device_maps=options.device_maps,
+        devices=options.devices,
+        wire=int(getattr(native, "WIRE_VERSION", 0)),
+        incarnation=secrets.token_hex(8),
+        host=_members.host_identity(),
+        pid=os.getpid(),
+    )
+    session = _state.Session(agent, me, options, given_options, store, interface)
+    _lifecycle.open_session(session)
+    return session
+
+
+def _agent_options(
+    options: UcxRpcBackendOptions, interface: _interfaces.InterfaceChoice
+) -> dict[str, Any]:
+    return {
+        "num_worker_threads": options.num_worker_threads,
+        "rpc_timeout": options.rpc_timeout,
+        "interfaces": list(interface.names),
+        "port_range": options.port_range,
+        "prefer_ipv6": interface.prefer_ipv6,
+        "use_cma": options.use_cma,
+        "use_shared_memory": options.use_shared_memory,
+        "keepalive": options.keepalive,
+        "receive_cache_bytes": options.receive_cache_bytes,
+        "max_message_bytes": options.max_message_bytes,
+        "fault_messages_to_fail": options.messages_to_fail,
+        "fault_messages_to_delay": options.messages_to_delay,
+        "fault_num_fail_sends": options.num_fail_sends,
+    }
+
+
+def _start_static(session: _state.Session, world_size: int, deadline: _store.Deadline) -> None:
+    me, agent = session.me, session.agent
+    group = _rendezvous.join_static(session.store, me, world_size, deadline, _new_group_id)
+    _enter(session, group)
+    api._init_rpc_states(agent)
+    _rendezvous.confirm_start(session.store, me.rank, world_size, deadline)
+
+
+def _start_dynamic(session: _state.Session) -> None:
+    session.directory = _dynamic.Directory(session.store, numbered=_init_hook.in_init_rpc())
+    group = session.directory.join(session.me, _new_group_id())
+    try:
+        _enter(session, group)
+        api._init_rpc_states(session.agent)
+        _dynamic.announce_join(session)
+    except BaseException:
+        session.directory.leave(session.me)
+        raise
+
+
+def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
+    """Give the agent its group."""
+    with session.lock:
+        session.members = dict(group.members)
+        session.agent.set_group(group.id, [member.row() for member in group.members.values()])
+        reverse, devices = _members.device_tables(session.me, session.members)
+        if devices and torch.cuda.is_available():
+            # Others may send CUDA tensors before the user's code has touched CUDA here.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+
+
+def _new_group_id() -> bytes:
+    return secrets.token_bytes(16)
+
+
+_attached = False
+
+
+def _attach(native: Any) -> None:
+    """Give the C++ agent class the methods that upstream's Python calls, once."""
+    global _attached
+    if _attached:
+        return
+    _attached = True
+    agent_class = native.UcxAgent
+    native_shutdown = agent_class.shutdown
+
+    def shutdown(self: Any) -> None:
+        """Stop the agent; see torch.distributed.rpc.shutdown."""
+        try:
+            native_shutdown(self)
+        finally:
+            session = _state.current()
+            if session is not None and session.me.rank == self.get_worker_info().id:
+                _lifecycle.close_session()
+
+    agent_class.shutdown = shutdown
+    agent_class._update_group_membership = _dynamic.update_group_membership
+    agent_class._get_backend_options = lambda _: _state.require().given_options
+    agent_class.store = property(lambda _: _state.require().store)
+
+    from torch_rpc_ext import takeover
+
+    takeover.adopt_agent_class(agent_class)

@@ -1,0 +1,265 @@
+"""Dynamic groups (world_size=None): workers that join and leave while others work.
+
+The directory is one key of the store, changed by compare-and-set, so that a worker that dies in
+the middle of joining holds no lock that others wait for (upstream's token does). A worker writes
+itself into the directory first and then tells every worker that it saw there: of two that join at
+once, the later one sees the earlier one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext import _state, errors
+from torch_rpc_ext._members import Member, device_tables, validate
+from torch_rpc_ext._rendezvous import PREFIX, Group
+from torch_rpc_ext._store import describe
+
+logger = logging.getLogger(__name__)
+api: Any = _untyped_api  # upstream's functions have no types
+
+_KEY = f"{PREFIX}/directory"
+_TRIES = 1000
+# How long a worker is given to take note of a join or leave, s. One that is stopped or dead must
+# not hold the others up; it learns of the change when it is next called.
+_NOTICE_TIMEOUT = 10.0
+
+
+class Directory:
+    """The group's members, as the store has them.
+
+    Args:
+        store: the group's store.
+        numbered: init_rpc wrapped it in a prefix with its number of calls in this process. A
+            worker that comes back has made more calls than the others, or fewer, so the prefix
+            is taken off.
+    """
+
+    def __init__(self, store: Any, *, numbered: bool) -> None:
+        if numbered and isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._store = store
+
+    def join(self, me: Member, new_id: bytes) -> Group:
+        """Enter a worker; one of the same name that is gone is replaced.
+
+        Args:
+            me: the worker.
+            new_id: the group's id, should the group begin here.
+
+        Raises:
+            RpcError: its name or rank belongs to a worker that lives; another wire version.
+            ValueError: device maps that do not fit the others'.
+        """
+        for _ in range(_TRIES):
+            before = self._read_text()
+            group_id, members = _parse(before)
+            if not members:
+                group_id = new_id
+            _evict_dead_twins(me, members)
+            members[me.name] = me
+            # In the order of joining the newcomer is last, so errors name it.
+            validate(list(members.values()), is_static=False)
+            if self._swap(before, group_id, members):
+                return Group(group_id, members)
+        raise errors.RpcError(f"Too many workers change the group at {describe(self._store)}.")
+
+    def leave(self, me: Member) -> None:
+        """Take a worker out, unless another incarnation of it has come already."""
+        for _ in range(_TRIES):
+            before = self._read_text()
+            group_id, members = _parse(before)
+            there = members.get(me.name)
+            if there is None or there.incarnation != me.incarnation:
+                return
+            del members[me.name]
+            if self._swap(before, group_id, members):
+                return
+
+    def read(self) -> Group:
+        """Return the group as it is now."""
+        return Group(*_parse(self._read_text()))
+
+    def _read_text(self) -> str:
+        if not self._store.check([_KEY]):
+            return ""
+        return str(self._store.get(_KEY).decode())
+
+    def _swap(self, before: str, group_id: bytes, members: dict[str, Member]) -> bool:
+        after = json.dumps(
+            {
+                "group": base64.b64encode(group_id).decode(),
+                "members": [member.to_json() for member in members.values()],
+            }
+        )
+        return bool(self._store.compare_set(_KEY, before, after).decode() == after)
+
+
+def _parse(text: str) -> tuple[bytes, dict[str, Member]]:
+    if not text:
+        return b"", {}
+    fields = json.loads(text)
+    members = [Member.from_json(entry) for entry in fields["members"]]
+    return base64.b64decode(fields["group"]), {member.name: member for member in members}
+
+
+def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
+    """Drop members that me replaces; refuse where the one in place lives."""
+    for other in list(members.values()):
+        if other.name != me.name and other.rank != me.rank:
+            continue
+        same_name = other.name == me.name
+        if other.host == me.host and other.pid != me.pid:
+            if not _is_alive(other.pid):
+                del members[other.name]
+                continue
+            what = f"RPC worker name {me.name}" if same_name else f"Rank {me.rank}"
+            raise errors.RefusedError(
+                f"{what} is not unique: worker {other.name} (rank {other.rank}, pid {other.pid}) "
+                "of this group has it and is alive. Choose another.",
+                worker=other.name,
+            )
+        # The same process again, or another host, where only the name can tell: a worker that
+        # comes back under its name is welcome; two names with one rank are a mistake (validate).
+        if same_name or other.host == me.host:
+            del members[other.name]
+
+
+def _is_alive(pid: int) -> bool:
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def announce_join(session: _state.Session) -> None:
+    """Tell the others that this worker is there; its agent must run."""
+    text = session.me.to_json()
+    _notify(session, _others(session), member_joined, (text,), quiet=False)
+
+
+def leave_group(session: _state.Session) -> None:
+    """Take this worker out of the directory and tell the others. Never fails."""
+    try:
+        session.directory.leave(session.me)
+    except RuntimeError as error:
+        # The store lives in rank 0, which may have left before us.
+        logger.debug("could not leave the directory: %s", error)
+    me = session.me
+    _notify(session, _others(session), member_left, (me.name, me.incarnation), quiet=True)
+
+
+def _others(session: _state.Session) -> list[str]:
+    with session.lock:
+        return [name for name in session.members if name != session.me.name]
+
+
+def _notify(
+    session: _state.Session,
+    names: Iterable[str],
+    function: Any,
+    arguments: tuple[Any, ...],
+    *,
+    quiet: bool,
+) -> None:
+    futures: list[tuple[str, Any]] = []
+    failed: list[str] = []
+    for name in names:
+        try:
+            futures.append(
+                (name, api.rpc_async(name, function, args=arguments, timeout=_NOTICE_TIMEOUT))
+            )
+        except RuntimeError as error:
+            failed.append(f"{name} ({error})")
+    for name, future in futures:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            failed.append(f"{name} ({error})")
+    if failed:
+        level = logging.DEBUG if quiet else logging.WARNING
+        logger.log(
+            level,
+            "worker %s joined or left, but could not tell %s",
+            session.me.name,
+            "; ".join(failed),
+        )
+
+
+def member_joined(text: str) -> None:
+    """Take note of a worker that joined. Called by that worker over RPC."""
+    add_member(_state.require(), Member.from_json(text))
+
+
+def member_left(name: str, incarnation: str) -> None:
+    """Take note of a worker that left. Called by that worker over RPC.
+
+    Args:
+        name: the worker.
+        incarnation: which one of that name; '' for any.
+    """
+    session = _state.require()
+    with session.lock:
+        member = session.members.get(name)
+        if member is None or name == session.me.name:
+            return
+        if incarnation and member.incarnation != incarnation:
+            return  # It has come back already.
+        del session.members[name]
+        session.agent.remove_member(name)
+        apply_members(session)
+
+
+def add_member(session: _state.Session, member: Member) -> None:
+    """Enter or replace a member in the agent's directory."""
+    with session.lock:
+        known = session.members.get(member.name)
+        if member.name == session.me.name or known == member:
+            return
+        if known is not None:
+            session.agent.remove_member(known.name)
+        session.members[member.name] = member
+        session.agent.add_member(*member.row())
+        apply_members(session)
+
+
+def apply_members(session: _state.Session) -> None:
+    """Bring device maps and upstream's list of names into line with the members."""
+    reverse, devices = device_tables(session.me, session.members)
+    session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+    api._ALL_WORKER_NAMES = set(session.members)
+
+
+def update_group_membership(
+    agent: Any, worker_info: Any, devices: Any, reverse: Any, is_join: bool
+) -> None:
+    """Upstream's TensorPipeAgent._update_group_membership, for code that calls it.
+
+    Args:
+        agent: the UCX agent (it becomes a method of it).
+        worker_info: the worker that joined or left.
+        devices: ignored: device lists follow from the members.
+        reverse: ignored, as devices.
+        is_join: True for joined, False for left.
+    """
+    session = _state.require()
+    if session.directory is None:
+        raise RuntimeError("The members of a static RPC group do not change.")
+    if not is_join:
+        member_left(worker_info.name, "")
+        return
+    member = session.directory.read().members.get(worker_info.name)
+    if member is None:
+        raise RuntimeError(f"Worker {worker_info.name} is not in the directory of the group.")
+    add_member(session, member)

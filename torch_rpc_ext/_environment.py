@@ -1,0 +1,104 @@
+"""Every environment variable that this package reads or sets, in one table.
+
+The docs and ``python -m torch_rpc_ext info`` are made from it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+BACKEND = "TORCH_RPC_BACKEND"
+UCX = "TORCH_RPC_EXT_UCX"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: the variable.
+        meaning: what it does, one sentence.
+        values: what it may hold.
+        preset: the value that we give it before UCX is loaded, only where the user has set none;
+            None for a variable that we only read.
+    """
+
+    name: str
+    meaning: str
+    values: str
+    preset: str | None = None
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        BACKEND,
+        "Runs programs that ask for TENSORPIPE, or for no back end at all, on UCX.",
+        "'ucx'; 'tensorpipe' or empty for no change",
+    ),
+    Variable(
+        UCX,
+        "Which UCX to load; a system UCX may carry InfiniBand, the wheel does not.",
+        "'wheel' (default), 'system', or the folder that holds libucp.so.0",
+    ),
+    Variable(
+        "TP_SOCKET_IFNAME",
+        "Network interface for TCP, where the option `interface` is not given.",
+        "interface names, comma-separated",
+    ),
+    Variable(
+        "GLOO_SOCKET_IFNAME",
+        "As TP_SOCKET_IFNAME, looked at after it.",
+        "interface names, comma-separated",
+    ),
+    Variable(
+        "UCX_MEM_EVENTS",
+        "'n' stops UCX from patching mmap, munmap and brk when it loads; left alone where "
+        "InfiniBand is there, because its registration cache needs the patches.",
+        "'y', 'n'",
+        preset="n",
+    ),
+    Variable(
+        "UCX_DEBUG_SIGNO",
+        "0 stops UCX from installing a SIGHUP handler when it loads.",
+        "a signal number, 0 for none",
+        preset="0",
+    ),
+    Variable(
+        "UCX_HANDLE_ERRORS",
+        "'none' keeps UCX from replacing the handlers of SIGSEGV and the like, so that Python's "
+        "faulthandler stays in charge.",
+        "'none', 'bt', 'freeze', 'debug'",
+        preset="none",
+    ),
+)
+
+
+def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:
+    """Set what UCX must read before it loads, only where the user has not.
+
+    UCX's constructors read these variables while the library is loaded, so that setting them
+    later has no effect (UCX: ucs/sys/init.c, ucs/config/global_opts.c).
+
+    Args:
+        keep_memory_events: leave UCX_MEM_EVENTS alone (InfiniBand needs the events).
+
+    Returns:
+        The variables that were set here, with their values.
+    """
+    done: dict[str, str] = {}
+    for variable in VARIABLES:
+        if variable.preset is None or variable.name in os.environ:
+            continue
+        if keep_memory_events and variable.name == "UCX_MEM_EVENTS":
+            continue
+        os.environ[variable.name] = variable.preset
+        done[variable.name] = variable.preset
+    return done
+
+
+def in_force() -> dict[str, str]:
+    """Return the variables that matter here and are set: the table's, and all other UCX_*."""
+    names = {variable.name for variable in VARIABLES}
+    names.update(name for name in os.environ if name.startswith("UCX_"))
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}

@@ -1,0 +1,205 @@
+"""Loading UCX and the C++ extension, with a sentence for whatever is in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_rpc_ext import _environment
+
+# In the order of their dependence on each other.
+_LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
+_INFINIBAND = Path("/sys/class/infiniband")
+
+_module: Any = None
+_ucx: Ucx | None = None
+
+
+@dataclass(frozen=True)
+class Ucx:
+    """The UCX in use.
+
+    Attributes:
+        source: 'wheel', 'system', 'folder' or 'process' (something else had loaded it before).
+        path: file of libucp.
+        version: 'major.minor.release'.
+        reason: one sentence for people.
+        preset: environment variables that were set for it, with their values.
+    """
+
+    source: str
+    path: str
+    version: str
+    reason: str
+    preset: dict[str, str]
+
+
+def load() -> Any:
+    """Load UCX and torch_rpc_ext._C, once.
+
+    Returns:
+        The module torch_rpc_ext._C.
+
+    Raises:
+        ImportError: it is not built, built for another torch or Python, or UCX is missing or too
+            old; the text says what to do.
+    """
+    global _module
+    if _module is None:
+        build = _check_build()
+        _load_ucx(str(build.UCX_VERSION))
+        try:
+            _module = importlib.import_module("torch_rpc_ext._C")
+        except ImportError as error:
+            raise ImportError(
+                f"torch_rpc_ext's extension module cannot be loaded ({error}). Build it again: "
+                "run `make build` in its source folder, or reinstall the package."
+            ) from error
+    return _module
+
+
+def ucx() -> Ucx:
+    """Return the UCX in use, loading it where that has not been done; raises as load()."""
+    load()
+    assert _ucx is not None
+    return _ucx
+
+
+def _check_build() -> Any:
+    """Compare what the extension was built for with what runs, before symbols can clash."""
+    try:
+        build = importlib.import_module("torch_rpc_ext._build_info")
+    except ImportError:
+        raise ImportError(
+            "torch_rpc_ext's extension module is not built. Run `make build` in its source "
+            "folder, or reinstall the package."
+        ) from None
+    running = {
+        "torch": _release(torch.__version__),
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+    built = {
+        "torch": _release(str(build.TORCH_VERSION)),
+        "Python": ".".join(str(build.PYTHON_VERSION).split(".")[:2]),
+    }
+    for what, version in built.items():
+        if version != running[what]:
+            raise ImportError(
+                f"torch_rpc_ext was built for {what} {version}, but {what} {running[what]} is "
+                f"running: reinstall it (`pip install --force-reinstall --no-build-isolation "
+                f"torch-rpc-ext`, or `make build`), or install {what} {version}."
+            )
+    return build
+
+
+def _release(version: str) -> str:
+    """Return major.minor.patch of '2.13.0+cpu' or '2.13.0a0+git123'."""
+    parts = []
+    for part in version.split("+")[0].split(".")[:3]:
+        digits = "".join(c for c in part.split("a")[0].split("b")[0].split("rc")[0] if c.isdigit())
+        parts.append(digits or "0")
+    return ".".join(parts)
+
+
+def _load_ucx(built_for: str) -> None:
+    """Load UCX with local symbols, so that _C finds it by soname without LD_LIBRARY_PATH."""
+    global _ucx
+    wanted = os.environ.get(_environment.UCX, "").strip() or "wheel"
+    there = _mapped("libucp.so")
+    if there:
+        # Two copies of UCX in one process would fight over its state. Take the one that is there.
+        source, folder = "process", Path(there).parent
+        reason = "another package of this process had loaded it before"
+    elif wanted == "system":
+        source, folder = "system", None
+        reason = f"{_environment.UCX}=system"
+    elif wanted == "wheel":
+        source, folder = "wheel", _wheel_folder()
+        reason = "the UCX wheel is the default"
+    else:
+        source, folder = "folder", Path(wanted)
+        reason = f"{_environment.UCX}={wanted}"
+    infiniband = source != "wheel" and infiniband_devices() != []
+    preset = _environment.preset_ucx(keep_memory_events=infiniband)
+    library = _open(folder, source)
+    version = _version(library)
+    _require(version, built_for, reason)
+    path = _mapped("libucp.so") or str(folder or "")
+    _ucx = Ucx(source, path, ".".join(str(n) for n in version), f"{reason}.", preset)
+
+
+def _wheel_folder() -> Path:
+    spec = importlib.util.find_spec("libucx")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        return Path(location) / "lib"
+    raise ImportError(
+        "torch_rpc_ext needs UCX, and its wheel is not installed: run `pip install libucx-cu13`, "
+        f"or use the system's UCX with {_environment.UCX}=system."
+    )
+
+
+def _open(folder: Path | None, source: str) -> ctypes.CDLL:
+    library: ctypes.CDLL | None = None
+    for name in _LIBRARIES:
+        path = name if folder is None else str(folder / name)
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            remedy = {
+                "wheel": "reinstall it: `pip install --force-reinstall libucx-cu13`",
+                "system": f"install UCX (package libucx0 or ucx), or unset {_environment.UCX} to "
+                "use the wheel's",
+            }.get(source, f"let {_environment.UCX} name the folder that holds libucp.so.0")
+            raise ImportError(
+                f"UCX ({source}) cannot be loaded: {error}. To mend it, {remedy}."
+            ) from None
+    assert library is not None
+    return library
+
+
+def _version(library: ctypes.CDLL) -> tuple[int, int, int]:
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*(ctypes.byref(number) for number in numbers))
+    major, minor, release = (number.value for number in numbers)
+    return major, minor, release
+
+
+def _require(version: tuple[int, int, int], built_for: str, reason: str) -> None:
+    found = ".".join(str(number) for number in version)
+    needed = tuple(int(part) for part in built_for.split(".")[:2])
+    # UCX keeps its ABI within a major version, and adds to it in minor ones.
+    if version[0] != needed[0] or version[:2] < needed:
+        raise ImportError(
+            f"torch_rpc_ext was built for UCX {built_for}, but this one is {found} "
+            f"({reason}): install UCX {needed[0]}.{needed[1]} or a later {needed[0]}.x, or build "
+            "torch_rpc_ext against this one."
+        )
+
+
+def _mapped(name: str) -> str:
+    """Return the file of a library that is loaded in this process, '' for none."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as file:
+            for line in file:
+                path = line.rstrip("\n").partition("/")[2]
+                if Path(path).name.startswith(name):
+                    return f"/{path}"
+    except OSError:
+        pass
+    return ""
+
+
+def infiniband_devices() -> list[str]:
+    """Return the names of this host's InfiniBand, RoCE and EFA devices."""
+    try:
+        return sorted(entry.name for entry in _INFINIBAND.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,289 @@
+"""The table of options: name, default, unit, meaning and check, each once.
+
+UcxRpcBackendOptions is built on it, and the docs are made from it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h); a test holds
+# them to torch's own constants, which are not read here because that would import torch.
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_RPC_TIMEOUT = 60.0
+DEFAULT_INIT_METHOD = "env://"
+# Workers on a cluster start seconds apart, however short their calls may be.
+MINIMUM_DEFAULT_INIT_TIMEOUT = 60.0
+
+Check = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: keyword of UcxRpcBackendOptions, and attribute.
+        default: what is used where it is not given.
+        check: takes (name, given value), returns the value to keep, raises TypeError or
+            ValueError with the name, the value and what to do.
+        unit: '' for none.
+        doc: what it does.
+        keyword: the keyword where it differs from the name; those are for tests only.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    unit: str
+    doc: str
+    keyword: str = ""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Accept an int above 0."""
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return int(value)
+
+
+def byte_count(name: str, value: Any) -> int:
+    """Accept a number of bytes, 0 included."""
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int (bytes), got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more bytes, got {value}")
+    return int(value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
+    if math.isnan(value):
+        raise ValueError(f"{name} must be a number of seconds, got nan")
+    return float(value)
+
+
+def rpc_timeout(name: str, value: Any) -> float:
+    """Accept seconds, 0 for none; upstream's text for a negative number."""
+    seconds = _seconds(name, value)
+    if seconds < 0:
+        raise ValueError(f"RPC Timeout must be non-negative, got rpc_timeout={value}")
+    return seconds
+
+
+def duration(name: str, value: Any) -> float:
+    """Accept seconds, 0 included."""
+    seconds = _seconds(name, value)
+    if seconds < 0 or math.isinf(seconds):
+        raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
+    return seconds
+
+
+def text(name: str, value: Any) -> str:
+    """Accept a string that is not empty."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {value!r}")
+    if not value:
+        raise ValueError(f"{name} must not be empty")
+    return value
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Accept True and False only: 0, 1 and 'no' are mistakes more often than not."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def interface(name: str, value: Any) -> tuple[str, ...]:
+    """Accept an interface's name or IP address, several of them comma-separated or as a list.
+
+    Whether they exist is looked up when the agent starts: options may be built elsewhere.
+    """
+    if value is None:
+        return ()
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, Iterable):
+        raise TypeError(
+            f"{name} must be an interface's name or IP address, or a list of them, got {value!r}"
+        )
+    result: list[str] = []
+    for item in items:
+        if isinstance(item, (ipaddress.IPv4Address, ipaddress.IPv6Address)):
+            item = str(item)
+        if not isinstance(item, str):
+            raise TypeError(f"{name} must hold names and IP addresses, got {item!r}")
+        if not item.strip():
+            raise ValueError(f"{name} holds an empty entry, got {value!r}")
+        result.append(item.strip())
+    return tuple(result)
+
+
+def port_range(name: str, value: Any) -> tuple[int, int]:
+    """Accept a port, 'lo-hi' or (lo, hi), both ends included; 0 or None for any port."""
+    wrong = f"{name} must be a port, 'lo-hi' or (lo, hi) with 1 <= lo <= hi <= 65535, got {value!r}"
+    if value is None:
+        return (0, 0)
+    if isinstance(value, str):
+        parts: list[Any] = value.split("-")
+        try:
+            parts = [int(part) for part in parts]
+        except ValueError:
+            raise ValueError(wrong) from None
+    elif _is_int(value):
+        parts = [value]
+    elif isinstance(value, (tuple, list)) and all(_is_int(part) for part in value):
+        parts = list(value)
+    else:
+        raise TypeError(wrong)
+    if len(parts) == 1:
+        parts *= 2
+    if len(parts) != 2:
+        raise ValueError(wrong)
+    low, high = parts
+    if (low, high) != (0, 0) and not 1 <= low <= high <= 65535:
+        raise ValueError(wrong)
+    return (low, high)
+
+
+def message_names(name: str, value: Any) -> list[str]:
+    """Accept a list of message type names (fault injection)."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} must be a list of message type names, got {value!r}")
+    return list(value)
+
+
+def message_delays(name: str, value: Any) -> dict[str, float]:
+    """Accept message type name -> delay in seconds (fault injection)."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must map message type names to seconds, got {value!r}")
+    return {text(name, key): duration(name, delay) for key, delay in value.items()}
+
+
+def default_receive_cache() -> int:
+    """Return 4 GiB, or an eighth of the machine's memory where that is less; bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(4 << 30, memory // 8)
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "num_worker_threads",
+        DEFAULT_NUM_WORKER_THREADS,
+        positive_int,
+        "",
+        "Threads that run the requests of other workers.",
+    ),
+    Option(
+        "rpc_timeout",
+        DEFAULT_RPC_TIMEOUT,
+        rpc_timeout,
+        "s",
+        "Time-out of a call that names none itself; 0 for none.",
+    ),
+    Option(
+        "init_method",
+        DEFAULT_INIT_METHOD,
+        text,
+        "",
+        "URL of the store through which the workers find each other: env://, tcp://host:port "
+        "or file:///path.",
+    ),
+    Option(
+        "init_timeout",
+        0.0,
+        duration,
+        "s",
+        "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
+        f"{MINIMUM_DEFAULT_INIT_TIMEOUT:.0f} s.",
+    ),
+    Option(
+        "interface",
+        (),
+        interface,
+        "",
+        "Network interfaces that TCP may use: a name, an IP address, or several "
+        "comma-separated. By default the one that routes to MASTER_ADDR.",
+    ),
+    Option(
+        "port_range",
+        (0, 0),
+        port_range,
+        "",
+        "Ports to listen on, for firewalls: a port, 'lo-hi' or (lo, hi); 0 for any.",
+    ),
+    Option(
+        "use_cma",
+        True,
+        boolean,
+        "",
+        "Copy bulk data directly between processes of one host (process_vm_readv).",
+    ),
+    Option(
+        "use_shared_memory",
+        True,
+        boolean,
+        "",
+        "Use shared memory between processes of one host.",
+    ),
+    Option(
+        "keepalive",
+        2.0,
+        duration,
+        "s",
+        "After how long a silent worker on another host is suspected to be dead.",
+    ),
+    Option(
+        "receive_cache_bytes",
+        None,
+        byte_count,
+        "bytes",
+        "Memory kept for receiving tensors; by default 4 GiB, or an eighth of the machine's "
+        "memory where that is less.",
+    ),
+    Option(
+        "max_message_bytes",
+        0,
+        byte_count,
+        "bytes",
+        "Largest message to accept; 0 for as much as the receiver's memory holds.",
+    ),
+    Option(
+        "messages_to_fail",
+        [],
+        message_names,
+        "",
+        "Fault injection: message types of which the first sends fail.",
+        keyword="_messages_to_fail",
+    ),
+    Option(
+        "messages_to_delay",
+        {},
+        message_delays,
+        "s",
+        "Fault injection: message type -> delay.",
+        keyword="_messages_to_delay",
+    ),
+    Option(
+        "num_fail_sends",
+        0,
+        byte_count,
+        "",
+        "Fault injection: how many sends of each such message fail.",
+        keyword="_num_fail_sends",
+    ),
+)
+
+BY_NAME: dict[str, Option] = {option.name: option for option in OPTIONS}

@@ -1,0 +1,151 @@
+"""The rendezvous store: bounded, interruptible waiting, and opening one over TCP.
+
+Keys are polled, not waited for: Store.wait cannot be interrupted by Ctrl-C, and a TCPStore logs
+two warnings at each of its time-outs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch._C import _distributed_c10d as _untyped_c10d
+
+from torch_rpc_ext import errors
+
+dist: Any = _untyped_c10d  # its stub lacks some members
+
+# The first look comes soon (a peer is usually milliseconds away), later ones spare the store.
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.1
+# A port that the process before us has just left is free within moments.
+_PORT_PATIENCE = 3.0
+
+
+class Deadline:
+    """A moment after which waiting ends.
+
+    Args:
+        seconds: how long from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Return the seconds left, 0 when over."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def poll(ready: Callable[[], bool], deadline: Deadline) -> bool:
+    """Ask until ready() or the deadline; return what it said last. Ctrl-C gets through."""
+    pause = _FIRST_PAUSE
+    while not ready():
+        left = deadline.remaining()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
+    return True
+
+
+@contextlib.contextmanager
+def patient(store: Any, seconds: float) -> Iterator[None]:
+    """Give the store's own operations this time; init_rpc sets it to rpc_timeout, maybe tiny."""
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=max(1.0, seconds)))
+    try:
+        yield
+    finally:
+        # The store may be gone by now; what went wrong first is what counts.
+        with contextlib.suppress(RuntimeError):
+            store.set_timeout(before)
+
+
+def describe(store: Any) -> str:
+    """Return where the store is, for messages."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return f"tcp://{store.host}:{store.port}"
+    if isinstance(store, dist.FileStore):
+        return f"file://{store.path}"
+    return type(store).__name__
+
+
+def open_tcp(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int | None,
+    seconds: float,
+    use_libuv: bool = True,
+) -> Any:
+    """Open the TCPStore of env:// and tcp://, as torch does but bounded and interruptible.
+
+    torch's own way waits up to 30 minutes inside C++ for all workers. Here the store opens at
+    once; the rendezvous that follows waits, and can say who is missing.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: this worker's; 0 serves the store, except under torchrun, which serves it itself.
+        world_size: None or negative for a dynamic group.
+        seconds: how long to try.
+        use_libuv: torch's choice of server.
+
+    Raises:
+        RpcError: the port is taken, or nobody answers there.
+    """
+    deadline = Deadline(seconds)
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    arguments: dict[str, Any] = {
+        "world_size": world_size if world_size and world_size > 0 else None,
+        "timeout": timedelta(seconds=max(1.0, seconds)),
+        "wait_for_workers": False,
+    }
+    if serves:
+        return _serve(host, port, arguments, use_libuv)
+    problem = ""
+
+    def answers() -> bool:
+        nonlocal problem
+        try:
+            socket.create_connection((host, port), timeout=0.5).close()
+        except OSError as error:
+            problem = str(error)
+            return False
+        return True
+
+    if not poll(answers, deadline):
+        raise errors.RpcError(
+            f"init_rpc timed out after {seconds:g} s: no store answers at {host}:{port} "
+            f"({problem}). Rank 0 serves it: start rank 0, and see that MASTER_ADDR and "
+            "MASTER_PORT are the same everywhere and no firewall is between."
+        )
+    return dist.TCPStore(host, port, is_master=False, **arguments)
+
+
+def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> Any:
+    patience = Deadline(_PORT_PATIENCE)
+    while True:
+        try:
+            return dist.TCPStore(
+                host, port, is_master=True, multi_tenant=True, use_libuv=use_libuv, **arguments
+            )
+        except RuntimeError as error:
+            if "address already in use" not in str(error).lower():
+                raise
+            if patience.remaining() <= 0:
+                raise errors.RpcError(
+                    f"The store cannot listen on port {port} (MASTER_PORT): Address already in "
+                    "use. Another program, or a job before this one, still has it; choose "
+                    "another port."
+                ) from error
+        time.sleep(0.1)

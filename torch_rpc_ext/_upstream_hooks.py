@@ -1,0 +1,144 @@
+"""Three places where upstream's Python knows TensorPipeAgent only, or does less than expected.
+
+Installed while our agent runs, taken out with it; any other agent sees upstream as it is.
+
+- api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
+  it comes here, and we leave.
+- internal._handle_exception: a remote exception whose class needs more than a text to be built
+  arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
+- internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
+  (pytorch issue 86525). Here it travels as the tensor that it is.
+
+Source: torch/distributed/rpc/api.py, internal.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed.rpc import api as _untyped_api
+from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext import _state
+
+logger = logging.getLogger(__name__)
+# Upstream's functions have no types.
+api: Any = _untyped_api
+internal: Any = _untyped_internal
+native_rpc: Any = _untyped_native_rpc
+
+# For letting go of RRefs before leaving; their owners may be gone, and then never answer.
+_RREF_PATIENCE = timedelta(seconds=10)
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Put the hooks in. Idempotent."""
+    if _originals:
+        return
+    _originals["wait_all_workers"] = api._wait_all_workers
+    _originals["handle_exception"] = internal._handle_exception
+    api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
+    # The C++ side looks it up by name when it first needs it in a session.
+    internal._handle_exception = _handle_exception
+    internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
+
+
+def uninstall() -> None:
+    """Take the hooks out. Idempotent."""
+    if not _originals:
+        return
+    api._wait_all_workers = _originals.pop("wait_all_workers")
+    internal._handle_exception = _originals.pop("handle_exception")
+    pickler = internal._internal_rpc_pickler
+    # serialize() copies the one table into the other.
+    for table in (pickler._class_reducer_dict, pickler._dispatch_table):
+        if table.get(torch.nn.Parameter) is _reduce_parameter:
+            del table[torch.nn.Parameter]
+
+
+def _wait_all_workers(timeout: float = 0) -> None:
+    from torch_rpc_ext import _dynamic
+
+    session = _state.current()
+    if session is None or session.directory is None:
+        original = _originals.get("wait_all_workers", api._wait_all_workers)
+        original(timeout)
+        if session is not None:
+            session.all_done = True
+        return
+    with contextlib.suppress(RuntimeError):
+        # The owners still know us now; after leaving they do not.
+        native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
+    _dynamic.leave_group(session)
+
+
+def _handle_exception(result: Any) -> None:
+    if not isinstance(result, internal.RemoteException):
+        return
+    raise rebuild_exception(result.exception_type, _readable(result.msg))
+
+
+def _readable(message: str) -> str:
+    """Undo the escapes of repr() in the message, as upstream does, but keep what is not ASCII."""
+    try:
+        return message.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError:
+        return message  # A lone backslash, say in a Windows path: upstream fails here.
+
+
+def rebuild_exception(cls: Any, message: str) -> BaseException:
+    """Build an exception that arrived as (class, text).
+
+    Args:
+        cls: the class.
+        message: remote worker, repr and traceback.
+
+    Returns:
+        An instance of cls whose text holds the message; a RuntimeError, with upstream's text,
+        where cls cannot be built at all.
+    """
+    try:
+        error = cls(message)
+    except Exception as problem:
+        try:
+            # Its constructor wants other arguments. Skip it: the type is what callers catch.
+            error = cls.__new__(cls)
+            error.args = (message,)
+        except Exception:
+            return RuntimeError(
+                f"Failed to create original exception type. Error msg was {problem}"
+                f" Original exception on remote side was {message}"
+            )
+    if not isinstance(error, BaseException):
+        return RuntimeError(f"Original exception on remote side was {message}")
+    try:
+        shown = str(error)
+    except Exception:
+        shown = ""  # Its __str__ reads attributes that the constructor would have set.
+    if message not in shown and repr(message) not in shown:
+        error.add_note(message)
+    return error
+
+
+def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    tables = internal._thread_local_tensor_tables
+    # As the Parameter that it is, not as its .data: so distributed autograd records it.
+    tables.send_tables.append(parameter)
+    return (_restore_parameter, (len(tables.send_tables) - 1, parameter.requires_grad))
+
+
+def _restore_parameter(index: int, requires_grad: bool) -> torch.Tensor:
+    tensor: torch.Tensor = internal._thread_local_tensor_tables.recv_tables[index]
+    if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf:
+        # Within a distributed autograd context it has a history, which a Parameter cannot have.
+        return tensor
+    return torch.nn.Parameter(tensor.detach(), requires_grad)

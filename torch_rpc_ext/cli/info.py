@@ -1,0 +1,147 @@
+"""``python -m torch_rpc_ext info``: what is used here, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from typing import Any
+
+_EXAMPLE = """examples:
+  python -m torch_rpc_ext info
+  python -m torch_rpc_ext info --json > info.json
+  python -m torch_rpc_ext info --interface eth1 --no-self-test
+"""
+_WIDTH = 98
+_INDENT = " " * 22
+
+
+def main(arguments: list[str]) -> int:
+    """Show it.
+
+    Args:
+        arguments: of the command.
+
+    Returns:
+        0, or 1 where UCX cannot be used or the self-test failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_rpc_ext info",
+        description="Show versions, the UCX in use, what it can use on this host and why, the "
+        "network interface that would be chosen, and a self-test between two processes.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-self-test", action="store_true", help="skip the self-test")
+    parser.add_argument(
+        "--interface", metavar="NAME", help="as the option `interface`: a name or an IP address"
+    )
+    given = parser.parse_args(arguments)
+    data = collect(interface=given.interface, self_test=not given.no_self_test)
+    if given.json:
+        print(json.dumps(data, indent=2))
+    else:
+        _show(data)
+    return 1 if "error" in data["ucx"] or "error" in data["self_test"] else 0
+
+
+def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
+    """Gather what the command shows.
+
+    Args:
+        interface: as the option `interface`.
+        self_test: whether to run it; it takes a few seconds.
+    """
+    from torch_rpc_ext import _interfaces, _option_table, takeover
+    from torch_rpc_ext._info import info
+    from torch_rpc_ext.cli import probes, selftest
+
+    data = info()
+    try:
+        wanted = _option_table.interface("--interface", interface)
+        choice = _interfaces.choose(wanted, _option_table.DEFAULT_INIT_METHOD)
+        data["interface"] = {
+            "names": list(choice.names),
+            "addresses": list(choice.addresses),
+            "reason": choice.reason,
+        }
+    except ValueError as error:
+        data["interface"] = {"error": str(error)}
+    data["takeover"] = takeover.is_active()
+    data["findings"] = [vars(finding) for finding in probes.findings()]
+    if not self_test:
+        data["self_test"] = {"skipped": "--no-self-test"}
+    elif "error" in data["ucx"]:
+        data["self_test"] = {"skipped": "UCX cannot be used"}
+    elif "error" in data["interface"]:
+        data["self_test"] = {"skipped": "no such interface"}
+    else:
+        print("self-test between two processes ...", file=sys.stderr, flush=True)
+        data["self_test"] = selftest.run(interface=interface)
+    return data
+
+
+def _show(data: dict[str, Any]) -> None:
+    for name, version in data["versions"].items():
+        _line(name, version)
+    _show_ucx(data["ucx"])
+    _show_interface(data["interface"])
+    for finding in data["findings"]:
+        _line(finding["name"], f"{'yes' if finding['usable'] else 'no'}: {finding['why']}")
+    _line("takeover", "on" if data["takeover"] else "off (TORCH_RPC_BACKEND=ucx turns it on)")
+    for name, value in data["environment"].items():
+        preset = " (set by torch_rpc_ext)" if name in data["ucx"].get("preset", {}) else ""
+        _line(name, f"{value}{preset}")
+    _show_self_test(data["self_test"])
+
+
+def _show_ucx(ucx: dict[str, Any]) -> None:
+    if "error" in ucx:
+        _line("UCX", f"not usable: {ucx['error']}")
+        return
+    _line("UCX", f"{ucx['version']}, {ucx['source']}: {ucx['reason']}")
+    _line("", ucx["path"])
+    by_transport: dict[str, list[str]] = {}
+    for entry in ucx["transports"]:
+        by_transport.setdefault(entry["transport"], []).append(entry["device"])
+    for transport, devices in by_transport.items():
+        _line(f"  {transport}", ", ".join(devices))
+
+
+def _show_interface(interface: dict[str, Any]) -> None:
+    _line("network interface", interface.get("error") or interface["reason"])
+
+
+def _show_self_test(result: dict[str, Any]) -> None:
+    if "error" in result:
+        _line("self-test", f"FAILED: {result['error']}")
+    elif "skipped" in result:
+        _line("self-test", f"skipped: {result['skipped']}")
+    else:
+        _line(
+            "self-test",
+            f"passed: {result['latency_us']:.0f} us for an empty call, "
+            f"{result['bandwidth_gb_s']:.1f} GB/s for a 64 MB tensor there and back",
+        )
+        _line("", f"control over {result['control']}, bulk over {result['bulk']}")
+        if result["why"]:
+            _line("", result["why"])
+
+
+def _line(label: str, text: str) -> None:
+    label = f"{label:<21} "
+    if len(label) > len(_INDENT):
+        print(label.rstrip())
+        label = _INDENT
+    print(
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=label,
+            subsequent_indent=_INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )

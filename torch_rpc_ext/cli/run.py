@@ -1,0 +1,88 @@
+"""``python -m torch_rpc_ext run``: a program that never heard of us, on UCX."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from torch_rpc_ext._environment import BACKEND
+
+_DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
+
+Sets {BACKEND}=ucx, for the program and the processes that it starts, and runs the script in this
+process; with torchrun's options before the script, runs them with torchrun.
+"""
+_EXAMPLES = """examples:
+  python -m torch_rpc_ext run train.py --epochs 3
+  python -m torch_rpc_ext run -m package.train --epochs 3
+  python -m torch_rpc_ext run --nproc-per-node 4 train.py --epochs 3
+  python -m torch_rpc_ext run --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29400 train.py
+
+torchrun's own options: torchrun --help
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a script.
+
+    Args:
+        arguments: [torchrun options] script.py arguments.
+
+    Returns:
+        The exit status; a script that ends by itself passes its own on.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_rpc_ext run",
+        usage="%(prog)s [torchrun options] script.py [arguments]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if not arguments or arguments[0] in ("-h", "--help"):
+        parser.print_help()
+        return 0 if arguments else 2
+    os.environ[BACKEND] = "ucx"
+    if not any(entry.name == "torch_rpc_ext" for entry in entry_points(group="torch.backends")):
+        print(
+            "warning: torch_rpc_ext is not installed (no entry point torch.backends), so processes "
+            "that the program starts will not run on UCX; run `pip install -e .` first.",
+            file=sys.stderr,
+        )
+    if arguments[0] in ("-m", "--module"):
+        if len(arguments) < 2:
+            parser.error("-m needs the name of a module")
+        return _run_module(arguments[1], arguments[2:])
+    if arguments[0].startswith("-"):
+        from torch.distributed import run as torchrun
+
+        torchrun.main(arguments)
+        return 0
+    script = Path(arguments[0])
+    if not script.is_file():
+        parser.error(f"there is no script {script}")
+    return _run_script(script, arguments[1:])
+
+
+def _take_over() -> None:
+    import torch_rpc_ext
+
+    torch_rpc_ext.take_over()
+
+
+def _run_script(script: Path, arguments: list[str]) -> int:
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    _take_over()
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _run_module(module: str, arguments: list[str]) -> int:
+    sys.argv = [module, *arguments]
+    _take_over()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0

@@ -1,0 +1,198 @@
+"""UcxRpcBackendOptions: what a user may choose about the UCX back end."""
+
+from __future__ import annotations
+
+import copy
+import ipaddress
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.rpc  # first: it is what creates torch._C._distributed_rpc
+from torch._C._distributed_rpc import RpcBackendOptions
+from torch.distributed.rpc import options as upstream
+
+from torch_rpc_ext import _option_table as table
+
+DeviceType = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+__all__ = ["UcxRpcBackendOptions"]
+
+
+class UcxRpcBackendOptions(RpcBackendOptions):
+    """Options for ``init_rpc(backend=BackendType.UCX, rpc_backend_options=...)``.
+
+    Takes what torch's TensorPipeRpcBackendOptions takes, and our own. All are keyword-only,
+    checked here, and may be set as attributes later, with the same checks.
+
+    Args:
+        num_worker_threads: threads that run the requests of other workers.
+        rpc_timeout: time-out of a call that names none itself, s; 0 for none.
+        init_method: URL of the store: ``env://``, ``tcp://host:port``, ``file:///path``.
+        device_maps: callee's name -> {device here: device there}.
+        devices: local CUDA devices that RPC uses; by default those of the device maps.
+        init_timeout: how long init_rpc waits for the other workers, s; 0 for rpc_timeout, but at
+            least 60 s.
+        interface: name or IP address of the network interface for TCP, several comma-separated
+            or as a list. By default the one that routes to MASTER_ADDR.
+        port_range: a port, ``'lo-hi'`` or ``(lo, hi)``, both included; 0 for any.
+        use_cma: copy bulk data directly between processes of one host.
+        use_shared_memory: use shared memory between processes of one host.
+        keepalive: after how long a silent worker elsewhere is suspected to be dead, s.
+        receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
+            of the machine's memory, whichever is less.
+        max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
+
+    Raises:
+        TypeError: a value of a wrong type, named with its option.
+        ValueError: a value out of range, named with its option.
+
+    Source: torch/distributed/rpc/options.py, TensorPipeRpcBackendOptions.
+    """
+
+    # As they are after the checks in __setattr__.
+    num_worker_threads: int
+    device_maps: dict[str, DeviceMap]
+    devices: list[torch.device]
+    init_timeout: float
+    interface: tuple[str, ...]
+    port_range: tuple[int, int]
+    use_cma: bool
+    use_shared_memory: bool
+    keepalive: float
+    receive_cache_bytes: int
+    max_message_bytes: int
+    messages_to_fail: list[str]
+    messages_to_delay: dict[str, float]
+    num_fail_sends: int
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = table.DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = table.DEFAULT_RPC_TIMEOUT,
+        init_method: str = table.DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
+        devices: Sequence[DeviceType] | None = None,
+        init_timeout: float = 0.0,
+        interface: str | IpAddress | Sequence[str | IpAddress] | None = None,
+        port_range: int | str | tuple[int, int] | None = None,
+        use_cma: bool = True,
+        use_shared_memory: bool = True,
+        keepalive: float = 2.0,
+        receive_cache_bytes: int | None = None,
+        max_message_bytes: int = 0,
+        _messages_to_fail: Sequence[str] = (),
+        _messages_to_delay: Mapping[str, float] | None = None,
+        _num_fail_sends: int = 0,
+    ) -> None:
+        # pybind11 wants the base's __init__ called before anything else is done with the object.
+        RpcBackendOptions.__init__(self)
+        given: dict[str, Any] = {
+            "num_worker_threads": num_worker_threads,
+            "rpc_timeout": rpc_timeout,
+            "init_method": init_method,
+            "device_maps": device_maps or {},
+            "devices": devices or [],
+            "init_timeout": init_timeout,
+            "interface": interface,
+            "port_range": port_range,
+            "use_cma": use_cma,
+            "use_shared_memory": use_shared_memory,
+            "keepalive": keepalive,
+            "receive_cache_bytes": (
+                table.default_receive_cache()
+                if receive_cache_bytes is None
+                else receive_cache_bytes
+            ),
+            "max_message_bytes": max_message_bytes,
+            "messages_to_fail": list(_messages_to_fail),
+            "messages_to_delay": _messages_to_delay or {},
+            "num_fail_sends": _num_fail_sends,
+        }
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in table.BY_NAME:
+            value = table.BY_NAME[name].check(name, value)
+        elif name == "device_maps":
+            value = _device_maps(value)
+        elif name == "devices":
+            value = _devices(value)
+        elif not name.startswith("_"):
+            # A misspelt option would otherwise be lost without a word.
+            known = ", ".join([*table.BY_NAME, "device_maps", "devices"])
+            raise AttributeError(f"UcxRpcBackendOptions has no option {name!r}; it has {known}")
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        shown = [*table.BY_NAME, "device_maps", "devices"]
+        return f"UcxRpcBackendOptions({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
+
+    def __copy__(self) -> UcxRpcBackendOptions:
+        # pybind11 objects cannot be copied by copy.copy's default.
+        twin = UcxRpcBackendOptions()
+        for name in [*table.BY_NAME, "device_maps", "devices"]:
+            setattr(twin, name, copy.copy(getattr(self, name)))
+        return twin
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
+        """Map devices of this worker to devices of one callee; may be called several times.
+
+        Args:
+            to: callee's name.
+            device_map: {device here: device there}; must be invertible.
+
+        Raises:
+            ValueError: the map, with what was set before, is not 1-to-1.
+        """
+        added = upstream._to_device_map(dict(device_map))
+        current: DeviceMap = self.device_maps.get(to, {})
+        for here, there in added.items():
+            if here in current and current[here] != there:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying"
+                    f" to map {here} to {there} and {current[here]}"
+                )
+        merged = {**current, **added}
+        self.device_maps = {**self.device_maps, to: merged}
+
+    def set_devices(self, devices: Sequence[DeviceType]) -> None:
+        """Set the local CUDA devices that RPC uses.
+
+        Args:
+            devices: int, str or torch.device each.
+
+        Raises:
+            ValueError: one of them is no CUDA device.
+        """
+        self.devices = _devices(devices)
+
+    def effective_init_timeout(self) -> float:
+        """Return how long init_rpc waits for the other workers, s."""
+        if self.init_timeout > 0:
+            return float(self.init_timeout)
+        return max(float(self.rpc_timeout), table.MINIMUM_DEFAULT_INIT_TIMEOUT)
+
+
+def _device_maps(value: Any) -> dict[str, DeviceMap]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"device_maps must map worker names to device maps, got {value!r}")
+    maps: dict[str, DeviceMap] = {}
+    for callee, device_map in value.items():
+        if not isinstance(callee, str) or not isinstance(device_map, Mapping):
+            raise TypeError(
+                f"device_maps must map worker names to device maps, got {callee!r}: {device_map!r}"
+            )
+        maps[callee] = upstream._to_device_map(dict(device_map))
+    return maps
+
+
+def _devices(value: Any) -> list[torch.device]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"devices must be a list of CUDA devices, got {value!r}")
+    devices: list[torch.device] = upstream._to_device_list(list(value))
+    return devices

@@ -1,0 +1,146 @@
+"""Running programs that ask for TENSORPIPE on UCX, on request only.
+
+Requested by TORCH_RPC_BACKEND=ucx, ``python -m torch_rpc_ext run``, or take_over(). The value of
+the member BackendType.TENSORPIPE is changed in place, so that members taken earlier follow.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+from typing import Any
+
+from torch_rpc_ext import _registry
+from torch_rpc_ext._environment import BACKEND
+
+_applied = False
+_agent_class: Any = None
+
+
+def take_over() -> None:
+    """From now on run TENSORPIPE's users on UCX: in this process and in those it starts.
+
+    Programs that name ``BackendType.TENSORPIPE``, pass ``TensorPipeRpcBackendOptions``
+    (``_transports`` and ``_channels`` are ignored), or pass nothing are served. Idempotent.
+
+    Raises:
+        RuntimeError: an agent runs already; call it before init_rpc.
+    """
+    from torch._C import _distributed_rpc
+    from torch.distributed import rpc
+
+    if not _applied and _distributed_rpc._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "torch_rpc_ext.take_over() came too late: RPC is initialized. Call it before "
+            "init_rpc, or after shutdown."
+        )
+    _registry.register(rpc)
+    apply(rpc)
+    os.environ[BACKEND] = "ucx"  # children take over when they import torch
+
+
+def is_active() -> bool:
+    """Return whether TENSORPIPE's users run on UCX in this process."""
+    return _applied
+
+
+def apply(rpc: Any) -> None:
+    """Change the member TENSORPIPE, and the name TensorPipeAgent. Idempotent.
+
+    Args:
+        rpc: the module torch.distributed.rpc.
+    """
+    global _applied
+    if _applied or not hasattr(rpc, "TensorPipeAgent"):
+        return
+    _applied = True
+    for enum_class in _registry.enum_classes(rpc):
+        _serve_member(enum_class["TENSORPIPE"], init_tensorpipe)
+    # isinstance(agent, rpc.TensorPipeAgent) is how programs ask for dynamic groups and the like.
+    either = abc.ABCMeta("TensorPipeAgent", (), {"__doc__": rpc.TensorPipeAgent.__doc__})
+    either.register(rpc.TensorPipeAgent)
+    rpc.TensorPipeAgent = either
+    if _agent_class is not None:
+        either.register(_agent_class)
+
+
+def adopt_agent_class(agent_class: Any) -> None:
+    """Let our agent pass for a TensorPipeAgent, now or when take_over() comes."""
+    global _agent_class
+    _agent_class = agent_class
+    if _applied:
+        sys.modules[_registry.RPC_MODULE].TensorPipeAgent.register(agent_class)
+
+
+def take_over_fault_injection() -> None:
+    """Run torch's FAULTY_TENSORPIPE on our fault transport; for upstream's test suite only."""
+    from torch.distributed import rpc
+    from torch.distributed.rpc import _testing  # noqa: F401  registers the back end
+
+    take_over()
+    for enum_class in _registry.enum_classes(rpc):
+        if "FAULTY_TENSORPIPE" in enum_class.__members__:
+            _serve_member(enum_class["FAULTY_TENSORPIPE"], init_faulty_tensorpipe)
+
+
+def _serve_member(member: Any, handler: Any) -> None:
+    _registry.replace_value(member, member.value._replace(init_backend_handler=handler))
+
+
+def init_tensorpipe(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
+    """Start our agent for BackendType.TENSORPIPE; its init_backend_handler under takeover."""
+    from torch.distributed import rpc
+
+    from torch_rpc_ext.options import UcxRpcBackendOptions
+
+    if not isinstance(rpc_backend_options, (rpc.TensorPipeRpcBackendOptions, UcxRpcBackendOptions)):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
+        )
+    return _start(store, name, rank, world_size, rpc_backend_options)
+
+
+def init_faulty_tensorpipe(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
+    """Start our agent for BackendType.FAULTY_TENSORPIPE, with its faults."""
+    return _start(store, name, rank, world_size, rpc_backend_options)
+
+
+def _start(store: Any, name: str, rank: int, world_size: int | None, given: Any) -> Any:
+    from torch_rpc_ext import _backend
+
+    return _backend.start(
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        options=to_ucx_options(given),
+        given_options=given,
+    )
+
+
+def to_ucx_options(given: Any) -> Any:
+    """Return UcxRpcBackendOptions that say what TENSORPIPE's options say.
+
+    Args:
+        given: TensorPipeRpcBackendOptions, FaultyTensorPipeRpcBackendOptions, or ours (returned
+            as they are).
+    """
+    from torch_rpc_ext.options import UcxRpcBackendOptions
+
+    if isinstance(given, UcxRpcBackendOptions):
+        return given
+    return UcxRpcBackendOptions(
+        num_worker_threads=given.num_worker_threads,
+        rpc_timeout=given.rpc_timeout,
+        init_method=given.init_method,
+        device_maps=given.device_maps,
+        devices=given.devices,
+        _messages_to_fail=getattr(given, "messages_to_fail", ()),
+        _messages_to_delay=getattr(given, "messages_to_delay", {}),
+        _num_fail_sends=getattr(given, "num_fail_sends", 0),
+    )
