@@ -1,3 +1,4 @@
+# ruff: noqa: N999  the underscore is the convention for extension modules
 """Types of the C++ extension (csrc/bindings)."""
 
 import torch

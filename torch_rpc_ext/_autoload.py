@@ -6,12 +6,11 @@ Source: torch's "Autoload Mechanism", torch/__init__.py, _import_device_backends
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import Any
 
 from torch_rpc_ext import _registry
-from torch_rpc_ext._environment import BACKEND
+from torch_rpc_ext._environment import check_backend
 
 _activated = False
 
@@ -27,15 +26,14 @@ def activate() -> None:
 
 def _on_rpc_imported(rpc: Any) -> None:
     _registry.register(rpc)
-    value = os.environ.get(BACKEND, "").strip().lower()
-    if value == "ucx":
+    try:
+        wanted = check_backend()
+    except ValueError as error:
+        # init_rpc will refuse it; a program that does not use RPC need not care.
+        warnings.warn(str(error), stacklevel=2)
+        return
+    if wanted:
         # Imported only here: a process that did not ask for it pays nothing.
         from torch_rpc_ext import takeover
 
         takeover.apply(rpc)
-    elif value not in ("", "tensorpipe"):
-        warnings.warn(
-            f"{BACKEND}={os.environ[BACKEND]!r} is ignored: it may be 'ucx' (run "
-            "torch.distributed.rpc on UCX) or 'tensorpipe' (change nothing).",
-            stacklevel=2,
-        )

@@ -21,9 +21,8 @@ from torch_rpc_ext import (
     _rendezvous,
     _state,
     _store,
-    errors,
 )
-from torch_rpc_ext._option_table import MINIMUM_DEFAULT_INIT_TIMEOUT
+from torch_rpc_ext._option_table import DEFAULT_RPC_TIMEOUT, default_init_timeout
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
@@ -31,15 +30,19 @@ api: Any = _untyped_api
 native_rpc: Any = _untyped_native_rpc
 
 
-def prepare(rank: int) -> None:
+def prepare(rank: int, world_size: int | None) -> None:
     """Do what can fail before init_rpc opens the store.
 
     Args:
-        rank: this worker's.
+        rank: this worker's, or -1 where the store's URL or environment says it.
+        world_size: as given to init_rpc.
 
     Raises:
         ImportError: the extension or UCX cannot be loaded; the text says what to do.
+        ValueError: the rank is out of range.
     """
+    if rank != -1:
+        _check_rank(rank, world_size)
     native = _native.load()
     if not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
@@ -48,12 +51,21 @@ def prepare(rank: int) -> None:
             forget(rank)
 
 
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if world_size is not None and world_size < 0:
+        raise ValueError(
+            f"world_size must be positive, or None for a dynamic group, got {world_size}"
+        )
+    if rank < 0 or (world_size and rank >= world_size):
+        allowed = f"from 0 to {world_size - 1} (world_size - 1)" if world_size else "0 or more"
+        raise ValueError(f"rank must be {allowed}, got {rank}")
+
+
 def init_timeout(options: Any) -> float:
     """Return how long init_rpc waits for the others with these options, of either kind; s."""
     if isinstance(options, UcxRpcBackendOptions):
         return options.effective_init_timeout()
-    seconds = 0.0 if options is None else float(options.rpc_timeout)
-    return max(seconds, MINIMUM_DEFAULT_INIT_TIMEOUT)
+    return default_init_timeout(DEFAULT_RPC_TIMEOUT if options is None else options.rpc_timeout)
 
 
 def start(
@@ -85,28 +97,26 @@ def start(
     """
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
-    if rank < 0 or (world_size and not rank < world_size):
-        allowed = f"0 to {world_size - 1}" if world_size else "0 or more"
-        raise ValueError(f"rank must be {allowed}, got {rank}")
-    if world_size is not None and world_size < 0:
-        raise ValueError(f"world_size must be positive, or None for a dynamic group: {world_size}")
+    _check_rank(rank, world_size)
     rank = int(rank)
     native = _native.load()
     _attach(native)
-    deadline = _store.Deadline(options.effective_init_timeout())
-    with _store.patient(store, deadline.seconds):
+    seconds = options.effective_init_timeout()
+    own = _store.unnumbered(store) if _init_hook.in_init_rpc() else store
+    meeting = _rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds)
+    with _store.patient(store, seconds):
         _rendezvous.claim_kind(store, is_static=bool(world_size))
         session = None
         try:
             session = _open(native, store, name, rank, world_size, options, given_options)
             if world_size:
-                _start_static(session, world_size, deadline)
+                _start_static(session, meeting)
             else:
-                _start_dynamic(session)
+                _start_dynamic(session, _dynamic.Directory(own))
         except BaseException as problem:
             # KeyboardInterrupt too: nothing of a failed start may stay.
-            if world_size and not isinstance(problem, errors.RefusedError):
-                _rendezvous.report_failure(store, rank, name, problem)
+            if world_size:
+                meeting.fail(problem)
             if session is not None:
                 _lifecycle.abandon(session)
             raise
@@ -166,23 +176,21 @@ def _agent_options(
     }
 
 
-def _start_static(session: _state.Session, world_size: int, deadline: _store.Deadline) -> None:
-    me, agent = session.me, session.agent
-    group = _rendezvous.join_static(session.store, me, world_size, deadline, _new_group_id)
-    _enter(session, group)
-    api._init_rpc_states(agent)
-    _rendezvous.confirm_start(session.store, me.rank, world_size, deadline)
+def _start_static(session: _state.Session, meeting: _rendezvous.Rendezvous) -> None:
+    _enter(session, meeting.join(session.me))
+    api._init_rpc_states(session.agent)
+    meeting.confirm_start()
 
 
-def _start_dynamic(session: _state.Session) -> None:
-    session.directory = _dynamic.Directory(session.store, numbered=_init_hook.in_init_rpc())
-    group = session.directory.join(session.me, _new_group_id())
+def _start_dynamic(session: _state.Session, directory: _dynamic.Directory) -> None:
+    session.directory = directory
+    group = directory.join(session.me, secrets.token_bytes(16))
     try:
         _enter(session, group)
         api._init_rpc_states(session.agent)
         _dynamic.announce_join(session)
     except BaseException:
-        session.directory.leave(session.me)
+        directory.leave(session.me)
         raise
 
 
@@ -196,10 +204,6 @@ def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
             # Others may send CUDA tensors before the user's code has touched CUDA here.
             torch.cuda.init()  # type: ignore[no-untyped-call]
         session.agent.set_device_maps(session.me.device_maps, reverse, devices)
-
-
-def _new_group_id() -> bytes:
-    return secrets.token_bytes(16)
 
 
 _attached = False

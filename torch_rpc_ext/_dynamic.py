@@ -14,11 +14,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import _state, errors
-from torch_rpc_ext._members import Member, device_tables, validate
+from torch_rpc_ext._members import Member, device_tables, is_alive, validate
 from torch_rpc_ext._rendezvous import PREFIX, Group
 from torch_rpc_ext._store import describe
 
@@ -37,14 +36,9 @@ class Directory:
 
     Args:
         store: the group's store.
-        numbered: init_rpc wrapped it in a prefix with its number of calls in this process. A
-            worker that comes back has made more calls than the others, or fewer, so the prefix
-            is taken off.
     """
 
-    def __init__(self, store: Any, *, numbered: bool) -> None:
-        if numbered and isinstance(store, PrefixStore):
-            store = store.underlying_store
+    def __init__(self, store: Any) -> None:
         self._store = store
 
     def join(self, me: Member, new_id: bytes) -> Group:
@@ -117,7 +111,7 @@ def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
             continue
         same_name = other.name == me.name
         if other.host == me.host and other.pid != me.pid:
-            if not _is_alive(other.pid):
+            if not is_alive(other.pid):
                 del members[other.name]
                 continue
             what = f"RPC worker name {me.name}" if same_name else f"Rank {me.rank}"
@@ -130,17 +124,6 @@ def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
         # comes back under its name is welcome; two names with one rank are a mistake (validate).
         if same_name or other.host == me.host:
             del members[other.name]
-
-
-def _is_alive(pid: int) -> bool:
-    import psutil
-
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
 
 
 def announce_join(session: _state.Session) -> None:

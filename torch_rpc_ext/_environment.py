@@ -74,6 +74,21 @@ VARIABLES: tuple[Variable, ...] = (
 )
 
 
+def check_backend() -> bool:
+    """Return whether TORCH_RPC_BACKEND asks for UCX.
+
+    Raises:
+        ValueError: it holds something else than it may; named with what it may hold.
+    """
+    value = os.environ.get(BACKEND, "").strip().lower()
+    if value not in ("", "tensorpipe", "ucx"):
+        raise ValueError(
+            f"{BACKEND}={os.environ[BACKEND]!r} means nothing: it may be 'ucx' (run "
+            "torch.distributed.rpc on UCX) or 'tensorpipe' (change nothing)."
+        )
+    return value == "ucx"
+
+
 def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:
     """Set what UCX must read before it loads, only where the user has not.
 

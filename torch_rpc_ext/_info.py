@@ -87,6 +87,6 @@ def _agent() -> dict[str, Any] | None:
             "addresses": list(session.interface.addresses),
             "reason": session.interface.reason,
         },
-        "transport": dict(session.agent.describe()),
+        "transport": dict(session.agent.describe()) if hasattr(session.agent, "describe") else {},
         "peers": [dict(peer) for peer in session.agent.describe_peers()],
     }

@@ -15,6 +15,8 @@ import sys
 import threading
 from typing import Any
 
+from torch_rpc_ext._environment import check_backend
+
 _MARK = "_torch_rpc_ext_wrapper"
 _call = threading.local()
 
@@ -47,13 +49,14 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
         world_size: int | None = None,
         rpc_backend_options: Any = None,
     ) -> None:
+        check_backend()
         member = _ucx_member(rpc, backend, rpc_backend_options)
         if member is None:
             original(name, backend, rank, world_size, rpc_backend_options)
             return
         from torch_rpc_ext import _backend
 
-        _backend.prepare(rank)
+        _backend.prepare(rank, world_size)
         _call.timeout = _backend.init_timeout(rpc_backend_options)
         try:
             original(name, member, rank, world_size, rpc_backend_options)

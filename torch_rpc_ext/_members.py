@@ -118,6 +118,18 @@ def host_identity() -> str:
         return socket.gethostname()
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this host runs; a zombie does not."""
+    import psutil  # Imported late: `import torch_rpc_ext` must stay lean.
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
 def validate(members: Sequence[Member], *, is_static: bool) -> None:
     """Check a group as a whole; every worker comes to the same result.
 

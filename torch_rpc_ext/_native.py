@@ -16,7 +16,7 @@ import torch
 from torch_rpc_ext import _environment
 
 # In the order of their dependence on each other.
-_LIBRARIES = ("libucm.so.0", "libucs.so.0", "libuct.so.0", "libucp.so.0")
+_LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 _module: Any = None

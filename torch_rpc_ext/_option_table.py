@@ -17,8 +17,8 @@ from typing import Any
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
-# Workers on a cluster start seconds apart, however short their calls may be.
-MINIMUM_DEFAULT_INIT_TIMEOUT = 60.0
+# Processes that are started together are ready seconds apart, however short their calls may be.
+MINIMUM_INIT_TIMEOUT = 3.0
 
 Check = Callable[[str, Any], Any]
 
@@ -178,6 +178,11 @@ def default_receive_cache() -> int:
     return min(4 << 30, memory // 8)
 
 
+def default_init_timeout(timeout: float) -> float:
+    """Return how long init_rpc waits where init_timeout is not given, from rpc_timeout; s."""
+    return max(float(timeout) or DEFAULT_RPC_TIMEOUT, MINIMUM_INIT_TIMEOUT)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option(
         "num_worker_threads",
@@ -207,7 +212,7 @@ OPTIONS: tuple[Option, ...] = (
         duration,
         "s",
         "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
-        f"{MINIMUM_DEFAULT_INIT_TIMEOUT:.0f} s.",
+        f"{MINIMUM_INIT_TIMEOUT:.0f} s.",
     ),
     Option(
         "interface",

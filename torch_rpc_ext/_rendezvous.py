@@ -1,30 +1,35 @@
 """How the workers of a static group find each other through the store.
 
-Each rank writes one key; rank 0 reads them all and writes one blob; everybody reads the blob. So
-the store answers O(N) requests, never N^2. A second round of the same kind says that all have
-started, so that nobody calls, or leaves, before the others are there.
+Each rank has one key, its mailbox. A rank puts its entry there; rank 0 takes the entries of all
+ranks, leaving the group's id in place of each, and writes the group as one blob under that id; every
+rank sees its own entry taken, and reads the blob. So the store answers O(N) requests, never N^2.
+A second round of the same kind says that all have started, so that nobody calls, or leaves, before
+the others are there.
+
+An entry serves one group only. So the same store serves one group after the other, also where ranks
+and world size change from one to the next (pytorch issue 46491).
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._members import Member, validate
+from torch_rpc_ext._members import Member, is_alive, validate
 from torch_rpc_ext._store import Deadline, describe, poll
 
 PREFIX = "torch_rpc_ext"
-_GROUP = f"{PREFIX}/group"
-_GO = f"{PREFIX}/go"
 _KIND = f"{PREFIX}/kind"
+_TAKEN = "taken:"
 _OK = "ok"
 # The others give rank 0 this much longer, s: it fails with words that say more than theirs.
-_GRACE = 2.0
+_GRACE = 1.0
+_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -56,155 +61,219 @@ def claim_kind(store: Any, *, is_static: bool) -> None:
         )
 
 
-def join_static(
-    store: Any, me: Member, world_size: int, deadline: Deadline, new_id: Callable[[], bytes]
-) -> Group:
-    """Meet the others.
+class Rendezvous:
+    """One worker's part in forming one static group.
 
     Args:
         store: the group's store.
-        me: this worker.
+        name, rank: this worker's.
         world_size: number of workers.
-        deadline: how long to wait for them.
-        new_id: draws the group's id; rank 0 calls it.
-
-    Raises:
-        RefusedError: another process has this rank.
-        RpcError: ranks missing at the deadline (named), names not unique, unequal versions, or
-            the failure of another worker.
-        ValueError: device maps that do not fit together.
+        seconds: how long to wait for them, for the whole of it.
     """
-    _publish(store, me)
-    if me.rank == 0:
-        _gather(store, world_size, deadline, new_id)
-    elif not poll(lambda: bool(store.check([_GROUP])), Deadline(deadline.remaining() + _GRACE)):
-        late = [r for r in range(world_size) if not store.check([_member_key(r)])]
-        raise errors.RpcError(_late(late or [0], world_size, store, deadline, "joined"))
-    blob = json.loads(store.get(_GROUP))
-    if "error" in blob:
-        raise errors.RpcError(str(blob["error"]))
-    members = [Member.from_json(text) for text in blob["members"]]
-    validate(members, is_static=True)
-    return Group(base64.b64decode(blob["group"]), {member.name: member for member in members})
 
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, seconds: float) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._deadline = Deadline(seconds)
+        self._entry = ""
+        self._id = ""
 
-def confirm_start(store: Any, rank: int, world_size: int, deadline: Deadline) -> None:
-    """Wait until every worker's agent runs.
+    def join(self, me: Member) -> Group:
+        """Meet the others.
 
-    Raises:
-        RpcError: some did not start in time (named), or failed.
-    """
-    if rank != 0:
-        store.set(_ready_key(rank), _OK)
-        if not poll(lambda: bool(store.check([_GO])), Deadline(deadline.remaining() + _GRACE)):
-            late = [r for r in range(1, world_size) if not store.check([_ready_key(r)])]
-            raise errors.RpcError(_late(late or [0], world_size, store, deadline, "started"))
-        verdict = store.get(_GO).decode()
-    else:
+        Raises:
+            RefusedError: another process has this rank.
+            RpcError: ranks missing at the deadline (named), names not unique, unequal versions,
+                or the failure of another worker.
+            ValueError: device maps that do not fit together.
+        """
+        self._put(me)
+        if self._rank == 0:
+            self._form(me)
+        else:
+            self._wait_for_group()
+        blob = json.loads(self._store.get(self._key("group", self._id)))
+        if "error" in blob:
+            raise errors.RpcError(str(blob["error"]))
+        members = [Member.from_json(text) for text in blob["members"]]
+        validate(members, is_static=True)
+        return Group(bytes.fromhex(self._id), {member.name: member for member in members})
+
+    def confirm_start(self) -> None:
+        """Wait until every worker's agent runs.
+
+        Raises:
+            RpcError: some did not start in time (named), or failed.
+        """
+        go = self._key("go", self._id)
+        if self._rank != 0:
+            self._store.set(self._ready(self._rank), _OK)
+            if not self._poll_with_grace(lambda: bool(self._store.check([go]))):
+                late = [
+                    r for r in range(1, self._world_size) if not self._store.check([self._ready(r)])
+                ]
+                raise errors.RpcError(self._late(late or [0], "started"))
+            verdict = self._store.get(go).decode()
+        else:
+            verdict = self._collect_verdict()
+            self._store.set(go, verdict)
+        if verdict != _OK:
+            raise errors.RpcError(verdict)
+
+    def fail(self, problem: BaseException) -> None:
+        """Tell the others that this worker cannot join, so that they need not wait. Best effort."""
+        text = f"Worker {self._name} (rank {self._rank}) failed to start: "
+        text += str(problem) or type(problem).__name__
+        with contextlib.suppress(RuntimeError):
+            if not self._entry:
+                # Before the entry: rank 0 gets the reason in its place. A live other's stays.
+                self._replace(json.dumps({"error": text}), lambda there: not there)
+            elif not self._id:
+                self._store.compare_set(self._mailbox(self._rank), self._entry, f"{_TAKEN}-")
+            elif self._rank == 0:
+                self._store.compare_set(self._key("go", self._id), "", text)
+            else:
+                self._store.compare_set(self._ready(self._rank), "", text)
+
+    def _key(self, kind: str, what: object) -> str:
+        return f"{PREFIX}/{kind}/{what}"
+
+    def _mailbox(self, rank: int) -> str:
+        return self._key("rank", rank)
+
+    def _ready(self, rank: int) -> str:
+        return self._key("ready", f"{self._id}/{rank}")
+
+    def _read(self, rank: int) -> str:
+        """Return a rank's entry, '' where there is none that a group may still take."""
+        key = self._mailbox(rank)
+        if not self._store.check([key]):
+            return ""
+        text = str(self._store.get(key).decode())
+        return "" if text.startswith(_TAKEN) else text
+
+    def _replace(self, text: str, allowed: Callable[[str], bool]) -> bool:
+        """Put text into this rank's mailbox where allowed(entry there) says so."""
+        key = self._mailbox(self._rank)
+        there = self._store.compare_set(key, "", text).decode()
+        for _ in range(_TRIES):
+            if there == text:
+                return True
+            if not allowed("" if there.startswith(_TAKEN) else there):
+                return False
+            there = self._store.compare_set(key, there, text).decode()
+        return False
+
+    def _put(self, me: Member) -> None:
+        text = me.to_json()
+
+        def left_over(there: str) -> bool:
+            if not there or "error" in json.loads(there):
+                return True
+            other = Member.from_json(there)
+            if other.host == me.host and (other.pid == me.pid or not is_alive(other.pid)):
+                return True
+            raise errors.RefusedError(
+                f"Rank {me.rank} is not unique: worker {other.name} (pid {other.pid} on "
+                f"{other.host.split('/')[0]}) waits with it at {describe(self._store)}, so worker "
+                f"{me.name} cannot have it. Give every process a rank of its own.",
+                worker=other.name,
+            )
+
+        if not self._replace(text, left_over):
+            raise errors.RefusedError(f"Rank {me.rank} is not unique: others keep claiming it.")
+        self._entry = text
+
+    def _wait_for_group(self) -> None:
+        mailbox = self._mailbox(self._rank)
+
+        def formed() -> bool:
+            if not self._id:
+                there = self._store.get(mailbox).decode()
+                if there == self._entry:
+                    return False
+                if not there.startswith(_TAKEN):
+                    raise errors.RefusedError(
+                        f"Rank {self._rank} is not unique: another process has put worker "
+                        f"{self._name} out of its place at {describe(self._store)}."
+                    )
+                self._id = there.removeprefix(_TAKEN)
+            return bool(self._store.check([self._key("group", self._id)]))
+
+        if not self._poll_with_grace(formed):
+            late = [r for r in range(self._world_size) if not self._read(r)]
+            raise errors.RpcError(self._late([0] if self._id else late or [0], "joined"))
+
+    def _form(self, me: Member) -> None:
+        """Rank 0: take all entries, write the blob, which holds them or says why not."""
+        self._id = secrets.token_hex(16)
+        found: dict[int, str] = {}
+        problem = ""
+
+        def look() -> bool:
+            nonlocal problem
+            for rank in range(self._world_size):
+                text = self._read(rank)
+                if text and not problem:
+                    problem = self._take(me, rank, text, found)
+            return bool(problem) or len(found) == self._world_size
+
+        if not poll(look, self._deadline):
+            problem = self._late([r for r in range(self._world_size) if r not in found], "joined")
+        blob: dict[str, Any] = {"error": problem}
+        if not problem:
+            blob = {"members": [found[rank] for rank in range(self._world_size)]}
+        self._store.set(self._key("group", self._id), json.dumps(blob))
+
+    def _take(self, me: Member, rank: int, text: str, found: dict[int, str]) -> str:
+        """Take a rank's entry; return what keeps the group from being formed, '' for nothing."""
+        # A worker that failed to start leaves its reason instead of an address.
+        problem = str(json.loads(text).get("error", ""))
+        if not problem:
+            member = Member.from_json(text)
+            if member.host == me.host and not is_alive(member.pid):
+                return ""  # left over; the rank's living process will replace it
+        mailbox = self._mailbox(rank)
+        taken = _TAKEN + self._id
+        if self._store.compare_set(mailbox, text, taken).decode() != taken:
+            return ""  # replaced meanwhile; the next look finds the new one
+        if not problem and rank in found:
+            other = Member.from_json(found[rank])
+            if (other.host, other.pid) != (member.host, member.pid):
+                return (
+                    f"Rank {rank} is not unique: worker {other.name} (pid {other.pid} on "
+                    f"{other.host.split('/')[0]}) and worker {member.name} (pid {member.pid} on "
+                    f"{member.host.split('/')[0]}) both have it."
+                )
+        found[rank] = text
+        return problem
+
+    def _collect_verdict(self) -> str:
+        pending = list(range(1, self._world_size))
         verdict = _OK
 
-        def arrived(_: int, value: bytes) -> None:
+        def look() -> bool:
             nonlocal verdict
-            verdict = value.decode()
+            for rank in list(pending):
+                if self._store.check([self._ready(rank)]):
+                    pending.remove(rank)
+                    said = self._store.get(self._ready(rank)).decode()
+                    verdict = said if verdict == _OK else verdict
+            return verdict != _OK or not pending
 
-        late = _collect(
-            store, _ready_key, range(1, world_size), deadline, arrived, lambda: verdict != _OK
+        if not poll(look, self._deadline):
+            return self._late(pending, "started")
+        return verdict
+
+    def _poll_with_grace(self, ready: Callable[[], bool]) -> bool:
+        return poll(ready, Deadline(self._deadline.remaining() + _GRACE))
+
+    def _late(self, ranks: list[int], what: str) -> str:
+        shown = ", ".join(str(rank) for rank in ranks[:20]) + (", ..." if len(ranks) > 20 else "")
+        return (
+            f"init_rpc timed out after {self._deadline.seconds:g} s: rank(s) {shown} of "
+            f"{self._world_size} have not {what} (store {describe(self._store)}). Start them with "
+            "the same store address and world size, or raise init_timeout."
         )
-        if verdict == _OK and late:
-            verdict = _late(late, world_size, store, deadline, "started")
-        store.set(_GO, verdict)
-    if verdict != _OK:
-        raise errors.RpcError(verdict)
-
-
-def report_failure(store: Any, rank: int, name: str, problem: BaseException) -> None:
-    """Tell the others that this worker cannot join, so that they need not wait. Best effort."""
-    text = f"Worker {name} (rank {rank}) failed to start: {problem or type(problem).__name__}"
-    error = json.dumps({"error": text})
-    with contextlib.suppress(RuntimeError):
-        store.compare_set(_member_key(rank), "", error)
-        if rank == 0:
-            store.compare_set(_GROUP, "", error)
-            store.compare_set(_GO, "", text)
-        else:
-            store.compare_set(_ready_key(rank), "", text)
-
-
-def _member_key(rank: int) -> str:
-    return f"{PREFIX}/member/{rank}"
-
-
-def _ready_key(rank: int) -> str:
-    return f"{PREFIX}/ready/{rank}"
-
-
-def _publish(store: Any, me: Member) -> None:
-    text = me.to_json()
-    there = store.compare_set(_member_key(me.rank), "", text).decode()
-    if there == text:
-        return
-    other = Member.from_json(there)
-    if (other.host, other.pid) == (me.host, me.pid):
-        store.set(_member_key(me.rank), text)  # an earlier try of this very process
-        return
-    raise errors.RefusedError(
-        f"Rank {me.rank} is not unique: worker {other.name} (pid {other.pid} on "
-        f"{other.host.split('/')[0]}) has it in the group at {describe(store)}, so worker "
-        f"{me.name} cannot. Give every process a rank of its own.",
-        worker=other.name,
-    )
-
-
-def _gather(store: Any, world_size: int, deadline: Deadline, new_id: Callable[[], bytes]) -> None:
-    """Rank 0: read all members, write the blob, which holds them or says why not."""
-    found: dict[int, str] = {}
-    problem = ""
-
-    def arrived(rank: int, value: bytes) -> None:
-        nonlocal problem
-        text = value.decode()
-        found[rank] = text
-        # A worker that failed to start leaves its reason instead of an address.
-        problem = problem or str(json.loads(text).get("error", ""))
-
-    late = _collect(store, _member_key, range(world_size), deadline, arrived, lambda: bool(problem))
-    if late and not problem:
-        problem = _late(late, world_size, store, deadline, "joined")
-    blob: dict[str, Any] = {"error": problem}
-    if not problem:
-        blob = {
-            "group": base64.b64encode(new_id()).decode(),
-            "members": [found[rank] for rank in range(world_size)],
-        }
-    store.set(_GROUP, json.dumps(blob))
-
-
-def _collect(
-    store: Any,
-    key: Callable[[int], str],
-    ranks: range,
-    deadline: Deadline,
-    arrived: Callable[[int, bytes], None],
-    enough: Callable[[], bool],
-) -> list[int]:
-    """Pass each rank's value on as it comes; return the ranks that have none at the end."""
-    pending = list(ranks)
-
-    def look() -> bool:
-        for rank in list(pending):
-            if store.check([key(rank)]):
-                pending.remove(rank)
-                arrived(rank, store.get(key(rank)))
-        return not pending or enough()
-
-    poll(look, deadline)
-    return pending
-
-
-def _late(ranks: list[int], world_size: int, store: Any, deadline: Deadline, what: str) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:20]) + (", ..." if len(ranks) > 20 else "")
-    return (
-        f"init_rpc timed out after {deadline.seconds:g} s: rank(s) {shown} of {world_size} have "
-        f"not {what} (store {describe(store)}). Start them with the same store address and world "
-        "size, after as many earlier init_rpc calls as here, or raise init_timeout."
-    )

@@ -79,6 +79,15 @@ def describe(store: Any) -> str:
     return type(store).__name__
 
 
+def unnumbered(store: Any) -> Any:
+    """Take off the prefix with the number of init_rpc calls that init_rpc puts on.
+
+    A worker that comes back, or was not part of every group before, has made more such calls than
+    the others, or fewer: under that prefix they would never meet.
+    """
+    return store.underlying_store if isinstance(store, dist.PrefixStore) else store
+
+
 def open_tcp(
     host: str,
     port: int,

@@ -4,8 +4,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 
 - api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
   it comes here, and we leave.
-- internal._handle_exception: a remote exception whose class needs more than a text to be built
-  arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
+- internal._run_function, _handle_exception: a remote exception whose class needs more than a text
+  to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is.
 
@@ -26,7 +26,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _state
+from torch_rpc_ext import _exceptions, _state
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -45,10 +45,12 @@ def install() -> None:
     if _originals:
         return
     _originals["wait_all_workers"] = api._wait_all_workers
+    _originals["run_function"] = internal._run_function
     _originals["handle_exception"] = internal._handle_exception
     api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
-    # The C++ side looks it up by name when it first needs it in a session.
-    internal._handle_exception = _handle_exception
+    # The C++ side looks these up by name when it first needs them in a session.
+    internal._run_function = _exceptions.run_function
+    internal._handle_exception = _exceptions.handle_exception
     internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
 
 
@@ -57,6 +59,7 @@ def uninstall() -> None:
     if not _originals:
         return
     api._wait_all_workers = _originals.pop("wait_all_workers")
+    internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
     pickler = internal._internal_rpc_pickler
     # serialize() copies the one table into the other.
@@ -79,54 +82,6 @@ def _wait_all_workers(timeout: float = 0) -> None:
         # The owners still know us now; after leaving they do not.
         native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
     _dynamic.leave_group(session)
-
-
-def _handle_exception(result: Any) -> None:
-    if not isinstance(result, internal.RemoteException):
-        return
-    raise rebuild_exception(result.exception_type, _readable(result.msg))
-
-
-def _readable(message: str) -> str:
-    """Undo the escapes of repr() in the message, as upstream does, but keep what is not ASCII."""
-    try:
-        return message.encode("latin-1", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError:
-        return message  # A lone backslash, say in a Windows path: upstream fails here.
-
-
-def rebuild_exception(cls: Any, message: str) -> BaseException:
-    """Build an exception that arrived as (class, text).
-
-    Args:
-        cls: the class.
-        message: remote worker, repr and traceback.
-
-    Returns:
-        An instance of cls whose text holds the message; a RuntimeError, with upstream's text,
-        where cls cannot be built at all.
-    """
-    try:
-        error = cls(message)
-    except Exception as problem:
-        try:
-            # Its constructor wants other arguments. Skip it: the type is what callers catch.
-            error = cls.__new__(cls)
-            error.args = (message,)
-        except Exception:
-            return RuntimeError(
-                f"Failed to create original exception type. Error msg was {problem}"
-                f" Original exception on remote side was {message}"
-            )
-    if not isinstance(error, BaseException):
-        return RuntimeError(f"Original exception on remote side was {message}")
-    try:
-        shown = str(error)
-    except Exception:
-        shown = ""  # Its __str__ reads attributes that the constructor would have set.
-    if message not in shown and repr(message) not in shown:
-        error.add_note(message)
-    return error
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

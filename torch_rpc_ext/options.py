@@ -34,7 +34,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         device_maps: callee's name -> {device here: device there}.
         devices: local CUDA devices that RPC uses; by default those of the device maps.
         init_timeout: how long init_rpc waits for the other workers, s; 0 for rpc_timeout, but at
-            least 60 s.
+            least 3 s.
         interface: name or IP address of the network interface for TCP, several comma-separated
             or as a list. By default the one that routes to MASTER_ADDR.
         port_range: a port, ``'lo-hi'`` or ``(lo, hi)``, both included; 0 for any.
@@ -94,8 +94,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "num_worker_threads": num_worker_threads,
             "rpc_timeout": rpc_timeout,
             "init_method": init_method,
-            "device_maps": device_maps or {},
-            "devices": devices or [],
+            "device_maps": {} if device_maps is None else device_maps,
+            "devices": [] if devices is None else devices,
             "init_timeout": init_timeout,
             "interface": interface,
             "port_range": port_range,
@@ -109,7 +109,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             ),
             "max_message_bytes": max_message_bytes,
             "messages_to_fail": list(_messages_to_fail),
-            "messages_to_delay": _messages_to_delay or {},
+            "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,
         }
         for name, value in given.items():
@@ -175,7 +175,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         """Return how long init_rpc waits for the other workers, s."""
         if self.init_timeout > 0:
             return float(self.init_timeout)
-        return max(float(self.rpc_timeout), table.MINIMUM_DEFAULT_INIT_TIMEOUT)
+        return table.default_init_timeout(self.rpc_timeout)
 
 
 def _device_maps(value: Any) -> dict[str, DeviceMap]:

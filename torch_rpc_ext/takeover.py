@@ -6,9 +6,7 @@ the member BackendType.TENSORPIPE is changed in place, so that members taken ear
 
 from __future__ import annotations
 
-import abc
 import os
-import sys
 from typing import Any
 
 from torch_rpc_ext import _registry
@@ -57,24 +55,42 @@ def apply(rpc: Any) -> None:
     _applied = True
     for enum_class in _registry.enum_classes(rpc):
         _serve_member(enum_class["TENSORPIPE"], init_tensorpipe)
-    # isinstance(agent, rpc.TensorPipeAgent) is how programs ask for dynamic groups and the like.
-    either = abc.ABCMeta("TensorPipeAgent", (), {"__doc__": rpc.TensorPipeAgent.__doc__})
-    either.register(rpc.TensorPipeAgent)
-    rpc.TensorPipeAgent = either
-    if _agent_class is not None:
-        either.register(_agent_class)
+    rpc.TensorPipeAgent = _either_agent(rpc.TensorPipeAgent)
+
+
+def _either_agent(original: Any) -> Any:
+    """Make a TensorPipeAgent that our agent, too, is an instance of.
+
+    isinstance(agent, rpc.TensorPipeAgent) is how programs ask for dynamic groups and the like. It
+    derives from the original because torch's FAULTY_TENSORPIPE takes it for its base class, in C++.
+    The original stays what it is in torch._C, so that rpc.shutdown() treats our agent as ours.
+    """
+
+    def __instancecheck__(_: Any, value: Any) -> bool:
+        return isinstance(value, original) or (
+            _agent_class is not None and isinstance(value, _agent_class)
+        )
+
+    kind: Any = type(original)
+    metaclass: Any = type("TensorPipeAgentType", (kind,), {"__instancecheck__": __instancecheck__})
+    return metaclass(
+        original.__name__,
+        (original,),
+        {"__doc__": original.__doc__, "__module__": original.__module__},
+    )
 
 
 def adopt_agent_class(agent_class: Any) -> None:
-    """Let our agent pass for a TensorPipeAgent, now or when take_over() comes."""
+    """Let our agent pass for a TensorPipeAgent under takeover, now or later."""
     global _agent_class
     _agent_class = agent_class
-    if _applied:
-        sys.modules[_registry.RPC_MODULE].TensorPipeAgent.register(agent_class)
 
 
 def take_over_fault_injection() -> None:
-    """Run torch's FAULTY_TENSORPIPE on our fault transport; for upstream's test suite only."""
+    """Take over, and run torch's back end FAULTY_TENSORPIPE on our fault transport; for tests.
+
+    Upstream's fault-injection suites then run unmodified. Idempotent.
+    """
     from torch.distributed import rpc
     from torch.distributed.rpc import _testing  # noqa: F401  registers the back end
 
@@ -85,6 +101,7 @@ def take_over_fault_injection() -> None:
 
 
 def _serve_member(member: Any, handler: Any) -> None:
+    """Let another handler start the agent of a back end."""
     _registry.replace_value(member, member.value._replace(init_backend_handler=handler))
 
 
@@ -111,6 +128,7 @@ def init_faulty_tensorpipe(
 
 
 def _start(store: Any, name: str, rank: int, world_size: int | None, given: Any) -> Any:
+    """Start our agent with TENSORPIPE's options."""
     from torch_rpc_ext import _backend
 
     return _backend.start(

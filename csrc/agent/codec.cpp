@@ -20,6 +20,10 @@ using torch::distributed::rpc::MessageType;
 
 namespace {
 
+// All that rpc::MessageType, an enum without a fixed type, can hold: to make
+// one of a larger number is undefined.
+constexpr uint16_t kMaxMessageType = 0x3ff;
+
 Error mismatch() {
   return {
       ErrorKind::kInvalid,
@@ -119,6 +123,12 @@ Result<Decoder> Decoder::parse(base::ConstSpan head) {
   auto view = wire::CallFrameView::parse(head);
   if (!view.ok()) {
     return view.error();
+  }
+  const uint16_t messageType = view.value().header().messageType;
+  if (messageType > kMaxMessageType) {
+    return Error(
+        ErrorKind::kInvalid,
+        "call frame: unknown message type " + std::to_string(messageType));
   }
   return Decoder(view.value());
 }

@@ -210,11 +210,15 @@ Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
     return fail("has indices of the wrong shape");
   }
   const bool coalesced = (view.flags & wire::kCoalesced) != 0;
-  // Not the unsafe form: an index beyond the sizes would be used later on.
-  tensor = at::sparse_coo_tensor(
+  const Shape shape = shapeOf(view);
+  // torch only does this by itself when the user turned checks on, and uses an
+  // index beyond the sizes without a further look.
+  at::_validate_sparse_coo_tensor_args(
+      indices, values, shape.sizes, coalesced);
+  tensor = at::_sparse_coo_tensor_unsafe(
       indices,
       values,
-      shapeOf(view).sizes,
+      shape.sizes,
       values.options().layout(at::kSparse),
       coalesced);
   return {};
@@ -226,6 +230,15 @@ Error TensorBuilder::buildCompressed(
   const Shape shape = shapeOf(view);
   const at::Layout layout = torchLayout(view.layout);
   const at::Tensor& values = parts_[2];
+  if (layout == at::kSparseBsr || layout == at::kSparseBsc) {
+    // torch's check lets blocks without elements pass, and later on divides by
+    // their size. values: batch, blocks, rows and columns of a block, dense.
+    const int64_t batch = parts_[0].dim() - 1;
+    if (batch < 0 || values.dim() < batch + 3 || values.size(batch + 1) == 0 ||
+        values.size(batch + 2) == 0) {
+      return fail("has empty blocks");
+    }
+  }
   at::_validate_sparse_compressed_tensor_args(
       parts_[0], parts_[1], values, shape.sizes, layout);
   tensor = at::_sparse_compressed_tensor_unsafe(

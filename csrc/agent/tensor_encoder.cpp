@@ -125,7 +125,8 @@ Error TensorEncoder::addCompact(
     const at::Tensor& tensor,
     bool requiresGrad,
     Held held) {
-  const uint64_t whole = tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
+  const uint64_t whole =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
   if (whole >= kMinCompactBytes) {
     const uint64_t useful = tensor.numel() * tensor.itemsize();
     if (whole / kMinCompactRatio >= useful) {

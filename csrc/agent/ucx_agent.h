@@ -138,7 +138,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
 
   // Client side.
   void sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to);
-  void complete(Arrival& arrival);
+  void complete(Arrival& arrival, PendingCall call);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
   void failLater(PendingCall call, const base::Error& error);

@@ -110,8 +110,18 @@ void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
 
 void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
   if (arrival->header().kind == wire::CallKind::kResponse) {
+    // Taken here and not by the completion: what has arrived stays arrived,
+    // also when the peer closes the connection in the next moment.
+    auto call = pending_.take(arrival->header().callId);
+    if (!call) {
+      return; // timed out meanwhile
+    }
     executor_.submitCompletion(base::makeTask(
-        [this, arrival = std::move(arrival)] { complete(*arrival); }));
+        [this,
+         arrival = std::move(arrival),
+         call = std::move(*call)]() mutable {
+          complete(*arrival, std::move(call));
+        }));
   } else if (arrival->header().messageType == kBarrierRequestType) {
     // Never waits for a free thread: it is what ends the group.
     executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
@@ -129,22 +139,18 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
 
 // ---- responses -------------------------------------------------------------
 
-void UcxAgent::complete(Arrival& arrival) {
-  auto call = pending_.take(arrival.header().callId);
-  if (!call) {
-    return; // timed out meanwhile
-  }
+void UcxAgent::complete(Arrival& arrival, PendingCall call) {
   if (arrival.error) {
-    fail(std::move(*call), arrival.error);
+    fail(std::move(call), arrival.error);
     return;
   }
   auto message = arrival.decoder->finish();
   if (!message.ok()) {
-    fail(std::move(*call), message.error());
+    fail(std::move(call), message.error());
     return;
   }
   arrival.incoming.reset();
-  finish(std::move(*call), std::move(message.value()));
+  finish(std::move(call), std::move(message.value()));
 }
 
 // ---- requests --------------------------------------------------------------

@@ -95,11 +95,33 @@ def unpicklable_result() -> Any:
 
 
 class NeedsArguments(Exception):
-    """An exception that cannot be built from one string."""
+    """An exception that cannot be built from one string, but from its ``args``, as pickle does."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(code, where)
+        self.code, self.where = code, where
+
+
+class ReducesItself(Exception):
+    """An exception that says itself how to build it."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"code {code} at {where}")
+        self.code, self.where = code, where
+
+    def __reduce__(self) -> Any:
+        return _build_reduces_itself, (self.code, self.where)
+
+
+def _build_reduces_itself(code: int, where: str) -> ReducesItself:
+    return ReducesItself(code, where=where)
+
+
+class CannotBeBuilt(Exception):
+    """An exception that neither its text nor its ``args`` can build."""
 
     def __init__(self, code: int, where: str) -> None:
         super().__init__(f"code {code} at {where}")
-        self.code, self.where = code, where
 
 
 class PlainError(Exception):
@@ -108,6 +130,14 @@ class PlainError(Exception):
 
 def raise_needs_arguments() -> None:
     raise NeedsArguments(7, "here")
+
+
+def raise_reduces_itself() -> None:
+    raise ReducesItself(7, where="here")
+
+
+def raise_cannot_be_built() -> None:
+    raise CannotBeBuilt(7, "here")
 
 
 def raise_plain(text: str) -> None:

@@ -176,7 +176,7 @@ class Group:
             init_method = f"file://{path}"
         self.init_method = init_method
         self._last_output = ""
-        places = hosts or [None] * size
+        places: Sequence[Host | None] = hosts or [None] * size
         self.workers = [
             Worker(self, f"worker{rank}", rank, self._env[rank], places[rank])
             for rank in range(size)

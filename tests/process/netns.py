@@ -22,9 +22,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1 _KINDS = ("ipc", "uts", "net", "pid", "mnt") # Mounts a /dev/shm of its own,
-brings up loopback, and reaps whatever is left to it. _HOLDER = """ hostname {name}; ip link set lo
-up; mount -t tmpfs -o size=4g tmpfs /dev/shm; echo ready; trap '' CHLD; exec sleep infinity
+_PR_SET_PDEATHSIG = 1
+_KINDS = ("ipc", "uts", "net", "pid", "mnt")
+# Mounts a /dev/shm of its own, brings up loopback, and reaps whatever is left to it.
+_HOLDER = """
+hostname {name}
+ip link set lo up
+mount -t tmpfs -o size=4g tmpfs /dev/shm
+echo ready
+trap '' CHLD
+exec sleep infinity
 """
 
 

@@ -188,7 +188,7 @@ def test_distributed_optimizer_step(pair: Group) -> None:
 def check_remote_module() -> None:
     from torch.distributed.nn.api.remote_module import RemoteModule
 
-    module = RemoteModule("worker1/cpu", Scale)
+    module: Any = RemoteModule("worker1/cpu", Scale)
     assert module.forward(torch.full((3,), 2.0)).tolist() == [2.0, 2.0, 2.0]
     assert module.forward_async(torch.full((3,), 4.0)).wait().tolist() == [4.0, 4.0, 4.0]
     assert len(module.remote_parameters()) == 1

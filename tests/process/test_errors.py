@@ -90,12 +90,28 @@ def test_remote_exception_of_a_users_class(pair: Group) -> None:
 
 
 def check_exception_with_arguments() -> None:
-    error = caught(f.raise_needs_arguments)
-    assert type(error) is f.NeedsArguments, repr(error)
-    assert (error.code, error.where) == (7, "here")
-    assert "raise_needs_arguments" in str(error) + "".join(getattr(error, "__notes__", [])), (
-        "no remote traceback"
-    )
+    for fn, kind in (
+        (f.raise_needs_arguments, f.NeedsArguments),
+        (f.raise_reduces_itself, f.ReducesItself),
+    ):
+        error: Any = caught(fn)
+        assert type(error) is kind, repr(error)
+        assert (error.code, error.where) == (7, "here")
+        text = str(error) + "".join(getattr(error, "__notes__", []))
+        assert fn.__name__ in text, "no remote traceback"
+
+
+def check_exception_that_cannot_be_built() -> None:
+    error = caught(f.raise_cannot_be_built)
+    assert type(error) is RuntimeError, repr(error)
+    for word in ("Original exception on remote side was", "CannotBeBuilt", "code 7 at here"):
+        assert word in str(error), error
+    assert "raise_cannot_be_built" in str(error), "no remote traceback"
+
+
+def test_remote_exception_that_cannot_be_built(pair: Group) -> None:
+    """Upstream's text, which its own suite reads."""
+    pair.run(check_exception_that_cannot_be_built)
 
 
 @needs_ucx("cannot rebuild an exception whose constructor needs arguments (pytorch issue 45044)")
@@ -228,9 +244,10 @@ def test_bad_option_values_name_the_option(options: dict[str, Any]) -> None:
 
 @needs_ucx("has no options of ours")
 def test_an_unknown_option_is_refused() -> None:
-    from torch_rpc_ext import UcxRpcBackendOptions
+    import torch_rpc_ext
 
+    options_class: Any = torch_rpc_ext.UcxRpcBackendOptions
     with pytest.raises(TypeError, match="num_worker_treads"):
-        UcxRpcBackendOptions(num_worker_treads=4)
+        options_class(num_worker_treads=4)
     with pytest.raises(TypeError):
-        UcxRpcBackendOptions(4)
+        options_class(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -31,14 +32,14 @@ PROGRAM = """
 def init_error(group: Group, rank: int, world_size: int, timeout: float) -> tuple[str, float]:
     start = time.monotonic()
     with pytest.raises(Exception) as raised:  # noqa: B017, PT011
-        group[rank].init(world_size, rpc_timeout=timeout).result(30)
+        group[rank].init(world_size, init_timeout=timeout).result(30)
     return str(raised.value), time.monotonic() - start
 
 
 @needs_ucx("says only that a store key timed out")
 def test_init_timeout_names_the_missing_ranks() -> None:
     with Group(2, init=False) as group:
-        other = group[1].init(4, rpc_timeout=2)
+        other = group[1].init(4, init_timeout=2)
         text, seconds = init_error(group, 0, 4, 2)
         assert seconds < 5
         assert "2" in text and "3" in text and "rank" in text, text
@@ -140,13 +141,13 @@ def call_all(count: int) -> list[str]:
 
 
 LEAVINGS = {
-    "at the end": "init()",
-    "sys.exit": "init(); sys.exit(0)",
-    "with a call under way": "import time; init(); future = rpc.rpc_async('me', time.sleep, args=(20,))",
-    "with an rref": "init(); rref = rpc.remote('me', torch.ones, args=(3,)); rref.to_here()",
+    "at the end": "",
+    "sys.exit": "sys.exit(0)",
+    "with a call under way": "future = rpc.rpc_async('me', time.sleep, args=(20,))",
+    "with an rref": "rref = rpc.remote('me', torch.ones, args=(3,)); rref.to_here()",
     "with a thread in a call": (
-        "import threading, time; init();"
-        "threading.Thread(target=rpc.rpc_sync, args=('me', time.sleep, (20,)), daemon=True).start(); time.sleep(0.3)"
+        "call = threading.Thread(target=rpc.rpc_sync, args=('me', time.sleep, (20,)), daemon=True);"
+        "call.start(); time.sleep(0.3)"
     ),
 }
 
@@ -154,7 +155,8 @@ LEAVINGS = {
 @needs_ucx("sometimes aborts in std::terminate")
 @pytest.mark.parametrize("leaving", LEAVINGS)
 def test_leaving_without_shutdown(leaving: str) -> None:
-    ended = script.python(PROGRAM + f"    {LEAVINGS[leaving]}\n", timeout=25)
+    code = f"    import threading, time\n    init()\n    {LEAVINGS[leaving]}\n"
+    ended = script.python(PROGRAM + code, timeout=25)
     assert ended.code == 0 and "terminate called" not in ended.err, ended
     assert ended.seconds < 15, ended
 
@@ -197,13 +199,24 @@ def test_no_warning_at_init(category: str) -> None:
     assert ended.code == 0, ended
 
 
-            FORK = ( PROGRAM + """ from torch.utils.data import DataLoader, TensorDataset if
-            __name__ == "__main__": init() call = lambda: rpc.rpc_sync("me", torch.add,
-            args=(torch.ones(2), 1)).sum().item() assert call() == 4 for _ in range(2): for (batch,)
-            in DataLoader(TensorDataset(torch.arange(64.0)), batch_size=8, num_workers=2): assert
-            call() == 4 pid = os.fork() if pid == 0: sys.exit(5)  # a child that runs Python's
-            atexit hooks assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5 assert call()
-            == 4 rpc.shutdown() print("done")
+FORK = (
+    PROGRAM
+    + """
+    from torch.utils.data import DataLoader, TensorDataset
+    if __name__ == "__main__":
+        init()
+        call = lambda: rpc.rpc_sync("me", torch.add, args=(torch.ones(2), 1)).sum().item()
+        assert call() == 4
+        for _ in range(2):
+            for (batch,) in DataLoader(TensorDataset(torch.ones(64)), batch_size=8, num_workers=2):
+                assert call() == 4
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(5)  # a child that runs Python's atexit hooks
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+        assert call() == 4
+        rpc.shutdown()
+        print("done")
 """
 )
 
@@ -221,14 +234,10 @@ def use_memory() -> None:
 
 
 def open_files() -> int:
-    import os
-
     return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> int:
-    import os
-
     return len(os.listdir("/proc/self/task"))
 
 

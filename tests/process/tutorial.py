@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A parameter server as upstream's tutorials write it: it has never heard of torch_rpc_ext.
 
 ``python tutorial.py`` spawns a server and two trainers; under torchrun every process is the rank

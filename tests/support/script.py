@@ -27,7 +27,8 @@ class Ended:
     seconds: float
 
     def __str__(self) -> str:
-        return f"exit code {self.code} after {self.seconds:.1f} s\n-- stdout\n{self.out}\n-- stderr\n{self.err}"
+        end = f"exit code {self.code} after {self.seconds:.1f} s"
+        return f"{end}\n-- stdout\n{self.out}\n-- stderr\n{self.err}"
 
 
 class Script:

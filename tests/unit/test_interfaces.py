@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Self
 
 import pytest
 
@@ -18,14 +19,14 @@ _ROUTES = {"10.0.0.1": "10.0.0.5", "8.8.8.8": "192.168.1.5", "2001:db8::1": "200
 
 
 @pytest.fixture(autouse=True)
-def host(monkeypatch: pytest.MonkeyPatch) -> None:
+def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with known interfaces, routes and names."""
 
     class Probe:
         def __init__(self, family: int, kind: int) -> None:
             self.address: tuple[object, ...] = ()
 
-        def __enter__(self) -> Probe:
+        def __enter__(self) -> Self:
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -133,7 +134,7 @@ def test_unknown_names_those_there_are() -> None:
         _choose("ib0")
     with pytest.raises(ValueError, match="TP_SOCKET_IFNAME names 'ib0'"):
         _choose(TP_SOCKET_IFNAME="ib0")
-    with pytest.raises(ValueError, match="10.9.9.9"):
+    with pytest.raises(ValueError, match=r"10\.9\.9\.9"):
         _choose("10.9.9.9")
 
 

@@ -69,8 +69,12 @@ def test_not_a_relative_of_tensorpipes() -> None:
         ({"interface": "eth0,,eth1"}, ValueError, "empty entry"),
         ({"devices": ["cpu"]}, ValueError, "expect a list of CUDA devices"),
         ({"devices": 0}, TypeError, "list of CUDA devices"),
-        ({"device_maps": {"a": {0: 1, 2: 1}}}, ValueError, "only supports 1-to-1 mapping"),
-        ({"device_maps": {0: {0: 1}}}, TypeError, "device_maps"),
+        (
+            {"device_maps": {"a": {"cuda:0": "cuda:1", "cuda:2": "cuda:1"}}},
+            ValueError,
+            "only supports 1-to-1 mapping",
+        ),
+        ({"device_maps": {0: {"cuda:0": "cuda:1"}}}, TypeError, "device_maps"),
     ],
 )
 def test_refuses(given: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -117,19 +121,19 @@ def test_interface_forms() -> None:
 def test_device_maps() -> None:
     options = UcxRpcBackendOptions(device_maps={"a": {"cpu": "cuda:1"}})
     assert options.device_maps == {"a": {torch.device("cpu"): torch.device("cuda:1")}}
-    options.set_device_map("b", {0: 1})
-    options.set_device_map("b", {1: 0})
+    options.set_device_map("b", {"cuda:0": "cuda:1"})
+    options.set_device_map("b", {"cuda:1": "cuda:0"})
     assert len(options.device_maps["b"]) == 2
     with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping"):
-        options.set_device_map("b", {0: 2})
-    options.set_devices([0, "cuda:1"])
+        options.set_device_map("b", {"cuda:0": "cuda:2"})
+    options.set_devices(["cuda:0", "cuda:1"])
     assert options.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
     with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices"):
         options.set_devices(["cpu"])
 
 
 def test_init_timeout() -> None:
-    assert UcxRpcBackendOptions(rpc_timeout=0.1).effective_init_timeout() == 60
+    assert UcxRpcBackendOptions(rpc_timeout=0.1).effective_init_timeout() == 3
     assert UcxRpcBackendOptions(rpc_timeout=0).effective_init_timeout() == 60
     assert UcxRpcBackendOptions(rpc_timeout=90).effective_init_timeout() == 90
     assert UcxRpcBackendOptions(init_timeout=3).effective_init_timeout() == 3

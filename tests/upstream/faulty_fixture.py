@@ -14,7 +14,7 @@ from tests.support.backend import on_ucx
 from tests.upstream.harness import Forked
 
 if on_ucx():
-    import torch_rpc_ext.testing  # registers FAULTY_UCX
+    import torch_rpc_ext.testing  # noqa: F401  registers FAULTY_UCX
 
 
 class Faulty(Forked, FaultyRpcAgentTestFixture):

@@ -78,7 +78,8 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
     elif "error" in data["interface"]:
         data["self_test"] = {"skipped": "no such interface"}
     else:
-        print("self-test between two processes ...", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print("self-test between two processes ...", file=sys.stderr, flush=True)
         data["self_test"] = selftest.run(interface=interface)
     return data
 
@@ -103,6 +104,7 @@ def _show_ucx(ucx: dict[str, Any]) -> None:
         return
     _line("UCX", f"{ucx['version']}, {ucx['source']}: {ucx['reason']}")
     _line("", ucx["path"])
+    _line("transports of UCX", "and the devices that each can use here:")
     by_transport: dict[str, list[str]] = {}
     for entry in ucx["transports"]:
         by_transport.setdefault(entry["transport"], []).append(entry["device"])
@@ -122,8 +124,8 @@ def _show_self_test(result: dict[str, Any]) -> None:
     else:
         _line(
             "self-test",
-            f"passed: {result['latency_us']:.0f} us for an empty call, "
-            f"{result['bandwidth_gb_s']:.1f} GB/s for a 64 MB tensor there and back",
+            f"passed: latency {result['latency_us']:.0f} us (empty call), bandwidth "
+            f"{result['bandwidth_gb_s']:.1f} GB/s (64 MB tensor there and back)",
         )
         _line("", f"control over {result['control']}, bulk over {result['bulk']}")
         if result["why"]:

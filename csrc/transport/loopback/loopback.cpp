@@ -79,8 +79,8 @@ class LoopbackIncoming final : public Incoming {
         std::memcpy(into[i].data, bulk_[i].data, into[i].size);
       }
     }
-    answer({});
     callback({});
+    answer({});
   }
 
  private:

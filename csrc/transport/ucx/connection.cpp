@@ -229,6 +229,12 @@ void UcxConnection::done(uint64_t transfer, const base::Error& error) {
       }));
 }
 
+void UcxConnection::deliveryEnds() {
+  if (deliveries_.fetch_sub(1) == 1) {
+    context_->handler().onClosed(shared_from_this(), ending_);
+  }
+}
+
 // ---- under the lock --------------------------------------------------------
 
 void UcxConnection::setState(ConnectionState state) {
@@ -503,9 +509,8 @@ void UcxConnection::fail(base::Error error, bool flush) {
           }
         }));
   }
-  context_->worker().defer(base::makeTask([self, error] {
-    self->context_->handler().onClosed(self, error);
-  }));
+  ending_ = error;
+  context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
   closeEndpoint(flush);
   context_->forget(localToken_);
 }

@@ -4,6 +4,7 @@
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/worker.h"
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
@@ -55,6 +56,8 @@ class UcxConnection final : public Connection,
   // Tells the peer that the memory of `transfer` is its own again.
   void done(uint64_t transfer, const base::Error& error);
 
+  void deliveryEnds(); // any thread
+
   // ---- under the lock ----
   base::Error openEndpoint(const std::string& workerAddress);
   void sendPreamble(FrameKind kind, uint64_t token, const std::string& hello);
@@ -63,9 +66,14 @@ class UcxConnection final : public Connection,
   void establish(Preamble peer);
   void onPull(uint64_t transfer, base::ConstSpan data);
   void onDone(uint64_t transfer, base::Error error);
-  // Ends the connection once, releases everything, tells the Handler. With
-  // `flush`, what was sent leaves first.
+  // Ends the connection once, releases everything, tells the Handler when it
+  // has seen all frames. With `flush`, what was sent leaves first.
   void fail(base::Error error, bool flush = false);
+  // Around the delivery of each frame: a thread may still carry one to the
+  // Handler while another sees the end of the connection.
+  void deliveryBegins() {
+    deliveries_.fetch_add(1);
+  }
   void onSent(ucs_status_t status);
 
   ConnectionState state() const {
@@ -112,6 +120,8 @@ class UcxConnection final : public Connection,
   const uint64_t localToken_;
   const bool initiator_;
   ConnectionState state_ = ConnectionState::kOpening;
+  std::atomic<int> deliveries_{1}; // one is the open connection itself
+  base::Error ending_; // written before deliveries_ can reach 0
   ucp_ep_h endpoint_ = nullptr;
   Preamble peer_; // once established
   bool exposesMemory_ = false; // the peer may be able to read ours

@@ -314,9 +314,11 @@ void UcxContext::onFrame(
     connection->done(header.transfer, incoming.error());
     return;
   }
+  connection->deliveryBegins();
   control_->defer(base::makeTask(
       [this, connection, incoming = std::move(incoming.value())]() mutable {
         handler_->onFrame(connection, std::move(incoming));
+        connection->deliveryEnds();
       }));
 }
 

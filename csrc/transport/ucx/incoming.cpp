@@ -57,8 +57,9 @@ void UcxIncoming::receive(
       [connection = connection_,
        transfer = transfer_,
        callback = std::move(callback)](const base::Error& error) {
-        connection->done(transfer, error);
+        // The owner first: once the sender knows, it may close.
         callback(error);
+        connection->done(transfer, error);
       });
 }
 
