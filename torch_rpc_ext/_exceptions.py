@@ -9,6 +9,7 @@ Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,10 @@ def run_function(python_udf: Any) -> Any:
             raise python_udf
         return python_udf.func(*python_udf.args, **python_udf.kwargs)
     except Exception as error:  # noqa: BLE001  whatever a user's function raises
-        return describe(error)
+        result = describe(error)
+        # As upstream: the callee's log shows what its callers saw.
+        print(result.msg, file=sys.stderr)
+        return result
 
 
 def handle_exception(result: Any) -> None:

@@ -70,6 +70,8 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
 def _ucx_member(rpc: Any, backend: Any, options: Any) -> Any:
     """Return the back end that init_rpc would take, where that is ours, else None."""
     registry = rpc.backend_registry
+    if options is not None and not isinstance(options, rpc.RpcBackendOptions):
+        return None  # upstream's error is the right one
     if backend is None:
         if _is_ours(options):
             # Naming it here saves the user upstream's warning about options without a back end.

@@ -1,4 +1,4 @@
-"""Fault injection for tests: importing this module registers BackendType.FAULTY_UCX.
+"""Fault injection for tests: BackendType.FAULTY_UCX, registered by importing this module.
 
 Its options are those of upstream's FAULTY_TENSORPIPE: the first ``num_fail_sends`` attempts to
 send a message of a type in ``messages_to_fail`` fail, and messages of the types in
@@ -69,6 +69,17 @@ def register() -> None:
     value = rpc_module.backend_registry.BackendValue(_construct_options, _registry.init_backend)
     for enum_class in _registry.enum_classes(rpc_module):
         _registry.add_member(enum_class, NAME, value)
+
+
+def take_over() -> None:
+    """Let programs that name upstream's FAULTY_TENSORPIPE run on FAULTY_UCX. Idempotent."""
+    import torch.distributed.rpc._testing  # noqa: F401  registers FAULTY_TENSORPIPE
+
+    rpc_module: Any = rpc
+    faulty = rpc_module.backend_registry.BackendType["FAULTY_TENSORPIPE"]
+    ours = rpc_module.backend_registry.BackendValue(_construct_options, _registry.init_backend)
+    if faulty.value != ours:
+        _registry.replace_value(faulty, ours)
 
 
 register()

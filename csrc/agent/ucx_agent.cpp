@@ -16,6 +16,9 @@ namespace {
 // How long shutdown() waits for user functions that are still running.
 constexpr int kStopMilliseconds = 5000;
 
+// The call that this thread is handing to its connection right now, or 0.
+thread_local uint64_t callBeingSent = 0;
+
 std::chrono::milliseconds toMilliseconds(float seconds) {
   return std::chrono::milliseconds(
       static_cast<int64_t>(seconds * rpc::kSecToMsConversion));
@@ -160,6 +163,7 @@ void UcxAgent::sendCall(
   // Holds the memory that `bulk` points into until the peer has taken it, even
   // when the call has timed out long since.
   const bool borrowed = !bulk.empty();
+  callBeingSent = callId;
   connection->send(
       std::move(head),
       std::move(bulk),
@@ -170,10 +174,19 @@ void UcxAgent::sendCall(
         if (!error) {
           return;
         }
-        if (auto call = pending_.take(callId)) {
+        auto call = pending_.take(callId);
+        if (!call) {
+          return;
+        }
+        if (callBeingSent == callId) {
+          // Nobody has the future yet, so no user code hangs on it; and
+          // upstream's RRefs expect such an error before send() returns.
+          fail(std::move(*call), error);
+        } else {
           failLater(std::move(*call), error);
         }
       });
+  callBeingSent = 0;
 }
 
 void UcxAgent::callEnded(const PendingCall& call) {

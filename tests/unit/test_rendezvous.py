@@ -47,7 +47,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
 
 
 def member(rank: int, name: str = "", **given: Any) -> Member:
-    """A worker; each has a pid of its own, as if in a process of its own on another host."""
+    """A worker; each as if on a host of its own."""
     fields: dict[str, Any] = {
         "name": name or f"worker{rank}",
         "rank": rank,
@@ -59,12 +59,12 @@ def member(rank: int, name: str = "", **given: Any) -> Member:
         "wire": 1,
         "incarnation": f"{next(_serial)}",
         "host": f"elsewhere{rank}",
-        "pid": 1000 + rank,
+        "pid": os.getpid(),
     }
     return Member(**{**fields, **given})
 
 
-def meet(store: Any, me: Member, world_size: int, seconds: float = 20) -> Group:
+def meet(store: Any, me: Member, world_size: int, seconds: float = 10) -> Group:
     """The whole of it, as _backend does it."""
     meeting = Rendezvous(store, me.name, me.rank, world_size, seconds)
     try:
@@ -123,6 +123,7 @@ def test_failure_of_one_fails_all_at_once(stores: Stores) -> None:
     begin = time.monotonic()
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(meet, stores(), member(rank), 3) for rank in (0, 2)]
+        time.sleep(0.3)
         Rendezvous(stores(), "worker1", 1, 3, 20).fail(ValueError("no such interface"))
         for future in waiting:
             with pytest.raises(errors.RpcError, match=r"worker1 \(rank 1\).*no such interface"):

@@ -1,0 +1,55 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+TORCH ?= torch==2.13.0
+# Compilers of torch's headers take over a GB each.
+export MAX_JOBS ?= 2
+
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+
+.PHONY: demo test test-fast build lint format clean
+
+demo: $(STAMPS)/demo $(STAMPS)/build
+	$(BIN)/python -m demo
+
+test: $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/build
+	$(BIN)/python -m tests.run
+
+# Without upstream's suites: for while one works.
+test-fast: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m pytest tests/unit tests/rules tests/process -m "not slow" -n 4 -q
+
+build: $(STAMPS)/build
+
+lint: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m pytest tests/rules -q
+
+format: $(STAMPS)/test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CSRC)
+
+clean:
+	rm -rf build $(VENV) torch_rpc_ext/*.so torch_rpc_ext/_build_info.py *.egg-info
+
+$(STAMPS)/venv:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja numpy psutil "libucx-cu13>=1.18"
+	touch $@
+
+$(STAMPS)/build: $(STAMPS)/venv setup.py pyproject.toml $(CSRC)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/build
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+$(STAMPS)/demo: $(STAMPS)/build
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[demo]"
+	touch $@
