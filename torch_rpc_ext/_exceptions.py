@@ -2,7 +2,7 @@
 
 Upstream sends (text, class) and builds class(text). Where the class wants other arguments, the
 caller gets a RuntimeError (pytorch issue 45044); and the text is put through an escape decoder that
-mangles what is not ASCII. Here the exception's attributes travel too, and the text stays as it is.
+mangles what is not ASCII. Here the exception itself travels too, and the text stays as it is.
 Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 """
 
@@ -28,24 +28,49 @@ class RemoteType:
 
     Attributes:
         cls: the exception's class.
-        state: its attributes, pickled; b'' for none.
+        pickled: the exception itself, b'' where pickle does not take it.
     """
 
     cls: type[BaseException]
-    state: bytes = b""
+    pickled: bytes = b""
 
     def __call__(self, message: str) -> BaseException:
         """Build the exception.
 
         Args:
             message: remote worker and traceback.
+
+        Returns:
+            cls(message), as upstream; where cls wants other arguments, the exception as pickle
+            rebuilds it, with the message as a note; where pickle cannot either, a RuntimeError
+            with upstream's text.
         """
-        state = pickle.loads(self.state) if self.state else {}
+        original = self._original()
         try:
             error = self.cls(message)
+        except Exception as problem:  # noqa: BLE001  whatever a user's constructor raises
+            if original is None:
+                return RuntimeError(
+                    f"Failed to create original exception type. Error msg was {problem}"
+                    f" Original exception on remote side was {message}"
+                )
+            original.add_note(message)
+            return original
+        if original is not None:
+            error.__dict__.update(vars(original))
+        return error
+
+    def _original(self) -> BaseException | None:
+        if not self.pickled:
+            return None
+        try:
+            error = pickle.loads(self.pickled)
         except Exception:  # noqa: BLE001  whatever a user's constructor raises
-            error = _without_constructor(self.cls, message)
-        error.__dict__.update(state)
+            return None
+        if not isinstance(error, self.cls):
+            return None
+        # Notes are in the text already.
+        error.__dict__.pop("__notes__", None)
         return error
 
 
@@ -54,51 +79,11 @@ def describe(error: BaseException) -> Any:
     info = native_rpc._get_current_rpc_agent().get_worker_info()
     # Without repr(), which upstream puts in: its escapes are what would have to be decoded.
     text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
-    # One that came from another worker: its class here is made up, see below.
-    cls = getattr(type(error), "_remote_class", type(error))
-    return internal.RemoteException(text, RemoteType(cls, _pickled_attributes(error)))
-
-
-def _pickled_attributes(error: BaseException) -> bytes:
-    """Pickle the attributes that can be; notes and what cannot are left out."""
-    kept = {}
-    for name, value in vars(error).items():
-        if name == "__notes__":
-            continue  # traceback.format_exception has them in the text
-        try:
-            pickle.dumps(value)
-        except Exception:  # noqa: BLE001, S112  whatever a user's __reduce__ raises
-            continue
-        kept[name] = value
-    return pickle.dumps(kept) if kept else b""
-
-
-def _without_constructor(cls: type[BaseException], message: str) -> BaseException:
-    """Build an exception whose constructor does not take a text.
-
-    It is also a RuntimeError with upstream's text, because that is what such exceptions are
-    upstream, and what programs catch.
-    """
-    text = f"Original exception on remote side was {message}"
-    members = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        # The class's own may read what its constructor would have set.
-        "__str__": lambda self: str(self.args[0]) if self.args else "",
-        "__reduce__": lambda self: (RemoteType(cls, _pickled_attributes(self)), self.args),
-        "_remote_class": cls,
-    }
     try:
-        made: Any = type(cls.__name__, (cls, RuntimeError), members)
-        error = made.__new__(made)
-        error.args = (text,)
-    except TypeError:
-        # Not to be combined with RuntimeError (another layout), or not to be made at all.
-        error = RuntimeError(f"Failed to create original exception type. {text}")
-    if not isinstance(error, BaseException):
-        return RuntimeError(f"Failed to create original exception type. {text}")
-    return error
+        pickled = pickle.dumps(error)
+    except Exception:  # noqa: BLE001  whatever a user's __reduce__ raises
+        pickled = b""
+    return internal.RemoteException(text, RemoteType(type(error), pickled))
 
 
 def run_function(python_udf: Any) -> Any:
@@ -118,3 +103,17 @@ def handle_exception(result: Any) -> None:
     """Raise what the callee raised; stands in for upstream's internal._handle_exception."""
     if isinstance(result, internal.RemoteException):
         raise result.exception_type(result.msg)
+
+
+def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
+    """Return what the remote function raised, or None if this is a result; called from C++.
+
+    Args:
+        payload: pickled result of a Python function.
+        tensors: what its pickle refers to.
+    """
+    result = internal.deserialize(payload, tensors)
+    if not isinstance(result, internal.RemoteException):
+        return None
+    error: BaseException = result.exception_type(result.msg)
+    return error

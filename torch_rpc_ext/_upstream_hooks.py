@@ -7,7 +7,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
-  (pytorch issue 86525). Here it travels as the tensor that it is.
+  (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
+  (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
 
 Source: torch/distributed/rpc/api.py, internal.py.
 """
@@ -52,6 +53,7 @@ def install() -> None:
     internal._run_function = _exceptions.run_function
     internal._handle_exception = _exceptions.handle_exception
     internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
+    internal._internal_rpc_pickler._register_reducer(torch.Tensor, _reduce_tensor)
 
 
 def uninstall() -> None:
@@ -66,6 +68,9 @@ def uninstall() -> None:
     for table in (pickler._class_reducer_dict, pickler._dispatch_table):
         if table.get(torch.nn.Parameter) is _reduce_parameter:
             del table[torch.nn.Parameter]
+        if table.get(torch.Tensor) is _reduce_tensor:
+            del table[torch.Tensor]
+    pickler._dispatch_table[torch.Tensor] = pickler._tensor_reducer
 
 
 def _wait_all_workers(timeout: float = 0) -> None:
@@ -88,12 +93,41 @@ def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
     tables = internal._thread_local_tensor_tables
     # As the Parameter that it is, not as its .data: so distributed autograd records it.
     tables.send_tables.append(parameter)
-    return (_restore_parameter, (len(tables.send_tables) - 1, parameter.requires_grad))
+    return (_restore_parameter, (len(tables.send_tables) - 1,))
 
 
-def _restore_parameter(index: int, requires_grad: bool) -> torch.Tensor:
+def _restore_parameter(index: int) -> torch.Tensor:
     tensor: torch.Tensor = internal._thread_local_tensor_tables.recv_tables[index]
-    if isinstance(tensor, torch.nn.Parameter) or not tensor.is_leaf:
-        # Within a distributed autograd context it has a history, which a Parameter cannot have.
-        return tensor
-    return torch.nn.Parameter(tensor.detach(), requires_grad)
+    # The same tensor under another class, not a new Parameter: within a distributed autograd
+    # context it gets its history after this, and a copy would stay outside of the graph.
+    tensor.__class__ = torch.nn.Parameter
+    return tensor
+
+
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout in _BY_ROW:
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in _BY_COLUMN:
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        reduced: tuple[Any, ...] = internal._internal_rpc_pickler._tensor_reducer(tensor)
+        return reduced
+    # Each part is a strided tensor and comes back here.
+    return (_restore_compressed, (*parts, tuple(tensor.shape), tensor.layout))
+
+
+def _restore_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+) -> torch.Tensor:
+    # Checked, because a peer sent them: bad indices raise instead of crashing later.
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=True
+    )

@@ -77,8 +77,14 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   {
     std::lock_guard lock(mutex_);
     auto it = connections_.find(id);
-    if (it != connections_.end()) {
+    if (it != connections_.end() && !it->second->closed()) {
       return it->second;
+    }
+    // One that failed while it was being opened never gets an onClosed() that
+    // finds it here.
+    if (it != connections_.end()) {
+      names_.erase(it->second.get());
+      connections_.erase(it);
     }
   }
   const bool self = id == self_.workerId;
@@ -121,9 +127,11 @@ base::Result<std::string> Peers::onAccept(
   }
   std::lock_guard lock(mutex_);
   names_[connection.get()] = peer.value().name;
-  // Our own calls use it too, unless we have opened one meanwhile.
-  connections_.emplace(
-      static_cast<worker_id_t>(peer.value().workerId), connection);
+  // Our own calls use it too, unless we have one that works.
+  auto& own = connections_[static_cast<worker_id_t>(peer.value().workerId)];
+  if (own == nullptr || own->closed()) {
+    own = connection;
+  }
   return hello();
 }
 

@@ -14,7 +14,7 @@ namespace torch_rpc_ext::agent {
 namespace {
 
 // How long shutdown() waits for user functions that are still running.
-constexpr int kStopMilliseconds = 5000;
+constexpr int kStopMilliseconds = 1000;
 
 // The call that this thread is handing to its connection right now, or 0.
 thread_local uint64_t callBeingSent = 0;
@@ -62,6 +62,9 @@ UcxAgent::~UcxAgent() {
 // ---- lifecycle -------------------------------------------------------------
 
 void UcxAgent::startImpl() {
+  if (startHook_) {
+    startHook_();
+  }
   remote_->start(executor_.poller(), executor_, *this);
   loopback_->start(executor_.poller(), executor_, *this);
   executor_.start();
@@ -203,10 +206,15 @@ void UcxAgent::callEnded(const PendingCall& call) {
 void UcxAgent::finish(
     PendingCall call,
     c10::intrusive_ptr<rpc::Message> message) {
-  if (message->type() == rpc::MessageType::EXCEPTION) {
+  std::exception_ptr raised =
+      exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
+  if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
+    raised = std::make_exception_ptr(std::runtime_error(
+        std::string(message->payload().begin(), message->payload().end())));
+  }
+  if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
-    call.future->setError(std::make_exception_ptr(std::runtime_error(
-        std::string(message->payload().begin(), message->payload().end()))));
+    call.future->setError(std::move(raised));
   } else {
     const auto elapsed = PendingCall::Clock::now() - call.sentAt;
     metrics::add(

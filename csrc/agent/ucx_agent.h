@@ -92,6 +92,17 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void setInterruptCheck(std::function<void()> check) {
     interruptCheck_ = std::move(check);
   }
+  // Runs before the first message is served.
+  void setStartHook(std::function<void()> hook) {
+    startHook_ = std::move(hook);
+  }
+  // Looks into responses for what the remote function raised; null for a
+  // result. Without it upstream's code does, which keeps only some types.
+  using ExceptionDecoder =
+      std::function<std::exception_ptr(const rpc::Message&)>;
+  void setExceptionDecoder(ExceptionDecoder decoder) {
+    exceptionDecoder_ = std::move(decoder);
+  }
   size_t pendingCalls() const {
     return pending_.size();
   }
@@ -163,6 +174,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   Barrier barrier_;
   uint64_t barrierRound_ = 0;
   std::function<void()> interruptCheck_;
+  std::function<void()> startHook_;
+  ExceptionDecoder exceptionDecoder_;
 
   std::mutex callCountMutex_;
   std::condition_variable callCountChanged_;

@@ -1,5 +1,7 @@
 #include "agent/ucx_agent.h"
 #include "bindings/bindings.h"
+#include "bindings/remote_exception.h"
+#include "compat/torch_compat.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -52,6 +54,13 @@ std::shared_ptr<UcxAgent> makeAgent(
           std::make_unique<rpc::RequestCallbackImpl>()),
       ReleaseGil<UcxAgent>());
   agent->setInterruptCheck(checkInterrupt);
+  agent->setExceptionDecoder(decodeRemoteException);
+  // Upstream makes the agent current, then starts it.
+  agent->setStartHook([] {
+    if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
+      compat::renewRRefContext(rpc::RpcAgent::getCurrentRpcAgent());
+    }
+  });
   return agent;
 }
 
@@ -117,6 +126,11 @@ std::vector<std::map<std::string, std::string>> describePeers(
 
 void bindAgent(py::module_& module) {
   bindOptions(module);
+  module.def(
+      "prepare_reinit",
+      [](int64_t /*rank*/) { compat::forgetAutogradWorker(); },
+      py::arg("rank"),
+      "Lets init_rpc run again in this process with another rank.");
   py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>>(
       module, "UcxAgent")
       .def(

@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "bindings/remote_exception.h"
 #include "wire/call_frame.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -6,6 +7,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ agent of torch_rpc_ext; use the package instead.";
   module.attr("WIRE_VERSION") = static_cast<int>(torch_rpc_ext::wire::kVersion);
   bindErrors(module);
+  bindRemoteException(module);
   bindUcx(module);
   bindAgent(module);
   bindWire(module);

@@ -71,6 +71,10 @@ class Connection {
   // sees kShutDown.
   virtual void close() = 0;
 
+  // True for good once the connection has ended or failed to open: who wants
+  // to go on has to connect anew.
+  virtual bool closed() const = 0;
+
   virtual PathInfo path() const = 0;
 };
 

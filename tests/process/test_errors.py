@@ -95,7 +95,7 @@ def check_exception_with_arguments() -> None:
         (f.raise_reduces_itself, f.ReducesItself),
     ):
         error: Any = caught(fn)
-        assert type(error) is kind, repr(error)
+        assert isinstance(error, kind), repr(error)
         assert (error.code, error.where) == (7, "here")
         text = str(error) + "".join(getattr(error, "__notes__", []))
         assert fn.__name__ in text, "no remote traceback"
@@ -103,7 +103,7 @@ def check_exception_with_arguments() -> None:
 
 def check_exception_that_cannot_be_built() -> None:
     error = caught(f.raise_cannot_be_built)
-    assert type(error) is RuntimeError, repr(error)
+    assert isinstance(error, RuntimeError), repr(error)
     for word in ("Original exception on remote side was", "CannotBeBuilt", "code 7 at here"):
         assert word in str(error), error
     assert "raise_cannot_be_built" in str(error), "no remote traceback"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_rpc_ext import _C
+from torch_rpc_ext import _native
 
-wire = _C.wire
+wire = _native.load().wire
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(60)

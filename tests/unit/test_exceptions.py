@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from typing import Any
 
 import pytest
@@ -14,23 +15,35 @@ class Plain(Exception):
     """Takes a text."""
 
 
+class Coded(Exception):
+    """Takes a text, and more."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class Needs(Exception):
-    """Takes something else."""
+    """Takes something else, but pickle rebuilds it."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(code, where)
+        self.code, self.where = code, where
+
+
+class Cannot(Exception):
+    """Takes something else, and pickle does not rebuild it."""
 
     def __init__(self, code: int, where: str) -> None:
         super().__init__(f"code {code} at {where}")
-        self.code, self.where = code, where
-        self.cannot = lambda: None
-
-    def __str__(self) -> str:
-        return f"{self.code}"
 
 
-class Layout(OSError):
-    """Cannot be combined with RuntimeError."""
+class Unpicklable(Exception):
+    """Has what cannot be pickled."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(one, two)
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.function = lambda: None
 
 
 def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseException:
@@ -49,7 +62,8 @@ def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseExcepti
     sent = pickle.loads(pickle.dumps(_exceptions.run_function(udf)))
     with pytest.raises(BaseException) as raised:
         _exceptions.handle_exception(sent)
-    assert "fails" in str(raised.value) and "worker1" in str(raised.value)
+    shown = "".join(traceback.format_exception_only(raised.value))
+    assert "fails" in shown and "worker1" in shown
     return raised.value
 
 
@@ -59,26 +73,27 @@ def test_plain(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(error) is Plain and text in str(error)
 
 
+def test_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = travel(Coded("x", 7), monkeypatch)
+    assert isinstance(error, Coded) and error.code == 7
+
+
 def test_constructor_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     error = travel(Needs(7, "here"), monkeypatch)
     assert isinstance(error, Needs) and (error.code, error.where) == (7, "here")
-    assert not hasattr(error, "cannot")
-    # What such exceptions are upstream, and programs catch.
-    assert isinstance(error, RuntimeError)
-    assert "Original exception on remote side was" in str(error)
-    assert type(error).__name__ == "Needs"
-    again = pickle.loads(pickle.dumps(error))
-    assert isinstance(again, Needs) and again.code == 7
+    # Through a second worker, with both tracebacks.
+    again = travel(error, monkeypatch)
+    assert isinstance(again, Needs) and again.code == 7 and len(again.__notes__) == 1
 
 
-def test_twice_remote(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = travel(travel(Needs(7, "here"), monkeypatch), monkeypatch)
-    assert isinstance(error, Needs) and error.code == 7
+def test_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = travel(Cannot(7, "here"), monkeypatch)
+    assert type(error) is RuntimeError
+    assert "Original exception on remote side was" in str(error) and "code 7" in str(error)
 
 
-def test_cannot_be_combined(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = travel(Layout(1, 2), monkeypatch)
-    assert isinstance(error, RuntimeError) and "Layout" in str(error)
+def test_unpicklable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(travel(Unpicklable("x"), monkeypatch)) is Unpicklable
 
 
 def test_anything_else_passes() -> None:

@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torch_rpc_ext import _C
+from torch_rpc_ext import _native
 
-wire = _C.wire
+wire = _native.load().wire
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*"),

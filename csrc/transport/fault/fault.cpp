@@ -50,6 +50,9 @@ class FaultConnection final : public Connection {
   void close() override {
     inner_->close();
   }
+  bool closed() const override {
+    return inner_->closed();
+  }
   PathInfo path() const override {
     return inner_->path();
   }

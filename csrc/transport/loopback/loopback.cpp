@@ -108,6 +108,10 @@ class LoopbackConnection final
       std::vector<base::ConstSpan> bulk,
       Callback callback) override;
   void close() override;
+  bool closed() const override {
+    std::lock_guard lock(mutex_);
+    return peer_ == nullptr;
+  }
   PathInfo path() const override {
     return {"loopback", "memcpy", ""};
   }
@@ -126,7 +130,7 @@ class LoopbackConnection final
   }
 
   const std::shared_ptr<LoopbackContext> context_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::shared_ptr<LoopbackConnection> peer_; // null once closed
 };
 

@@ -27,10 +27,6 @@ const char* toString(ConnectionState state) {
 
 namespace {
 
-base::Error closedError() {
-  return {base::ErrorKind::kPeerLost, "the connection is closed"};
-}
-
 // What an active message needs until UCX has let go of it.
 struct ActiveSend {
   std::shared_ptr<UcxConnection> connection;
@@ -74,7 +70,7 @@ void UcxConnection::send(
       [self = shared_from_this(),
        frame = Unsent{
            std::move(head), std::move(bulk), std::move(callback)}]() mutable {
-        switch (self->state_) {
+        switch (self->state()) {
           case ConnectionState::kOpening:
             self->unsent_.push_back(std::move(frame));
             break;
@@ -82,7 +78,7 @@ void UcxConnection::send(
             self->sendNow(std::move(frame));
             break;
           case ConnectionState::kClosed:
-            self->deferCallback(std::move(frame.callback), closedError());
+            self->deferCallback(std::move(frame.callback), self->ending_);
             break;
         }
       }));
@@ -197,7 +193,9 @@ void UcxConnection::pull(
       [self, bulk = bulk.value(), receive, transfer, request]() mutable {
         if (self->state_ != ConnectionState::kOpen) {
           self->context_->worker().defer(base::makeTask(
-              [bulk, receive] { bulk->cancel(receive, closedError()); }));
+              [bulk, receive, why = self->ending_] {
+                bulk->cancel(receive, why);
+              }));
           return;
         }
         self->pulls_.insert(receive);
@@ -241,7 +239,7 @@ void UcxConnection::setState(ConnectionState state) {
   base::log(
       base::LogLevel::kDebug,
       "connection " + std::to_string(localToken_ & 0xffff) + ": " +
-          toString(state_) + " -> " + toString(state));
+          toString(state()) + " -> " + toString(state));
   state_ = state;
 }
 
@@ -266,7 +264,17 @@ base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
   const ucs_status_t status =
       ucp_ep_create(context_->worker().get(), &params, &endpoint_);
   context_->worker().needProgress();
-  return toError(status, "connecting");
+  if (status == UCS_OK) {
+    return {};
+  }
+  // Whatever UCX calls it: there is no way to this peer now.
+  return {
+      base::ErrorKind::kPeerLost,
+      std::string("cannot connect: ") + ucs_status_string(status) +
+          (status == UCS_ERR_UNREACHABLE
+               ? " (shared memory wants the same host and ipc namespace, TCP "
+                 "an interface with an IPv4 or a global IPv6 address)"
+               : " (has the worker ended?)")};
 }
 
 void UcxConnection::sendPreamble(
@@ -485,6 +493,7 @@ void UcxConnection::fail(base::Error error, bool flush) {
     return;
   }
   setState(ConnectionState::kClosed);
+  ending_ = error;
   auto self = shared_from_this(); // forget() may drop the last reference
   if (pidFd_ >= 0) {
     context_->poller().remove(pidFd_);
@@ -509,7 +518,6 @@ void UcxConnection::fail(base::Error error, bool flush) {
           }
         }));
   }
-  ending_ = error;
   context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
   closeEndpoint(flush);
   context_->forget(localToken_);

@@ -43,6 +43,9 @@ class UcxConnection final : public Connection,
       std::vector<base::ConstSpan> bulk,
       Callback callback) override;
   void close() override;
+  bool closed() const override {
+    return state_.load() == ConnectionState::kClosed;
+  }
   PathInfo path() const override;
 
   // Moves the peer's bulk spans [first, first + into.size()) of `transfer`
@@ -77,7 +80,7 @@ class UcxConnection final : public Connection,
   void onSent(ucs_status_t status);
 
   ConnectionState state() const {
-    return state_;
+    return state_.load();
   }
   bool initiator() const {
     return initiator_;
@@ -119,7 +122,8 @@ class UcxConnection final : public Connection,
   const std::shared_ptr<UcxContext> context_;
   const uint64_t localToken_;
   const bool initiator_;
-  ConnectionState state_ = ConnectionState::kOpening;
+  // Written under the lock; closed() reads it from anywhere.
+  std::atomic<ConnectionState> state_{ConnectionState::kOpening};
   std::atomic<int> deliveries_{1}; // one is the open connection itself
   base::Error ending_; // written before deliveries_ can reach 0
   ucp_ep_h endpoint_ = nullptr;

@@ -1,0 +1,85 @@
+#include "bindings/remote_exception.h"
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// Where the class of a pickled RemoteException stands.
+constexpr size_t kLookedAt = 128;
+
+// A Python exception that travels through C++ futures, which copy, rethrow and
+// drop it on threads without the GIL.
+class PythonException : public std::runtime_error {
+ public:
+  PythonException(const std::string& text, py::object exception)
+      : std::runtime_error(text),
+        exception_(new py::object(std::move(exception)), [](py::object* held) {
+          py::gil_scoped_acquire gil;
+          delete held;
+        }) {}
+
+  // With the GIL.
+  void raise() const {
+    PyErr_SetObject(
+        reinterpret_cast<PyObject*>(Py_TYPE(exception_->ptr())),
+        exception_->ptr());
+  }
+
+ private:
+  std::shared_ptr<py::object> exception_;
+};
+
+} // namespace
+
+std::exception_ptr decodeRemoteException(const rpc::Message& response) {
+  if (response.type() != rpc::MessageType::PYTHON_RET &&
+      response.type() != rpc::MessageType::FORWARD_AUTOGRAD_RESP) {
+    return nullptr;
+  }
+  const auto& payload = response.payload();
+  const std::string_view begin(
+      payload.data(), std::min(payload.size(), kLookedAt));
+  if (begin.find("RemoteException") == std::string_view::npos) {
+    return nullptr;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    const py::object exception =
+        py::module_::import("torch_rpc_ext._exceptions")
+            .attr("from_response")(
+                py::bytes(payload.data(), payload.size()),
+                response.tensors());
+    if (exception.is_none()) {
+      return nullptr;
+    }
+    const auto type = py::type::of(exception);
+    const std::string text = py::str(type.attr("__name__")).cast<std::string>() +
+        ": " + py::str(exception).cast<std::string>();
+    return std::make_exception_ptr(PythonException(text, exception));
+  } catch (py::error_already_set& error) {
+    // Not to be read here: upstream's code gets its chance, and its error.
+    error.discard_as_unraisable("decoding a remote exception");
+    return nullptr;
+  }
+}
+
+void bindRemoteException(py::module_& /*module*/) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const PythonException& error) {
+      error.raise();
+    }
+  });
+}
+
+} // namespace torch_rpc_ext::bindings

@@ -1,0 +1,70 @@
+#pragma once
+
+// The one header that depends on how a version of torch is made inside, for
+// 2.11 <= torch < 3.
+
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+
+#include <memory>
+
+namespace torch_rpc_ext::compat {
+
+// torch keeps two objects for the life of a process that remember its first
+// RPC agent: init_rpc a second time, with another rank, fails or sends through
+// an agent that is no more (pytorch issue 46491). There is no public way to
+// renew them. C++ lets an explicit instantiation name private members.
+template <auto Member, typename Tag>
+struct Expose {
+  friend constexpr auto privateMember(Tag) {
+    return Member;
+  }
+};
+
+#define TORCH_RPC_EXT_EXPOSE(Tag, Class, member)  \
+  struct Tag {                                    \
+    friend constexpr auto privateMember(Tag);     \
+  };                                              \
+  template struct Expose<&Class::member, Tag>;
+
+TORCH_RPC_EXT_EXPOSE(
+    AutogradInitialized,
+    torch::distributed::autograd::DistAutogradContainer,
+    initialized_)
+TORCH_RPC_EXT_EXPOSE(
+    RRefAgent,
+    torch::distributed::rpc::RRefContext,
+    agent_)
+TORCH_RPC_EXT_EXPOSE(
+    RRefDestroyed,
+    torch::distributed::rpc::RRefContext,
+    destroyed_)
+
+#undef TORCH_RPC_EXT_EXPOSE
+
+// Before init_rpc: lets dist_autograd take a new worker id. To be called only
+// while no agent runs.
+inline void forgetAutogradWorker() {
+  using torch::distributed::autograd::DistAutogradContainer;
+  try {
+    auto& container = DistAutogradContainer::getInstance();
+    container.*privateMember(AutogradInitialized{}) = false;
+  } catch (const std::exception&) {
+    // It was never initialised: this is the first init_rpc.
+  }
+}
+
+// Once `agent` exists and before it is current: RRefs go through it.
+inline void renewRRefContext(
+    const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent) {
+  using torch::distributed::rpc::RpcAgent;
+  using torch::distributed::rpc::RRefContext;
+  auto& context = RRefContext::getInstance();
+  // Declared const because upstream never changes it; the object is not.
+  auto& held = const_cast<std::shared_ptr<RpcAgent>&>(
+      context.*privateMember(RRefAgent{}));
+  held = agent;
+  context.*privateMember(RRefDestroyed{}) = false;
+}
+
+} // namespace torch_rpc_ext::compat
