@@ -184,8 +184,7 @@ Error Decoder::allocateBulk(
   if (total > memory::physicalMemory()) {
     return {
         ErrorKind::kOverloaded,
-        "a message of " + std::to_string(total) +
-            " bytes is more than the " +
+        "a message of " + std::to_string(total) + " bytes is more than the " +
             std::to_string(memory::physicalMemory()) +
             " bytes of memory of this machine"};
   }

@@ -26,8 +26,7 @@ void putText(base::ByteWriter& writer, const std::string& text) {
 } // namespace
 
 std::string encode(const Hello& hello) {
-  base::Buffer buffer(
-      2 + 4 + 2 + hello.group.size() + 2 + hello.name.size());
+  base::Buffer buffer(2 + 4 + 2 + hello.group.size() + 2 + hello.name.size());
   base::ByteWriter writer(buffer);
   writer.u16(kHelloVersion);
   writer.u32(static_cast<uint32_t>(hello.workerId));

@@ -97,8 +97,8 @@ size_t PendingCalls::withDeadline() const {
 }
 
 void PendingCalls::armLocked() {
-  armed_ = deadlines_.empty() ? Clock::time_point::max()
-                              : deadlines_.begin()->first;
+  armed_ =
+      deadlines_.empty() ? Clock::time_point::max() : deadlines_.begin()->first;
   itimerspec spec{};
   if (!deadlines_.empty()) {
     // steady_clock is CLOCK_MONOTONIC. A time in the past fires at once.

@@ -61,10 +61,8 @@ class TensorBuilder {
   TensorBuilder(c10::ArrayRef<c10::Storage> storages, size_t index)
       : storages_(storages), index_(index) {}
 
-  Error build(
-      const TensorView& view,
-      wire::TensorCursor& cursor,
-      at::Tensor& tensor);
+  Error
+  build(const TensorView& view, wire::TensorCursor& cursor, at::Tensor& tensor);
 
  private:
   Error buildStrided(
@@ -213,8 +211,7 @@ Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
   const Shape shape = shapeOf(view);
   // torch only does this by itself when the user turned checks on, and uses an
   // index beyond the sizes without a further look.
-  at::_validate_sparse_coo_tensor_args(
-      indices, values, shape.sizes, coalesced);
+  at::_validate_sparse_coo_tensor_args(indices, values, shape.sizes, coalesced);
   tensor = at::_sparse_coo_tensor_unsafe(
       indices,
       values,

@@ -39,11 +39,11 @@ const uint64_t kPlainKeys = [] {
       c10::getAutogradRelatedKeySetFromBackend(BackendComponent::CPUBit) |
       c10::getAutocastRelatedKeySetFromBackend(BackendComponent::CPUBit) |
       c10::DispatchKeySet(
-          {DispatchKey::ADInplaceOrView,
-           DispatchKey::Conjugate,
-           DispatchKey::Negative,
-           DispatchKey::Python,
-           DispatchKey::PythonTLSSnapshot});
+                                       {DispatchKey::ADInplaceOrView,
+                                        DispatchKey::Conjugate,
+                                        DispatchKey::Negative,
+                                        DispatchKey::Python,
+                                        DispatchKey::PythonTLSSnapshot});
   return keys.raw_repr();
 }();
 
@@ -159,8 +159,8 @@ Error TensorEncoder::addStrided(
   }
   TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
   record.dtype = static_cast<uint8_t>(tensor.scalar_type());
-  record.flags |= (tensor.is_conj() ? wire::kConj : 0) |
-      (tensor.is_neg() ? wire::kNeg : 0);
+  record.flags |=
+      (tensor.is_conj() ? wire::kConj : 0) | (tensor.is_neg() ? wire::kNeg : 0);
   record.aux = index.value();
   record.offset = tensor.storage_offset();
   addShape(record, tensor.sizes(), tensor.strides());
@@ -242,8 +242,8 @@ void TensorEncoder::addShape(
     c10::IntArrayRef sizes,
     c10::IntArrayRef strides) {
   // More than the limit is refused when the frame is written.
-  record.ndim = static_cast<uint8_t>(
-      std::min<size_t>(sizes.size(), wire::kMaxDims + 1));
+  record.ndim =
+      static_cast<uint8_t>(std::min<size_t>(sizes.size(), wire::kMaxDims + 1));
   records_.push_back(record);
   for (size_t i = 0; i < sizes.size(); ++i) {
     dims_.push_back({sizes[i], strides.empty() ? 0 : strides[i]});

@@ -43,14 +43,10 @@ class TensorEncoder {
   // Whether somebody else holds the tensor until the frame is written.
   enum class Held : bool { kNo, kYes };
 
-  base::Error addCompact(
-      const at::Tensor& tensor,
-      bool requiresGrad,
-      Held held);
-  base::Error addStrided(
-      const at::Tensor& tensor,
-      bool requiresGrad,
-      Held held);
+  base::Error
+  addCompact(const at::Tensor& tensor, bool requiresGrad, Held held);
+  base::Error
+  addStrided(const at::Tensor& tensor, bool requiresGrad, Held held);
   base::Error addPart(const at::Tensor& tensor);
   base::Error addSparse(const at::Tensor& tensor);
   base::Error addQuantized(const at::Tensor& tensor);

@@ -26,7 +26,8 @@ class FaultRule {
   explicit FaultRule(FaultOptions options)
       : options_(std::move(options)),
         failing_(
-            options_.messagesToFail.begin(), options_.messagesToFail.end()) {}
+            options_.messagesToFail.begin(),
+            options_.messagesToFail.end()) {}
 
   transport::fault::Fault operator()(base::ConstSpan head) {
     transport::fault::Fault fault;
@@ -34,8 +35,8 @@ class FaultRule {
     if (!frame.ok()) {
       return fault;
     }
-    const std::string name =
-        nameOf(static_cast<torch::distributed::rpc::MessageType>(
+    const std::string name = nameOf(
+        static_cast<torch::distributed::rpc::MessageType>(
             frame.value().header().messageType));
     auto delay = options_.messagesToDelay.find(name);
     if (delay != options_.messagesToDelay.end()) {
@@ -73,7 +74,8 @@ std::shared_ptr<transport::Context> withFaults(
   }
   auto rule = std::make_shared<FaultRule>(options.faults);
   return transport::fault::wrap(
-      std::move(context), [rule](base::ConstSpan head) { return (*rule)(head); });
+      std::move(context),
+      [rule](base::ConstSpan head) { return (*rule)(head); });
 }
 
 } // namespace

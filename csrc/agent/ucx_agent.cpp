@@ -49,8 +49,7 @@ UcxAgent::UcxAgent(
           loopback_),
       pending_(executor_.poller(), [this](PendingCall call) {
         metrics::add(counters_.callsTimedOut, 1);
-        failLater(
-            std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+        failLater(std::move(call), {base::ErrorKind::kTimedOut, std::string()});
       }) {}
 
 UcxAgent::~UcxAgent() {
@@ -107,12 +106,13 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   TORCH_CHECK(
       message->isRequest(), "UcxAgent::send(..) is only for sending requests.");
   if (!rpcAgentRunning_.load()) {
-    throw std::runtime_error(c10::str(
-        "Node ",
-        RpcAgent::getWorkerInfo().id_,
-        " tried to send() a message of type ",
-        static_cast<int>(message->type()),
-        " but RPC is no longer running on this node."));
+    throw std::runtime_error(
+        c10::str(
+            "Node ",
+            RpcAgent::getWorkerInfo().id_,
+            " tried to send() a message of type ",
+            static_cast<int>(message->type()),
+            " but RPC is no longer running on this node."));
   }
   PendingCall call;
   call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
@@ -146,10 +146,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   return future;
 }
 
-void UcxAgent::sendCall(
-    uint64_t callId,
-    Encoded encoded,
-    rpc::worker_id_t to) {
+void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
   transport::ConnectionPtr connection;
   try {
     connection = peers_.connection(to);
@@ -209,8 +206,9 @@ void UcxAgent::finish(
   std::exception_ptr raised =
       exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
   if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
-    raised = std::make_exception_ptr(std::runtime_error(
-        std::string(message->payload().begin(), message->payload().end())));
+    raised = std::make_exception_ptr(
+        std::runtime_error(
+            std::string(message->payload().begin(), message->payload().end())));
   }
   if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
@@ -219,8 +217,7 @@ void UcxAgent::finish(
     const auto elapsed = PendingCall::Clock::now() - call.sentAt;
     metrics::add(
         counters_.latencyMicroseconds,
-        std::chrono::duration_cast<std::chrono::microseconds>(elapsed)
-            .count());
+        std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count());
     metrics::add(counters_.latencyCalls, 1);
     auto storages = message->getStorages();
     call.future->markCompleted(
@@ -246,8 +243,7 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
     text = error.message; // already in upstream's form (fault injection)
   } else {
     text = rpc::makeRPCError(
-        what + " failed (" + base::toString(error.kind) +
-            "): " + error.message,
+        what + " failed (" + base::toString(error.kind) + "): " + error.message,
         rpc::RPCErrorType::UNKNOWN_ERROR);
   }
   call.future->setError(

@@ -31,8 +31,9 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       {"agent.bytes_sent", std::to_string(counters_.bytesSent.load())},
       {"agent.bytes_received", std::to_string(counters_.bytesReceived.load())},
       {"agent.average_latency_us",
-       std::to_string(metrics::average(
-           counters_.latencyMicroseconds, counters_.latencyCalls))},
+       std::to_string(
+           metrics::average(
+               counters_.latencyMicroseconds, counters_.latencyCalls))},
       {"agent.receive_cache_hits", std::to_string(cache.hits)},
       {"agent.receive_cache_misses", std::to_string(cache.misses)},
       {"agent.receive_cache_idle_bytes", std::to_string(cache.idleBytes)},

@@ -58,8 +58,7 @@ void UcxAgent::onFrame(
     base::log(
         base::LogLevel::kWarning,
         "closing the connection to worker \"" +
-            peers_.nameOf(connection.get()) +
-            "\": " + decoder.error().message);
+            peers_.nameOf(connection.get()) + "\": " + decoder.error().message);
     incoming->refuse(decoder.error());
     connection->close();
     return;
@@ -86,8 +85,9 @@ void UcxAgent::onFrame(
     return;
   }
   // Mapping memory and copying are not for the thread that polls.
-  executor_.submit(base::makeTask(
-      [this, arrival = std::move(arrival)] { fetchBulk(arrival); }));
+  executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
+    fetchBulk(arrival);
+  }));
 }
 
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
@@ -116,10 +116,10 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
     if (!call) {
       return; // timed out meanwhile
     }
-    executor_.submitCompletion(base::makeTask(
-        [this,
-         arrival = std::move(arrival),
-         call = std::move(*call)]() mutable {
+    executor_.submitCompletion(
+        base::makeTask([this,
+                        arrival = std::move(arrival),
+                        call = std::move(*call)]() mutable {
           complete(*arrival, std::move(call));
         }));
   } else if (arrival->header().messageType == kBarrierRequestType) {
@@ -132,8 +132,9 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
       }
     }));
   } else {
-    executor_.submitRequest(base::makeTask(
-        [this, arrival = std::move(arrival)] { serve(*arrival); }));
+    executor_.submitRequest(
+        base::makeTask(
+            [this, arrival = std::move(arrival)] { serve(*arrival); }));
   }
 }
 
@@ -220,8 +221,8 @@ void UcxAgent::reply(
     const transport::ConnectionPtr& connection,
     uint64_t callId,
     c10::intrusive_ptr<rpc::Message> message) {
-  auto encoded = encode(
-      message, callId, wire::CallKind::kResponse, options_.inlineBytes);
+  auto encoded =
+      encode(message, callId, wire::CallKind::kResponse, options_.inlineBytes);
   if (!encoded.ok()) {
     message = rpc::createExceptionResponse(
         "worker \"" + workerInfo_.name_ +

@@ -40,10 +40,9 @@ void UcxAgent::join(bool /*shutdown*/, float timeout) {
   if (!isStaticGroup_ || !rpcAgentRunning_.load()) {
     return; // members of a dynamic group leave one by one
   }
-  const auto deadline = timeout > 0
-      ? Clock::now() +
+  const auto deadline = timeout > 0 ? Clock::now() +
           std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000))
-      : Clock::time_point::max();
+                                    : Clock::time_point::max();
   do {
     waitForOwnCalls(deadline);
     barrier(0, deadline);

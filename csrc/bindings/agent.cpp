@@ -71,9 +71,9 @@ void bindOptions(py::module_& module) {
       .def_readwrite("rpc_timeout", &AgentOptions::rpcTimeoutSeconds)
       .def_readwrite("receive_cache_bytes", &AgentOptions::receiveCacheBytes)
       .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
-#define TORCH_RPC_EXT_FIELD(python, outer, inner, type) \
-  def_property(                                         \
-      python,                                           \
+#define TORCH_RPC_EXT_FIELD(python, outer, inner, type)    \
+  def_property(                                            \
+      python,                                              \
       [](const AgentOptions& o) { return o.outer.inner; }, \
       [](AgentOptions& o, type value) { o.outer.inner = std::move(value); })
       .TORCH_RPC_EXT_FIELD(
@@ -140,7 +140,8 @@ void bindAgent(py::module_& module) {
           py::arg("worker_id"),
           py::arg("is_static"))
       .def_property_readonly(
-          "address", [](const UcxAgent& self) { return py::bytes(self.address()); })
+          "address",
+          [](const UcxAgent& self) { return py::bytes(self.address()); })
       .def_property_readonly("is_static_group", &UcxAgent::isStaticGroup)
       .def(
           "set_group",
@@ -194,34 +195,27 @@ void bindAgent(py::module_& module) {
           Release())
       .def(
           "get_worker_info",
-          [](const UcxAgent& self,
-             const std::string& name) -> const rpc::WorkerInfo& {
-            return self.getWorkerInfo(name);
-          },
+          [](const UcxAgent& self, const std::string& name)
+              -> const rpc::WorkerInfo& { return self.getWorkerInfo(name); },
           Release())
       .def(
           "get_worker_info",
-          [](const UcxAgent& self,
-             rpc::worker_id_t id) -> const rpc::WorkerInfo& {
-            return self.getWorkerInfo(id);
-          },
+          [](const UcxAgent& self, rpc::worker_id_t id)
+              -> const rpc::WorkerInfo& { return self.getWorkerInfo(id); },
           Release())
       .def("get_worker_infos", &UcxAgent::getWorkerInfos, Release())
       .def("get_metrics", &UcxAgent::getMetrics, Release())
       .def("get_debug_info", &UcxAgent::getDebugInfo, Release())
       .def("_get_device_map", &UcxAgent::getDeviceMap, Release())
-      .def_property_readonly(
-          "pending_calls", &UcxAgent::pendingCalls)
-      .def_property_readonly(
-          "pending_deadlines", &UcxAgent::pendingDeadlines)
+      .def_property_readonly("pending_calls", &UcxAgent::pendingCalls)
+      .def_property_readonly("pending_deadlines", &UcxAgent::pendingDeadlines)
+      .def("describe", &UcxAgent::getMetrics, Release())
       .def("describe_peers", &describePeers, Release())
-      .def(
-          "leak",
-          [](const std::shared_ptr<UcxAgent>& self) {
-            // In a forked child the agent's threads do not exist and its UCX
-            // belongs to the parent: nothing of it may be torn down.
-            new std::shared_ptr<UcxAgent>(self);
-          });
+      .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
+        // In a forked child the agent's threads do not exist and its UCX
+        // belongs to the parent: nothing of it may be torn down.
+        new std::shared_ptr<UcxAgent>(self);
+      });
 }
 
 } // namespace torch_rpc_ext::bindings

@@ -56,14 +56,14 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
     const py::object exception =
         py::module_::import("torch_rpc_ext._exceptions")
             .attr("from_response")(
-                py::bytes(payload.data(), payload.size()),
-                response.tensors());
+                py::bytes(payload.data(), payload.size()), response.tensors());
     if (exception.is_none()) {
       return nullptr;
     }
     const auto type = py::type::of(exception);
-    const std::string text = py::str(type.attr("__name__")).cast<std::string>() +
-        ": " + py::str(exception).cast<std::string>();
+    const std::string text =
+        py::str(type.attr("__name__")).cast<std::string>() + ": " +
+        py::str(exception).cast<std::string>();
     return std::make_exception_ptr(PythonException(text, exception));
   } catch (py::error_already_set& error) {
     // Not to be read here: upstream's code gets its chance, and its error.

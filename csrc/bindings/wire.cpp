@@ -156,8 +156,7 @@ void bindWire(py::module_& parent) {
       py::arg("message_type"),
       py::arg("call_id"),
       py::arg("inline_threshold"));
-  m.def(
-      "decode_message", &decodeMessage, py::arg("head"), py::arg("bulk"));
+  m.def("decode_message", &decodeMessage, py::arg("head"), py::arg("bulk"));
   m.def("size_class", &memory::sizeClass, py::arg("size"));
   bindBufferCache(m);
 }

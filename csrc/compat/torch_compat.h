@@ -21,20 +21,17 @@ struct Expose {
   }
 };
 
-#define TORCH_RPC_EXT_EXPOSE(Tag, Class, member)  \
-  struct Tag {                                    \
-    friend constexpr auto privateMember(Tag);     \
-  };                                              \
+#define TORCH_RPC_EXT_EXPOSE(Tag, Class, member) \
+  struct Tag {                                   \
+    friend constexpr auto privateMember(Tag);    \
+  };                                             \
   template struct Expose<&Class::member, Tag>;
 
 TORCH_RPC_EXT_EXPOSE(
     AutogradInitialized,
     torch::distributed::autograd::DistAutogradContainer,
     initialized_)
-TORCH_RPC_EXT_EXPOSE(
-    RRefAgent,
-    torch::distributed::rpc::RRefContext,
-    agent_)
+TORCH_RPC_EXT_EXPOSE(RRefAgent, torch::distributed::rpc::RRefContext, agent_)
 TORCH_RPC_EXT_EXPOSE(
     RRefDestroyed,
     torch::distributed::rpc::RRefContext,

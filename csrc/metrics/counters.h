@@ -33,9 +33,8 @@ inline double average(
     const std::atomic<uint64_t>& sum,
     const std::atomic<uint64_t>& count) {
   const uint64_t n = count.load(std::memory_order_relaxed);
-  return n == 0
-      ? 0
-      : static_cast<double>(sum.load(std::memory_order_relaxed)) /
+  return n == 0 ? 0
+                : static_cast<double>(sum.load(std::memory_order_relaxed)) /
           static_cast<double>(n);
 }
 

@@ -116,10 +116,8 @@ class Context {
   virtual std::string address() const = 0;
 
   // Begins to deliver to `handler`. Both outlive stop().
-  virtual void start(
-      base::Poller& poller,
-      base::TaskRunner& runner,
-      Handler& handler) = 0;
+  virtual void
+  start(base::Poller& poller, base::TaskRunner& runner, Handler& handler) = 0;
 
   // Returns at once; failure is reported through onClosed().
   virtual ConnectionPtr connect(

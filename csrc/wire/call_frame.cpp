@@ -340,8 +340,7 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
   if (version != kVersion) {
     return invalid(
         "the peer speaks version " + std::to_string(version) +
-        " of the wire format, this worker version " +
-        std::to_string(kVersion));
+        " of the wire format, this worker version " + std::to_string(kVersion));
   }
   const uint8_t kind = reader.u8();
   header_.messageType = reader.u16();

@@ -24,11 +24,12 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
-# Mounts a /dev/shm of its own, brings up loopback, and reaps whatever is left to it.
+# Mounts a /dev/shm and a /sys (where UCX looks for interfaces) of its own, brings up loopback, and reaps whatever is left to it.
 _HOLDER = """
 hostname {name}
 ip link set lo up
 mount -t tmpfs -o size=4g tmpfs /dev/shm
+mount -t sysfs sysfs /sys
 echo ready
 trap '' CHLD
 exec sleep infinity
@@ -37,7 +38,8 @@ exec sleep infinity
 
 @dataclass(frozen=True)
 class Host:
-    """One side. ``eth0`` has the IPv4 and IPv6 addresses, ``eth1`` only its link-local one."""
+    """One side. ``eth0`` has an IPv4 and an IPv6 address, ``eth1`` an IPv4 address of another
+    network; both have link-local ones."""
 
     name: str
     holder: int
@@ -71,6 +73,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for host in hosts:
             host.run("ip", "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
             host.run("ip", "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
+            second = host.ipv4.replace("10.77.", "10.78.")
+            host.run("ip", "addr", "add", f"{second}/24", "dev", "eth1")
         _wait_for_link_local(hosts)
         yield hosts[0], hosts[1]
 

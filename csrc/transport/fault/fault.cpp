@@ -72,10 +72,8 @@ class FaultContext final : public Context, public Handler {
   std::string address() const override {
     return inner_->address();
   }
-  void start(
-      base::Poller& poller,
-      base::TaskRunner& runner,
-      Handler& handler) override {
+  void start(base::Poller& poller, base::TaskRunner& runner, Handler& handler)
+      override {
     handler_ = &handler;
     inner_->start(poller, runner, *this);
   }

@@ -107,43 +107,45 @@ void BulkChannel::send(
     uint64_t firstTag,
     std::vector<base::ConstSpan> spans,
     Callback callback) {
-  worker_->post(base::makeTask([self = shared_from_this(),
-                                peerAddress,
-                                firstTag,
-                                spans = std::move(spans),
-                                callback = std::move(callback)]() mutable {
-    auto group = std::make_unique<Group>();
-    Group* raw = group.get();
-    raw->channel = self.get();
-    raw->id = self->nextGroup_++;
-    raw->callback = std::move(callback);
-    raw->left = 1;
-    self->groups_.emplace(raw->id, std::move(group));
-    ucp_ep_h endpoint = self->endpoint(peerAddress, raw->error);
-    uint64_t tag = firstTag;
-    for (const auto& span : spans) {
-      for (size_t at = 0; at < span.size && !raw->error; at += kChunkBytes) {
-        ucp_request_param_t params{};
-        params.op_attr_mask =
-            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-        params.cb.send = &BulkChannel::onSent;
-        params.user_data = raw;
-        void* request = ucp_tag_send_nbx(
-            endpoint,
-            static_cast<const char*>(span.data) + at,
-            std::min(kChunkBytes, span.size - at),
-            tag++,
-            &params);
-        if (UCS_PTR_IS_ERR(request)) {
-          raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
-        } else if (request != nullptr) {
-          ++raw->left;
+  worker_->post(
+      base::makeTask([self = shared_from_this(),
+                      peerAddress,
+                      firstTag,
+                      spans = std::move(spans),
+                      callback = std::move(callback)]() mutable {
+        auto group = std::make_unique<Group>();
+        Group* raw = group.get();
+        raw->channel = self.get();
+        raw->id = self->nextGroup_++;
+        raw->callback = std::move(callback);
+        raw->left = 1;
+        self->groups_.emplace(raw->id, std::move(group));
+        ucp_ep_h endpoint = self->endpoint(peerAddress, raw->error);
+        uint64_t tag = firstTag;
+        for (const auto& span : spans) {
+          for (size_t at = 0; at < span.size && !raw->error;
+               at += kChunkBytes) {
+            ucp_request_param_t params{};
+            params.op_attr_mask =
+                UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+            params.cb.send = &BulkChannel::onSent;
+            params.user_data = raw;
+            void* request = ucp_tag_send_nbx(
+                endpoint,
+                static_cast<const char*>(span.data) + at,
+                std::min(kChunkBytes, span.size - at),
+                tag++,
+                &params);
+            if (UCS_PTR_IS_ERR(request)) {
+              raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
+            } else if (request != nullptr) {
+              ++raw->left;
+            }
+          }
         }
-      }
-    }
-    self->chunkDone(raw, UCS_OK);
-    self->worker_->needProgress();
-  }));
+        self->chunkDone(raw, UCS_OK);
+        self->worker_->needProgress();
+      }));
 }
 
 std::string BulkChannel::path(const std::string& peerAddress) {
@@ -252,10 +254,9 @@ void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
   if (--group->left != 0) {
     return;
   }
-  worker_->defer(base::makeTask([callback = std::move(group->callback),
-                                 error = std::move(group->error)] {
-    callback(error);
-  }));
+  worker_->defer(
+      base::makeTask([callback = std::move(group->callback),
+                      error = std::move(group->error)] { callback(error); }));
   groups_.erase(group->id);
 }
 

@@ -88,12 +88,7 @@ class Read {
       expected += local_[i].iov_len;
     }
     const ssize_t n = process_vm_readv(
-        pid_,
-        &local_[begin],
-        end - begin,
-        &remote_[begin],
-        end - begin,
-        0);
+        pid_, &local_[begin], end - begin, &remote_[begin], end - begin, 0);
     if (n == static_cast<ssize_t>(expected)) {
       return;
     }
@@ -102,8 +97,7 @@ class Read {
     next_ = local_.size(); // no use in going on
     if (!error_) {
       error_ = {
-          code == ESRCH ? base::ErrorKind::kPeerLost
-                        : base::ErrorKind::kSystem,
+          code == ESRCH ? base::ErrorKind::kPeerLost : base::ErrorKind::kSystem,
           "reading " + std::to_string(expected) + " bytes of process " +
               std::to_string(pid_) + " failed: " + std::strerror(code)};
     }
@@ -122,7 +116,7 @@ class Read {
 };
 
 uint64_t inodeOf(const char* path) {
-  struct stat info {};
+  struct stat info{};
   return stat(path, &info) == 0 ? info.st_ino : 0;
 }
 
@@ -175,8 +169,7 @@ void cmaRead(
     const std::vector<base::MutableSpan>& local,
     base::TaskRunner& runner,
     Callback callback) {
-  auto read =
-      std::make_shared<Read>(pid, remote, local, std::move(callback));
+  auto read = std::make_shared<Read>(pid, remote, local, std::move(callback));
   const unsigned threads = read->threads();
   read->setTasks(threads);
   for (unsigned i = 0; i < threads; ++i) {

@@ -66,10 +66,12 @@ void UcxConnection::send(
     base::Buffer head,
     std::vector<base::ConstSpan> bulk,
     Callback callback) {
-  context_->worker().post(base::makeTask(
-      [self = shared_from_this(),
-       frame = Unsent{
-           std::move(head), std::move(bulk), std::move(callback)}]() mutable {
+  context_->worker().post(
+      base::makeTask([self = shared_from_this(),
+                      frame = Unsent{
+                          std::move(head),
+                          std::move(bulk),
+                          std::move(callback)}]() mutable {
         switch (self->state()) {
           case ConnectionState::kOpening:
             self->unsent_.push_back(std::move(frame));
@@ -183,28 +185,28 @@ void UcxConnection::pull(
       request.tag,
       into,
       [self, id, callback = std::move(callback)](const base::Error& error) {
-        self->context_->worker().post(base::makeTask([self, id] {
-          self->pulls_.erase(id->load());
-        }));
+        self->context_->worker().post(
+            base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
         callback(error);
       });
   id->store(receive);
-  context_->worker().post(base::makeTask(
-      [self, bulk = bulk.value(), receive, transfer, request]() mutable {
-        if (self->state_ != ConnectionState::kOpen) {
-          self->context_->worker().defer(base::makeTask(
-              [bulk, receive, why = self->ending_] {
-                bulk->cancel(receive, why);
-              }));
-          return;
-        }
-        self->pulls_.insert(receive);
-        self->sendActive(
-            {.kind = FrameKind::kPull,
-             .token = self->peer_.token,
-             .transfer = transfer},
-            encode(request));
-      }));
+  context_->worker().post(
+      base::makeTask(
+          [self, bulk = bulk.value(), receive, transfer, request]() mutable {
+            if (self->state_ != ConnectionState::kOpen) {
+              self->context_->worker().defer(
+                  base::makeTask([bulk, receive, why = self->ending_] {
+                    bulk->cancel(receive, why);
+                  }));
+              return;
+            }
+            self->pulls_.insert(receive);
+            self->sendActive(
+                {.kind = FrameKind::kPull,
+                 .token = self->peer_.token,
+                 .transfer = transfer},
+                encode(request));
+          }));
 }
 
 void UcxConnection::done(uint64_t transfer, const base::Error& error) {
@@ -213,8 +215,8 @@ void UcxConnection::done(uint64_t transfer, const base::Error& error) {
         if (self->state_ != ConnectionState::kOpen) {
           return;
         }
-        base::Buffer text(error ? std::min<size_t>(error.message.size(), 512)
-                                : 0);
+        base::Buffer text(
+            error ? std::min<size_t>(error.message.size(), 512) : 0);
         if (text.size() != 0) {
           std::memcpy(text.data(), error.message.data(), text.size());
         }
@@ -239,16 +241,15 @@ void UcxConnection::setState(ConnectionState state) {
   base::log(
       base::LogLevel::kDebug,
       "connection " + std::to_string(localToken_ & 0xffff) + ": " +
-          toString(state()) + " -> " + toString(state));
+          toString(state_.load()) + " -> " + toString(state));
   state_ = state;
 }
 
 void UcxConnection::deferCallback(Callback callback, base::Error error) {
   if (callback) {
-    context_->worker().defer(base::makeTask(
-        [callback = std::move(callback), error = std::move(error)] {
-          callback(error);
-        }));
+    context_->worker().defer(
+        base::makeTask([callback = std::move(callback),
+                        error = std::move(error)] { callback(error); }));
   }
 }
 
@@ -256,8 +257,7 @@ base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
       UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address =
-      reinterpret_cast<const ucp_address_t*>(workerAddress.data());
+  params.address = reinterpret_cast<const ucp_address_t*>(workerAddress.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = onEndpointError;
   params.err_handler.arg = this;
@@ -301,8 +301,8 @@ void UcxConnection::establish(Preamble peer) {
   whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)
                                          : "switched off by option";
   cmaUsable_ = whyNoCma_.empty();
-  exposesMemory_ = context_->options().useCma &&
-      sharesPids(self, peer_.process);
+  exposesMemory_ =
+      context_->options().useCma && sharesPids(self, peer_.process);
   if (sharesPids(self, peer_.process)) {
     watchProcess();
     if (!cmaUsable_ && context_->options().useCma) {
@@ -390,8 +390,7 @@ void UcxConnection::sendNow(Unsent frame) {
   }
   const auto entryOf = [this](const base::ConstSpan& span) {
     return BulkEntry{
-        span.size,
-        exposesMemory_ ? reinterpret_cast<uint64_t>(span.data) : 0};
+        span.size, exposesMemory_ ? reinterpret_cast<uint64_t>(span.data) : 0};
   };
   base::Buffer data(tableBytes + frame.head.size());
   for (size_t i = 0; i < frame.bulk.size(); ++i) {
@@ -399,8 +398,7 @@ void UcxConnection::sendNow(Unsent frame) {
     std::memcpy(data.data() + i * sizeof(entry), &entry, sizeof(entry));
   }
   if (frame.head.size() != 0) {
-    std::memcpy(
-        data.data() + tableBytes, frame.head.data(), frame.head.size());
+    std::memcpy(data.data() + tableBytes, frame.head.data(), frame.head.size());
   }
   header.transfer = nextTransfer_++;
   Transfer& transfer = transfers_[header.transfer];
@@ -442,29 +440,30 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
   std::vector<base::ConstSpan> spans(
       transfer.spans.begin() + pull.firstSpan,
       transfer.spans.begin() + pull.firstSpan + pull.spanCount);
-  context_->worker().defer(base::makeTask(
-      [self = shared_from_this(), id, pull, spans = std::move(spans)] {
-        auto finished = [self, id](const base::Error& error) {
-          self->context_->worker().post(base::makeTask([self, id, error] {
-            auto found = self->transfers_.find(id);
-            if (found == self->transfers_.end()) {
+  context_->worker().defer(
+      base::makeTask(
+          [self = shared_from_this(), id, pull, spans = std::move(spans)] {
+            auto finished = [self, id](const base::Error& error) {
+              self->context_->worker().post(base::makeTask([self, id, error] {
+                auto found = self->transfers_.find(id);
+                if (found == self->transfers_.end()) {
+                  return;
+                }
+                --found->second.sending;
+                if (error && !found->second.done) {
+                  found->second.done = true;
+                  found->second.error = error;
+                }
+                self->finishTransfer(id);
+              }));
+            };
+            auto bulk = self->context_->bulk();
+            if (!bulk.ok()) {
+              finished(bulk.error());
               return;
             }
-            --found->second.sending;
-            if (error && !found->second.done) {
-              found->second.done = true;
-              found->second.error = error;
-            }
-            self->finishTransfer(id);
+            bulk.value()->send(pull.bulkAddress, pull.tag, spans, finished);
           }));
-        };
-        auto bulk = self->context_->bulk();
-        if (!bulk.ok()) {
-          finished(bulk.error());
-          return;
-        }
-        bulk.value()->send(pull.bulkAddress, pull.tag, spans, finished);
-      }));
 }
 
 void UcxConnection::onDone(uint64_t id, base::Error error) {

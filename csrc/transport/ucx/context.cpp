@@ -27,7 +27,8 @@ uint64_t randomToken() {
 }
 
 std::string toText(base::ConstSpan data) {
-  return {static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
+  return {
+      static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
 }
 
 } // namespace
@@ -315,11 +316,12 @@ void UcxContext::onFrame(
     return;
   }
   connection->deliveryBegins();
-  control_->defer(base::makeTask(
-      [this, connection, incoming = std::move(incoming.value())]() mutable {
-        handler_->onFrame(connection, std::move(incoming));
-        connection->deliveryEnds();
-      }));
+  control_->defer(
+      base::makeTask(
+          [this, connection, incoming = std::move(incoming.value())]() mutable {
+            handler_->onFrame(connection, std::move(incoming));
+            connection->deliveryEnds();
+          }));
 }
 
 void UcxContext::onBigFrame(
@@ -342,45 +344,43 @@ void UcxContext::onBigFrame(
              " (option max_message_bytes)"});
     return;
   }
-  control_->defer(base::makeTask([this,
-                                  connection,
-                                  header,
-                                  entries = entries.value()] {
-    auto bytes = std::make_shared<base::Buffer>();
-    try {
-      *bytes = base::Buffer(entries[0].size);
-    } catch (const std::bad_alloc&) {
-      connection->done(
-          header.transfer,
-          {base::ErrorKind::kRefused,
-           "the receiver has no memory for a message of " +
-               std::to_string(entries[0].size) + " bytes"});
-      return;
-    }
-    connection->fetch(
-        header.transfer,
-        /*first=*/0,
-        entries,
-        {{bytes->data(), bytes->size()}},
-        [this, connection, header, bytes](const base::Error& error) {
-          if (error) {
-            connection->done(header.transfer, error);
-            return;
-          }
-          auto incoming = makeIncoming(
-              connection,
+  control_->defer(
+      base::makeTask([this, connection, header, entries = entries.value()] {
+        auto bytes = std::make_shared<base::Buffer>();
+        try {
+          *bytes = base::Buffer(entries[0].size);
+        } catch (const std::bad_alloc&) {
+          connection->done(
               header.transfer,
-              /*firstSpan=*/1,
-              header.count,
-              std::move(*bytes),
-              options_.maxFrameBytes);
-          if (!incoming.ok()) {
-            connection->done(header.transfer, incoming.error());
-            return;
-          }
-          handler_->onFrame(connection, std::move(incoming.value()));
-        });
-  }));
+              {base::ErrorKind::kRefused,
+               "the receiver has no memory for a message of " +
+                   std::to_string(entries[0].size) + " bytes"});
+          return;
+        }
+        connection->fetch(
+            header.transfer,
+            /*first=*/0,
+            entries,
+            {{bytes->data(), bytes->size()}},
+            [this, connection, header, bytes](const base::Error& error) {
+              if (error) {
+                connection->done(header.transfer, error);
+                return;
+              }
+              auto incoming = makeIncoming(
+                  connection,
+                  header.transfer,
+                  /*firstSpan=*/1,
+                  header.count,
+                  std::move(*bytes),
+                  options_.maxFrameBytes);
+              if (!incoming.ok()) {
+                connection->done(header.transfer, incoming.error());
+                return;
+              }
+              handler_->onFrame(connection, std::move(incoming.value()));
+            });
+      }));
 }
 
 } // namespace torch_rpc_ext::transport::ucx

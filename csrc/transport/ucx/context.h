@@ -26,10 +26,8 @@ class UcxContext final : public Context,
   ~UcxContext() override;
 
   std::string address() const override;
-  void start(
-      base::Poller& poller,
-      base::TaskRunner& runner,
-      Handler& handler) override;
+  void start(base::Poller& poller, base::TaskRunner& runner, Handler& handler)
+      override;
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override;
   void stop() override;

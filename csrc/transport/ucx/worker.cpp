@@ -32,10 +32,10 @@ base::Result<std::shared_ptr<Worker>> Worker::create(
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   params.events = UCP_WAKEUP_RX | UCP_WAKEUP_TX;
   ucp_worker_h worker = nullptr;
-  ucs_status_t status =
-      ucp_worker_create(context->get(), &params, &worker);
+  ucs_status_t status = ucp_worker_create(context->get(), &params, &worker);
   if (status != UCS_OK) {
-    return toError(status, "creating a UCX worker (is the port range used up?)");
+    return toError(
+        status, "creating a UCX worker (is the port range used up?)");
   }
   int fd = -1;
   status = ucp_worker_get_efd(worker, &fd);
@@ -46,10 +46,7 @@ base::Result<std::shared_ptr<Worker>> Worker::create(
   return std::shared_ptr<Worker>(new Worker(std::move(context), worker, fd));
 }
 
-Worker::Worker(
-    std::shared_ptr<UcpContext> context,
-    ucp_worker_h worker,
-    int fd)
+Worker::Worker(std::shared_ptr<UcpContext> context, ucp_worker_h worker, int fd)
     : context_(std::move(context)), worker_(worker), eventFd_(fd) {}
 
 Worker::~Worker() {
@@ -127,8 +124,7 @@ void Worker::finish() {
     for (auto& task : deferred) {
       task->run();
     }
-    if (!hasOperations_.load(std::memory_order_acquire) ||
-        !mutex_.try_lock()) {
+    if (!hasOperations_.load(std::memory_order_acquire) || !mutex_.try_lock()) {
       return;
     }
   }

@@ -1,0 +1,131 @@
+"""Writes docs/environment.md and docs/options.md from the tables in the code.
+
+Without arguments it writes both. With --check it only compares, and its exit status is 1 where a
+file is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from torch_rpc_ext import _environment, _option_table  # noqa: E402  the path comes first
+
+_NOTE = "<!-- Written by docs/generate.py from {source}: change that file, then run the script. -->"
+
+
+def environment() -> str:
+    """Return the text of environment.md."""
+    variables = _environment.VARIABLES
+    ours = [variable for variable in variables if variable.preset is None]
+    presets = [variable for variable in variables if variable.preset is not None]
+    return "\n".join(
+        [
+            _NOTE.format(source="torch_rpc_ext/_environment.py"),
+            "",
+            "# Environment variables",
+            "",
+            "## Read",
+            "",
+            *_table(
+                ("variable", "values", "meaning"),
+                ((f"`{v.name}`", v.values, v.meaning) for v in ours),
+            ),
+            "",
+            "## Set",
+            "",
+            "UCX reads these while its libraries are loaded. They are set just before that, and "
+            "only where you have not set them. Processes that are started later inherit them.",
+            "",
+            *_table(
+                ("variable", "set to", "values", "meaning"),
+                ((f"`{v.name}`", f"`{v.preset}`", v.values, v.meaning) for v in presets),
+            ),
+            "",
+            "All other `UCX_*` variables are UCX's own. One that you set wins over the option of "
+            "`UcxRpcBackendOptions` that stands for the same thing.",
+            "",
+            "`python -m torch_rpc_ext info` shows which of all these are in force.",
+            "",
+        ]
+    )
+
+
+def options() -> str:
+    """Return the text of options.md."""
+    table = _option_table.OPTIONS
+    public = [option for option in table if not option.keyword]
+    for_tests = [option for option in table if option.keyword]
+    return "\n".join(
+        [
+            _NOTE.format(source="torch_rpc_ext/_option_table.py"),
+            "",
+            "# Options",
+            "",
+            "Keywords of `torch_rpc_ext.UcxRpcBackendOptions`. Each is checked where it is given: "
+            "a wrong type raises `TypeError`, a wrong value `ValueError`, an unknown keyword "
+            "`TypeError`. All can be set later as attributes, with the same checks; an unknown "
+            "attribute raises `AttributeError`.",
+            "",
+            *_table(
+                ("option", "default", "unit", "meaning"),
+                ((f"`{o.name}`", _default(o), o.unit, o.doc) for o in public),
+            ),
+            "",
+            "`device_maps`, `devices`, `set_device_map()` and `set_devices()` are those of torch's "
+            "`TensorPipeRpcBackendOptions`.",
+            "",
+            "## For tests only",
+            "",
+            *_table(
+                ("keyword", "default", "unit", "meaning"),
+                ((f"`{o.keyword}`", _default(o), o.unit, o.doc) for o in for_tests),
+            ),
+            "",
+        ]
+    )
+
+
+def _default(option: _option_table.Option) -> str:
+    return "see right" if option.default is None else f"`{option.default!r}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
+
+
+PAGES = {"environment.md": environment, "options.md": options}
+
+
+def stale() -> list[str]:
+    """Return the names of the pages that are not what the tables say."""
+    wrong = []
+    for name, page in PAGES.items():
+        path = DOCS / name
+        if not path.exists() or path.read_text(encoding="utf-8") != page():
+            wrong.append(name)
+    return wrong
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write the pages that are made from the code.")
+    parser.add_argument("--check", action="store_true", help="compare only")
+    if parser.parse_args().check:
+        wrong = stale()
+        for name in wrong:
+            print(f"docs/{name} is not up to date: run `python docs/generate.py`", file=sys.stderr)
+        return 1 if wrong else 0
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What `make test` and CI run: all tests, fast first; ends at the first part that fails.
+
+Parts that wait more than they compute run several at a time. One closing line sums up all parts.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+# (name, paths and options of pytest). Upstream's cases mostly wait for each other, so four at a
+# time keep two cores busy; gigabyte tensors want the machine's memory for themselves.
+PARTS = [
+    ("rules", ["tests/rules"]),
+    ("unit", ["tests/unit", "-n", "2"]),
+    ("process", ["tests/process", "-m", "not slow", "-n", "3"]),
+    ("upstream", ["tests/upstream", "-n", "4"]),
+    ("slow", ["tests/process", "-m", "slow"]),
+]
+COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+def run(name: str, arguments: list[str]) -> tuple[int, dict[str, int]]:
+    """Run one part; its exit code and counts."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    print(f"==== {name}: pytest {' '.join(arguments)}", flush=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        last = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            # A hundred lines that say "no CUDA device" hide the others.
+            if not line.startswith("SKIPPED") or "no CUDA device" not in line:
+                print(line, end="", flush=True)
+            last = line if COUNT.search(line) else last
+    counts = {what.rstrip("s"): int(number) for number, what in COUNT.findall(last)}
+    return process.returncode, counts
+
+
+def main() -> int:
+    """Run all parts."""
+    started = time.monotonic()
+    totals: dict[str, int] = {}
+    code = 0
+    for name, arguments in PARTS:
+        code, counts = run(name, arguments)
+        for what, number in counts.items():
+            totals[what] = totals.get(what, 0) + number
+        if code != 0:
+            print(f"==== {name} failed", flush=True)
+            break
+    minutes = (time.monotonic() - started) / 60
+    print(f"==== {minutes:.1f} minutes")
+    failed = totals.get("failed", 0) + totals.get("error", 0)
+    print(f"{totals.get('passed', 0)} passed, {failed} failed, {totals.get('skipped', 0)} skipped")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
