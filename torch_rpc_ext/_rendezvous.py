@@ -3,8 +3,8 @@
 Each rank has one key, its mailbox. A rank puts its entry there; rank 0 takes the entries of all
 ranks, leaving the group's id in place of each, and writes the group as one blob under that id;
 every rank sees its own entry taken, and reads the blob. So the store answers O(N) requests, never
-N^2. A second round of the same kind says that all have started, so that nobody calls, or leaves, before
-the others are there.
+N^2. A second round of the same kind says that all have started, so that nobody calls, or leaves,
+before the others are there.
 
 An entry serves one group only. So the same store serves one group after the other, also where ranks
 and world size change from one to the next (pytorch issue 46491).

@@ -24,7 +24,8 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
-# Mounts a /dev/shm and a /sys (where UCX looks for interfaces) of its own, brings up loopback, and reaps whatever is left to it.
+# Mounts a /dev/shm of its own, and a /sys, where UCX looks for interfaces; brings up loopback, and
+# reaps whatever is left to it.
 _HOLDER = """
 hostname {name}
 ip link set lo up

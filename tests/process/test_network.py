@@ -91,6 +91,8 @@ def test_an_interface_with_nothing_but_a_link_local_address_is_named(hosts: Host
         with group_on(hosts, hosts[0].ipv4, {"TP_SOCKET_IFNAME": "eth1"}) as group:
             text, _ = group[0].run(call_error, "worker1")
             assert "IPv4 or a global IPv6 address" in text, text
+            for worker in group:
+                worker.kill()  # they could not say goodbye to each other
     finally:
         for host in hosts:
             second = host.ipv4.replace("10.77.", "10.78.")

@@ -204,7 +204,7 @@ def test_composite(name: str, threshold: int) -> None:
 def test_mixed_order() -> None:
     cases = [make() for make in _composite_cases().values()]
     cases = [t for sparse in cases for t in (sparse, torch.randn(2))]
-    for got, want in zip(round_trip(*cases, threshold=16), cases):
+    for got, want in zip(round_trip(*cases, threshold=16), cases, strict=True):
         assert (got.layout, got.dtype, got.shape) == (
             want.layout, want.dtype, want.shape,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def test_call_id_is_64_bits() -> None:
 def test_ten_thousand_tensors(threshold: int) -> None:
     want = [torch.full((i % 7,), float(i)) for i in range(10_000)]
     got = round_trip(*want, threshold=threshold)
-    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_parameter() -> None:
