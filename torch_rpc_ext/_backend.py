@@ -163,6 +163,7 @@ def _agent_options(
         "num_worker_threads": options.num_worker_threads,
         "rpc_timeout": options.rpc_timeout,
         "interfaces": list(interface.names),
+        "interfaces_explicit": options.interface is not None,
         "port_range": options.port_range,
         "prefer_ipv6": interface.prefer_ipv6,
         "use_cma": options.use_cma,

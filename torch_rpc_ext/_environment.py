@@ -42,6 +42,16 @@ VARIABLES: tuple[Variable, ...] = (
         "'wheel' (default), 'system', or the folder that holds libucp.so.0",
     ),
     Variable(
+        "TORCH_RPC_EXT_LOG",
+        "Lowest level of the agent's log lines on standard error.",
+        "'debug', 'info', 'warning' (default), 'error'",
+    ),
+    Variable(
+        "MASTER_ADDR",
+        "With init_method env://, the interface that routes there is the one that TCP uses.",
+        "host name or address",
+    ),
+    Variable(
         "TP_SOCKET_IFNAME",
         "Network interface for TCP, where the option `interface` is not given.",
         "interface names, comma-separated",

@@ -79,11 +79,13 @@ def describe(error: BaseException) -> Any:
     info = native_rpc._get_current_rpc_agent().get_worker_info()
     # Without repr(), which upstream puts in: its escapes are what would have to be decoded.
     text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
+    # One that came from another worker may be of a class made here.
+    plain = getattr(error, "_remote_original", error)
     try:
-        pickled = pickle.dumps(error)
+        pickled = pickle.dumps(plain)
     except Exception:  # noqa: BLE001  whatever a user's __reduce__ raises
         pickled = b""
-    return internal.RemoteException(text, RemoteType(type(error), pickled))
+    return internal.RemoteException(text, RemoteType(type(plain), pickled))
 
 
 def run_function(python_udf: Any) -> Any:
@@ -115,5 +117,20 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
     result = internal.deserialize(payload, tensors)
     if not isinstance(result, internal.RemoteException):
         return None
-    error: BaseException = result.exception_type(result.msg)
-    return error
+    return _also_runtime_error(result.exception_type(result.msg))
+
+
+def _also_runtime_error(error: BaseException) -> BaseException:
+    """Let `except RuntimeError` catch it too, as it does upstream for all but these three."""
+    if isinstance(error, (RuntimeError, ValueError, TypeError)):
+        return error
+    cls = type(error)
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    try:
+        made: Any = type(cls.__name__, (cls, RuntimeError), members)
+        also: BaseException = made.__new__(made)
+    except TypeError:
+        return error  # not to be combined with RuntimeError, or not to be made without arguments
+    also.args = error.args
+    also.__dict__.update(vars(error), _remote_original=error)
+    return also

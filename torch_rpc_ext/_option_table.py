@@ -91,6 +91,14 @@ def duration(name: str, value: Any) -> float:
     return seconds
 
 
+def keepalive(name: str, value: Any) -> float:
+    """Return seconds that UCX can be told: 0.1 or more."""
+    seconds = duration(name, value)
+    if seconds < 0.1:
+        raise ValueError(f"{name} must be at least 0.1 s, got {value!r}")
+    return seconds
+
+
 def text(name: str, value: Any) -> str:
     """Accept a string that is not empty."""
     if not isinstance(value, str):
@@ -246,7 +254,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "keepalive",
         2.0,
-        duration,
+        keepalive,
         "s",
         "After how long a silent worker on another host is suspected to be dead.",
     ),

@@ -86,20 +86,6 @@ def adopt_agent_class(agent_class: Any) -> None:
     _agent_class = agent_class
 
 
-def take_over_fault_injection() -> None:
-    """Take over, and run torch's back end FAULTY_TENSORPIPE on our fault transport; for tests.
-
-    Upstream's fault-injection suites then run unmodified. Idempotent.
-    """
-    from torch.distributed import rpc
-    from torch.distributed.rpc import _testing  # noqa: F401  registers the back end
-
-    take_over()
-    for enum_class in _registry.enum_classes(rpc):
-        if "FAULTY_TENSORPIPE" in enum_class.__members__:
-            _serve_member(enum_class["FAULTY_TENSORPIPE"], init_faulty_tensorpipe)
-
-
 def _serve_member(member: Any, handler: Any) -> None:
     """Let another handler start the agent of a back end."""
     _registry.replace_value(member, member.value._replace(init_backend_handler=handler))
@@ -117,13 +103,6 @@ def init_tensorpipe(
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
         )
-    return _start(store, name, rank, world_size, rpc_backend_options)
-
-
-def init_faulty_tensorpipe(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> Any:
-    """Start our agent for BackendType.FAULTY_TENSORPIPE, with its faults."""
     return _start(store, name, rank, world_size, rpc_backend_options)
 
 
@@ -145,8 +124,7 @@ def to_ucx_options(given: Any) -> Any:
     """Return UcxRpcBackendOptions that say what TENSORPIPE's options say.
 
     Args:
-        given: TensorPipeRpcBackendOptions, FaultyTensorPipeRpcBackendOptions, or ours (returned
-            as they are).
+        given: TensorPipeRpcBackendOptions, or ours (returned as they are).
     """
     from torch_rpc_ext.options import UcxRpcBackendOptions
 
@@ -158,7 +136,4 @@ def to_ucx_options(given: Any) -> Any:
         init_method=given.init_method,
         device_maps=given.device_maps,
         devices=given.devices,
-        _messages_to_fail=getattr(given, "messages_to_fail", ()),
-        _messages_to_delay=getattr(given, "messages_to_delay", {}),
-        _num_fail_sends=getattr(given, "num_fail_sends", 0),
     )

@@ -14,7 +14,7 @@ namespace torch_rpc_ext::agent {
 struct FaultOptions {
   std::vector<std::string> messagesToFail;
   std::unordered_map<std::string, double> messagesToDelay; // seconds
-  int failures = 0; // of each type, one after the other
+  int failures = 0; // of each message, one after the other
 
   bool any() const {
     return !messagesToFail.empty() || !messagesToDelay.empty();

@@ -11,20 +11,27 @@ void Barrier::arrive(
     int64_t active,
     Answer answer) {
   Round complete;
+  base::Error error;
   {
     std::lock_guard lock(mutex_);
+    lost_.erase(worker);
     Round& round = rounds_[number];
     round.sum += active;
     round.arrived.insert(worker);
     round.answers.push_back(std::move(answer));
-    if (round.arrived.size() < expected) {
+    for (const auto& [name, why] : lost_) {
+      if (round.arrived.count(name) == 0) {
+        error = why;
+      }
+    }
+    if (round.arrived.size() < expected && !error) {
       return;
     }
     complete = std::move(round);
     rounds_.erase(number);
   }
   for (const auto& tell : complete.answers) {
-    tell({}, complete.sum);
+    tell(error, complete.sum);
   }
 }
 
@@ -32,6 +39,7 @@ void Barrier::lose(const std::string& worker, const base::Error& why) {
   std::vector<Answer> answers;
   {
     std::lock_guard lock(mutex_);
+    lost_[worker] = why;
     for (auto it = rounds_.begin(); it != rounds_.end();) {
       auto current = it++;
       if (current->second.arrived.count(worker) == 0) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <set>
 #include <string>
@@ -30,7 +31,7 @@ class Barrier {
       int64_t active,
       Answer answer);
 
-  // `worker` will not come any more: who waits for it learns so.
+  // `worker` will not come any more: who waits for it, now or later, learns so.
   void lose(const std::string& worker, const base::Error& why);
 
  private:
@@ -42,6 +43,7 @@ class Barrier {
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, Round> rounds_;
+  std::map<std::string, base::Error> lost_; // workers
 };
 
 } // namespace torch_rpc_ext::agent

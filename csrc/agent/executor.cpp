@@ -32,8 +32,7 @@ struct ThreadState {
   Executor* executor = nullptr;
   // The thread returns to its loop soon: it can take one more task along.
   bool chainable = false;
-  base::TaskPtr next;
-  bool nextIsUserCode = false;
+  Executor::Work next;
   bool inRequest = false;
   Executor::RequestScopePtr scope;
 };
@@ -89,7 +88,7 @@ void Executor::threadMain() {
       }
       run(std::move(work));
       if (polling_.fetch_add(1) >= requestThreads_ + kSpareThreads &&
-          threadState.next == nullptr) {
+          threadState.next.task == nullptr) {
         break;
       }
       continue;
@@ -113,10 +112,8 @@ void Executor::threadMain() {
 
 Executor::Work Executor::takeWork() {
   Work work;
-  if (threadState.next != nullptr) {
-    work.task = std::move(threadState.next);
-    work.userCode = threadState.nextIsUserCode;
-    return work;
+  if (threadState.next.task != nullptr) {
+    return std::move(threadState.next);
   }
   if (readyCount_.load() == 0) {
     return work;
@@ -142,7 +139,7 @@ Executor::Work Executor::takeWork() {
 }
 
 void Executor::run(Work work) {
-  threadState.chainable = !work.userCode;
+  threadState.chainable = work.kind == Kind::kInternal;
   work.task->run();
   work.task.reset();
   threadState.chainable = false;
@@ -150,14 +147,14 @@ void Executor::run(Work work) {
 
 void Executor::enqueue(Work work) {
   if (threadState.executor == this && threadState.chainable &&
-      threadState.next == nullptr) {
-    threadState.next = std::move(work.task);
-    threadState.nextIsUserCode = work.userCode;
+      threadState.next.task == nullptr) {
+    threadState.next = std::move(work);
     return;
   }
   {
     std::lock_guard lock(mutex_);
-    ready_.push_back(std::move(work));
+    auto& queue = work.kind == Kind::kRequest ? readyRequests_ : ready_;
+    queue.push_back(std::move(work));
     readyCount_.fetch_add(1);
   }
   if (!wakePending_.exchange(true)) {
@@ -166,11 +163,11 @@ void Executor::enqueue(Work work) {
 }
 
 void Executor::submit(base::TaskPtr task) {
-  enqueue({std::move(task), /*userCode=*/false});
+  enqueue({std::move(task), Kind::kInternal});
 }
 
 void Executor::submitCompletion(base::TaskPtr task) {
-  enqueue({std::move(task), /*userCode=*/true});
+  enqueue({std::move(task), Kind::kCompletion});
 }
 
 void Executor::submitRequest(base::TaskPtr task) {
@@ -201,7 +198,7 @@ void Executor::admit(base::TaskPtr task) {
          }
          releaseSlotLocked(lock);
        }),
-       /*userCode=*/true});
+       Kind::kRequest});
 }
 
 void Executor::releaseSlotLocked(std::unique_lock<std::mutex>& lock) {

@@ -34,6 +34,13 @@ class Executor final : public base::TaskRunner {
   class RequestScope;
   using RequestScopePtr = std::shared_ptr<RequestScope>;
 
+  // One queued task and what it may do.
+  enum class Kind { kInternal, kCompletion, kRequest };
+  struct Work {
+    base::TaskPtr task;
+    Kind kind = Kind::kInternal;
+  };
+
   explicit Executor(size_t requestThreads);
   ~Executor() override;
 
@@ -66,11 +73,6 @@ class Executor final : public base::TaskRunner {
   size_t threads() const;
 
  private:
-  struct Work {
-    base::TaskPtr task;
-    bool userCode = false;
-  };
-
   void threadMain();
   void enqueue(Work work);
   Work takeWork();

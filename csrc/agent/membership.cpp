@@ -100,22 +100,14 @@ std::vector<Membership::WorkerInfo> Membership::all() const {
   return infos;
 }
 
-std::optional<std::string> Membership::address(worker_id_t id) const {
+std::optional<std::pair<std::string, std::string>> Membership::find(
+    worker_id_t id) const {
   std::shared_lock lock(mutex_);
   auto it = byId_.find(id);
   if (it == byId_.end()) {
     return std::nullopt;
   }
-  return it->second->address;
-}
-
-std::optional<std::string> Membership::name(worker_id_t id) const {
-  std::shared_lock lock(mutex_);
-  auto it = byId_.find(id);
-  if (it == byId_.end()) {
-    return std::nullopt;
-  }
-  return it->second->info.name_;
+  return std::pair(it->second->info.name_, it->second->address);
 }
 
 } // namespace torch_rpc_ext::agent

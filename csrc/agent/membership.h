@@ -7,6 +7,7 @@
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -35,8 +36,8 @@ class Membership {
   const WorkerInfo& byId(worker_id_t id) const;
 
   std::vector<WorkerInfo> all() const;
-  std::optional<std::string> address(worker_id_t id) const;
-  std::optional<std::string> name(worker_id_t id) const;
+  // (name, address), nothing for an id that is not in the group.
+  std::optional<std::pair<std::string, std::string>> find(worker_id_t id) const;
 
  private:
   struct Member {

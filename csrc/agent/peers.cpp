@@ -79,28 +79,31 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
     if (it != connections_.end() && !it->second->closed()) {
       return it->second;
     }
-    // One that failed while it was being opened never gets an onClosed() that
-    // finds it here.
-    if (it != connections_.end()) {
-      names_.erase(it->second.get());
-      connections_.erase(it);
-    }
   }
   const bool self = id == self_.workerId;
-  const auto name = membership_.name(id);
-  const auto address = membership_.address(id);
+  const auto member = membership_.find(id);
   TORCH_CHECK(
-      name.has_value(),
+      member.has_value(),
       "could not find destination worker with id ",
       id,
       ": it is not in the group, or has left it");
   auto made = self ? loopback_->connect(loopback_->address(), hello())
-                   : remote_->connect(*address, hello());
+                   : remote_->connect(member->second, hello());
   std::lock_guard lock(mutex_);
-  names_[made.get()] = *name;
+  if (made->closed()) {
+    // It failed at once, and its onClosed() is over: the call that is sent on
+    // it learns why, the next one connects anew.
+    lost_.insert(member->first);
+    return made;
+  }
+  names_[made.get()] = member->first;
   // Another thread, or the peer, may have been quicker. Then ours stays idle:
   // the peer may already be using it.
-  return connections_.emplace(id, made).first->second;
+  auto& own = connections_[id];
+  if (own == nullptr || own->closed()) {
+    own = made;
+  }
+  return own;
 }
 
 base::Result<Hello> Peers::check(const std::string& bytes) const {
@@ -126,6 +129,7 @@ base::Result<std::string> Peers::onAccept(
   }
   std::lock_guard lock(mutex_);
   names_[connection.get()] = peer.value().name;
+  lost_.erase(peer.value().name);
   // Our own calls use it too, unless we have one that works.
   auto& own = connections_[static_cast<worker_id_t>(peer.value().workerId)];
   if (own == nullptr || own->closed()) {
@@ -143,15 +147,34 @@ base::Error Peers::onConnected(
   }
   std::lock_guard lock(mutex_);
   names_[connection.get()] = peer.value().name;
+  lost_.erase(peer.value().name);
   return {};
 }
 
-void Peers::onClosed(const transport::ConnectionPtr& connection) {
+std::optional<std::string> Peers::onClosed(
+    const transport::ConnectionPtr& connection) {
   std::lock_guard lock(mutex_);
-  names_.erase(connection.get());
   std::erase_if(connections_, [&](const auto& entry) {
     return entry.second == connection;
   });
+  auto it = names_.find(connection.get());
+  if (it == names_.end()) {
+    return std::nullopt; // a stranger that was refused
+  }
+  const std::string name = std::move(it->second);
+  names_.erase(it);
+  for (const auto& [other, otherName] : names_) {
+    if (otherName == name && !other->closed()) {
+      return std::nullopt; // the worker is still there
+    }
+  }
+  lost_.insert(name);
+  return name;
+}
+
+std::vector<std::string> Peers::lost() const {
+  std::lock_guard lock(mutex_);
+  return {lost_.begin(), lost_.end()};
 }
 
 std::string Peers::nameOf(const transport::Connection* connection) const {

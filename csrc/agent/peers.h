@@ -8,8 +8,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -49,7 +51,12 @@ class Peers {
   base::Error onConnected(
       const transport::ConnectionPtr& connection,
       const std::string& hello);
-  void onClosed(const transport::ConnectionPtr& connection);
+  // Returns the worker that went away with this connection, if one did.
+  std::optional<std::string> onClosed(
+      const transport::ConnectionPtr& connection);
+
+  // The workers whose last connection has ended and that have not come back.
+  std::vector<std::string> lost() const;
 
   // The worker at the other end; for a connection that was never established,
   // the one it was meant for.
@@ -71,6 +78,7 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, std::string> names_;
+  std::set<std::string> lost_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -85,6 +85,14 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::map<std::string, transport::PathInfo> paths() const {
     return peers_.paths();
   }
+  // Workers that were reached once and cannot be now.
+  std::vector<std::string> lostWorkers() const {
+    return peers_.lost();
+  }
+  // Connects to a worker, so that its death is noticed.
+  void watch(rpc::worker_id_t id) {
+    peers_.connection(id);
+  }
   bool isStaticGroup() const {
     return isStaticGroup_;
   }

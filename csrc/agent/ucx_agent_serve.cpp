@@ -38,14 +38,17 @@ void UcxAgent::onClosed(
     const transport::ConnectionPtr& connection,
     const base::Error& error) {
   const std::string name = peers_.nameOf(connection.get());
-  peers_.onClosed(connection);
+  const auto gone = peers_.onClosed(connection);
   base::log(
       base::LogLevel::kInfo,
       "the connection to worker \"" + name + "\" ended: " + error.message);
   for (auto& call : pending_.takeAll(connection.get())) {
     failLater(std::move(call), error);
   }
-  barrier_.lose(name, error);
+  if (gone) {
+    barrier_.lose(
+        *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
+  }
 }
 
 void UcxAgent::onFrame(

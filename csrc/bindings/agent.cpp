@@ -78,6 +78,8 @@ void bindOptions(py::module_& module) {
       [](AgentOptions& o, type value) { o.outer.inner = std::move(value); })
       .TORCH_RPC_EXT_FIELD(
           "interfaces", transport, interfaces, std::vector<std::string>)
+      .TORCH_RPC_EXT_FIELD(
+          "interfaces_explicit", transport, interfacesExplicit, bool)
       .TORCH_RPC_EXT_FIELD("prefer_ipv6", transport, preferIpv6, bool)
       .TORCH_RPC_EXT_FIELD("use_cma", transport, useCma, bool)
       .TORCH_RPC_EXT_FIELD(
@@ -210,6 +212,8 @@ void bindAgent(py::module_& module) {
       .def_property_readonly("pending_calls", &UcxAgent::pendingCalls)
       .def_property_readonly("pending_deadlines", &UcxAgent::pendingDeadlines)
       .def("describe", &UcxAgent::getMetrics, Release())
+      .def("lost_workers", &UcxAgent::lostWorkers, Release())
+      .def("watch", &UcxAgent::watch, Release(), py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
         // In a forked child the agent's threads do not exist and its UCX

@@ -6,9 +6,10 @@
 //
 // The asynchronous contract, for every transport:
 //  - a callback fires exactly once, also on error and on close;
-//  - callbacks and Handler methods run without any lock of the transport held,
-//    on a thread that polls the Poller, on the TaskRunner, or on the thread
-//    that called into the transport; they may run concurrently;
+//  - callbacks and Handler methods run without any lock of the transport held
+//    (except onAccept() and onConnected(), which must be quick), on a thread
+//    that polls the Poller, on the TaskRunner, or on the thread that called
+//    into the transport; they may run concurrently;
 //  - bulk memory that is passed to send() or receive() belongs to the
 //    transport until the callback has fired;
 //  - the first error wins; after onClosed() a Connection delivers nothing.
@@ -86,8 +87,7 @@ class Handler {
   virtual ~Handler() = default;
 
   // A peer wants to connect and says `hello`. Returns the hello to answer with,
-  // or an error whose text the peer will see. Must be quick: runs under the
-  // transport's lock.
+  // or an error whose text the peer will see.
   virtual base::Result<std::string> onAccept(
       const ConnectionPtr& connection,
       const std::string& hello) = 0;

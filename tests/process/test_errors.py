@@ -78,7 +78,7 @@ def check_own_exception() -> None:
         caught(f.raise_plain, "percent % brace {} quote ' end"),
         caught(f.raise_plain, ""),
     ):
-        assert type(error) is f.PlainError, repr(error)
+        assert isinstance(error, f.PlainError), repr(error)
         assert "raise_plain" in str(error) + "".join(getattr(error, "__notes__", [])), (
             "no remote traceback"
         )
@@ -150,7 +150,7 @@ def forget() -> None:
 
 def check_missing_function() -> None:
     error = caught(only_here)
-    assert type(error) is AttributeError or not on_ucx(), repr(error)
+    assert isinstance(error, AttributeError) or not on_ucx(), repr(error)
     assert "only_here" in str(error) and "caller and" in str(error)
     assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
 

@@ -139,8 +139,6 @@ def test_takeover_values() -> None:
         "import os; print(os.environ['TORCH_RPC_BACKEND'])\n"
         "from torch_rpc_ext import takeover\n"
         "o.set_device_map('b', {'cuda:0': 'cuda:1'}); print(takeover.to_ucx_options(o))\n"
-        "takeover.take_over_fault_injection()\n"
-        "print(rpc.backend_registry.BackendType.FAULTY_TENSORPIPE.value[1].__module__)\n"
     )
     assert "True torch_rpc_ext.takeover" in output
     assert "TensorPipeRpcBackendOptions" in output and "\nucx\n" in output

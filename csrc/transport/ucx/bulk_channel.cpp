@@ -13,6 +13,8 @@ struct BulkChannel::Group {
   Callback callback;
   size_t left = 0; // chunks
   std::vector<void*> requests; // of receives, for cancel()
+  uint64_t firstTag = 0;
+  std::vector<size_t> sizes; // of receives, by tag
   base::Error error;
 };
 
@@ -52,10 +54,16 @@ uint64_t BulkChannel::receive(
     group->id = id;
     group->callback = std::move(callback);
     group->left = 1; // held until all are posted
+    group->firstTag = tag;
+    if (stopped_) {
+      group->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+      into.clear();
+    }
     Group* raw = group.get();
     groups_.emplace(id, std::move(group));
     for (const auto& span : into) {
       for (size_t at = 0; at < span.size; at += kChunkBytes) {
+        raw->sizes.push_back(std::min(kChunkBytes, span.size - at));
         ucp_request_param_t params{};
         params.op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
@@ -64,7 +72,7 @@ uint64_t BulkChannel::receive(
         void* request = ucp_tag_recv_nbx(
             worker_->get(),
             static_cast<char*>(span.data) + at,
-            std::min(kChunkBytes, span.size - at),
+            raw->sizes.back(),
             tag++,
             ~uint64_t{0},
             &params);
@@ -119,8 +127,12 @@ void BulkChannel::send(
         raw->id = self->nextGroup_++;
         raw->callback = std::move(callback);
         raw->left = 1;
+        if (self->stopped_) {
+          raw->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+        }
         self->groups_.emplace(raw->id, std::move(group));
-        ucp_ep_h endpoint = self->endpoint(peerAddress, raw->error);
+        ucp_ep_h endpoint =
+            raw->error ? nullptr : self->endpoint(peerAddress, raw->error);
         uint64_t tag = firstTag;
         for (const auto& span : spans) {
           for (size_t at = 0; at < span.size && !raw->error;
@@ -148,29 +160,6 @@ void BulkChannel::send(
       }));
 }
 
-std::string BulkChannel::path(const std::string& peerAddress) {
-  std::string text;
-  worker_->runLocked([&] {
-    auto it = endpoints_.find(peerAddress);
-    if (it == endpoints_.end()) {
-      return;
-    }
-    ucp_transport_entry_t entries[8];
-    ucp_ep_attr_t attr{};
-    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
-    attr.transports.entries = entries;
-    attr.transports.num_entries = 8;
-    attr.transports.entry_size = sizeof(entries[0]);
-    if (ucp_ep_query(it->second, &attr) == UCS_OK) {
-      for (unsigned i = 0; i < attr.transports.num_entries; ++i) {
-        text += std::string(i == 0 ? "" : ", ") + entries[i].transport_name +
-            " (" + entries[i].device_name + ")";
-      }
-    }
-  });
-  return text;
-}
-
 void BulkChannel::stop() {
   worker_->progressUntil([this] { return groups_.empty(); }, 200);
   worker_->runLocked([&] {
@@ -186,6 +175,16 @@ void BulkChannel::stop() {
     endpoints_.clear();
   });
   worker_->progressUntil([this] { return groups_.empty(); }, 50);
+  worker_->runLocked([&] {
+    stopped_ = true;
+    // UCX still holds these; their owners must not wait for it.
+    for (auto& [id, group] : groups_) {
+      worker_->defer(
+          base::makeTask([callback = std::exchange(group->callback, nullptr)] {
+            callback({base::ErrorKind::kShutDown, "the transport has ended"});
+          }));
+    }
+  });
   worker_->stop();
 }
 
@@ -239,9 +238,16 @@ void BulkChannel::onSent(void* request, ucs_status_t status, void* argument) {
 void BulkChannel::onReceived(
     void* request,
     ucs_status_t status,
-    const ucp_tag_recv_info_t*,
+    const ucp_tag_recv_info_t* info,
     void* argument) {
   auto* group = static_cast<Group*>(argument);
+  if (status == UCS_OK && !group->error) {
+    const uint64_t index = info->sender_tag - group->firstTag;
+    if (index >= group->sizes.size() || info->length != group->sizes[index]) {
+      group->error = {
+          base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
+    }
+  }
   std::erase(group->requests, request);
   ucp_request_free(request);
   group->channel->chunkDone(group, status);
@@ -254,9 +260,11 @@ void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
   if (--group->left != 0) {
     return;
   }
-  worker_->defer(
-      base::makeTask([callback = std::move(group->callback),
-                      error = std::move(group->error)] { callback(error); }));
+  if (group->callback) {
+    worker_->defer(
+        base::makeTask([callback = std::move(group->callback),
+                        error = std::move(group->error)] { callback(error); }));
+  }
   groups_.erase(group->id);
 }
 

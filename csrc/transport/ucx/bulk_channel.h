@@ -43,9 +43,6 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
       std::vector<base::ConstSpan> spans,
       Callback callback);
 
-  // What the endpoint to `peerAddress` runs over, for people.
-  std::string path(const std::string& peerAddress);
-
   void stop();
 
  private:
@@ -72,6 +69,7 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   std::unordered_map<std::string, ucp_ep_h> endpoints_;
   std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
   uint64_t nextGroup_ = 1;
+  bool stopped_ = false;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -94,6 +94,7 @@ void UcxConnection::close() {
     }
     self->fail(
         {base::ErrorKind::kShutDown, "this worker closed the connection"},
+        PeerMemory::kMayRead,
         /*flush=*/true);
   }));
 }
@@ -335,7 +336,8 @@ void UcxConnection::watchProcess() {
         self->context_->worker().post(base::makeTask([self, pid] {
           self->fail(
               {base::ErrorKind::kPeerLost,
-               "process " + std::to_string(pid) + " died"});
+               "process " + std::to_string(pid) + " died"},
+              PeerMemory::kFree);
         }));
       });
 }
@@ -487,7 +489,7 @@ void UcxConnection::finishTransfer(uint64_t id) {
   transfers_.erase(it);
 }
 
-void UcxConnection::fail(base::Error error, bool flush) {
+void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   if (state_ == ConnectionState::kClosed) {
     return;
   }
@@ -506,6 +508,10 @@ void UcxConnection::fail(base::Error error, bool flush) {
   for (auto it = transfers_.begin(); it != transfers_.end();) {
     it->second.done = true;
     it->second.error = error;
+    if (exposesMemory_ && memory == PeerMemory::kMayRead) {
+      // A reader that is half-way must not see what comes there next.
+      context_->park(it->second.callback);
+    }
     finishTransfer((it++)->first);
   }
   if (!pulls_.empty()) {

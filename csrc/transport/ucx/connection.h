@@ -24,6 +24,12 @@ enum class ConnectionState : uint8_t {
 
 const char* toString(ConnectionState state);
 
+// When a connection ends: whether the peer may go on reading our memory.
+enum class PeerMemory : uint8_t {
+  kFree, // it has said goodbye, or died
+  kMayRead,
+};
+
 // One UCX endpoint and what is under way on it.
 //
 // Owns: the endpoint, unsent frames, bulk that the peer has not yet taken.
@@ -69,9 +75,13 @@ class UcxConnection final : public Connection,
   void establish(Preamble peer);
   void onPull(uint64_t transfer, base::ConstSpan data);
   void onDone(uint64_t transfer, base::Error error);
-  // Ends the connection once, releases everything, tells the Handler when it
-  // has seen all frames. With `flush`, what was sent leaves first.
-  void fail(base::Error error, bool flush = false);
+  // Ends the connection once, releases everything that the peer cannot read,
+  // tells the Handler when it has seen all frames. With `flush`, what was sent
+  // leaves first.
+  void fail(
+      base::Error error,
+      PeerMemory memory = PeerMemory::kMayRead,
+      bool flush = false);
   // Around the delivery of each frame: a thread may still carry one to the
   // Handler while another sees the end of the connection.
   void deliveryBegins() {

@@ -1,6 +1,7 @@
 #include "transport/ucx/context.h"
 
 #include "base/log.h"
+#include "memory/buffer_cache.h"
 #include "transport/ucx/incoming.h"
 #include "transport/ucx/status.h"
 
@@ -29,6 +30,13 @@ uint64_t randomToken() {
 std::string toText(base::ConstSpan data) {
   return {
       static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
+}
+
+// The kind of error that a kDone names.
+base::ErrorKind toKind(uint32_t number) {
+  return number <= static_cast<uint32_t>(base::ErrorKind::kSystem)
+      ? static_cast<base::ErrorKind>(number)
+      : base::ErrorKind::kRefused;
 }
 
 } // namespace
@@ -98,7 +106,11 @@ ConnectionPtr UcxContext::connect(
   // Under the lock only for the map; the endpoint is opened by an operation,
   // whose failure comes back through onClosed().
   control_->runLocked([&] { connection = makeConnection(/*initiator=*/true); });
-  control_->post(base::makeTask([connection, address, hello] {
+  control_->post(base::makeTask([this, connection, address, hello] {
+    if (stopped_.load()) {
+      connection->fail({base::ErrorKind::kShutDown, "the transport has ended"});
+      return;
+    }
     auto parsed = parseAddress(address);
     if (!parsed.ok()) {
       connection->fail(parsed.error());
@@ -206,6 +218,10 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
   if (!connection) {
     return; // a late frame of a closed connection, or a stranger's
   }
+  if (connection->state() != ConnectionState::kOpen &&
+      header.kind != FrameKind::kOpened && header.kind != FrameKind::kRefused) {
+    return; // frames begin when both have introduced themselves
+  }
   switch (header.kind) {
     case FrameKind::kOpened:
       onOpened(connection, data);
@@ -225,12 +241,13 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
     case FrameKind::kDone:
       connection->onDone(
           header.transfer,
-          header.count == 0
-              ? base::Error{}
-              : base::Error{base::ErrorKind::kRefused, toText(data)});
+          header.count == 0 ? base::Error{}
+                            : base::Error{toKind(header.count), toText(data)});
       break;
     case FrameKind::kClose:
-      connection->fail({base::ErrorKind::kShutDown, "the peer shut down"});
+      connection->fail(
+          {base::ErrorKind::kShutDown, "the peer shut down"},
+          PeerMemory::kFree);
       break;
     case FrameKind::kOpen:
       break;
@@ -273,7 +290,8 @@ void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
     why = answer.error().message;
   }
   connection->sendRefusal(peer.token, why);
-  connection->fail({base::ErrorKind::kRefused, why}, /*flush=*/true);
+  connection->fail(
+      {base::ErrorKind::kRefused, why}, PeerMemory::kFree, /*flush=*/true);
 }
 
 void UcxContext::onOpened(
@@ -334,53 +352,63 @@ void UcxContext::onBigFrame(
     return;
   }
   const uint64_t size = entries.value()[0].size;
-  if (options_.maxFrameBytes != 0 && size > options_.maxFrameBytes) {
+  const uint64_t limit = options_.maxFrameBytes != 0 ? options_.maxFrameBytes
+                                                     : memory::physicalMemory();
+  if (size > limit) {
     connection->done(
         header.transfer,
         {base::ErrorKind::kRefused,
          "the message has more than " + std::to_string(size) +
-             " bytes, the receiver takes at most " +
-             std::to_string(options_.maxFrameBytes) +
-             " (option max_message_bytes)"});
+             " bytes, the receiver takes at most " + std::to_string(limit) +
+             (options_.maxFrameBytes != 0 ? " (option max_message_bytes)"
+                                          : " (its memory)")});
     return;
   }
-  control_->defer(
+  // Not on the thread that polls: it may be much memory.
+  connection->deliveryBegins();
+  runner_->submit(
       base::makeTask([this, connection, header, entries = entries.value()] {
-        auto bytes = std::make_shared<base::Buffer>();
-        try {
-          *bytes = base::Buffer(entries[0].size);
-        } catch (const std::bad_alloc&) {
-          connection->done(
-              header.transfer,
-              {base::ErrorKind::kRefused,
-               "the receiver has no memory for a message of " +
-                   std::to_string(entries[0].size) + " bytes"});
-          return;
-        }
-        connection->fetch(
-            header.transfer,
-            /*first=*/0,
-            entries,
-            {{bytes->data(), bytes->size()}},
-            [this, connection, header, bytes](const base::Error& error) {
-              if (error) {
-                connection->done(header.transfer, error);
-                return;
-              }
-              auto incoming = makeIncoming(
-                  connection,
-                  header.transfer,
-                  /*firstSpan=*/1,
-                  header.count,
-                  std::move(*bytes),
-                  options_.maxFrameBytes);
-              if (!incoming.ok()) {
-                connection->done(header.transfer, incoming.error());
-                return;
-              }
-              handler_->onFrame(connection, std::move(incoming.value()));
-            });
+        fetchBigFrame(connection, header, entries);
       }));
+}
+
+void UcxContext::fetchBigFrame(
+    const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
+    const std::vector<BulkEntry>& entries) {
+  auto bytes = std::make_shared<base::Buffer>();
+  try {
+    *bytes = base::Buffer(entries[0].size);
+  } catch (const std::bad_alloc&) {
+    connection->done(
+        header.transfer,
+        {base::ErrorKind::kOverloaded,
+         "the receiver has no memory for a message of " +
+             std::to_string(entries[0].size) + " bytes"});
+    connection->deliveryEnds();
+    return;
+  }
+  connection->fetch(
+      header.transfer,
+      /*first=*/0,
+      entries,
+      {{bytes->data(), bytes->size()}},
+      [this, connection, header, bytes](const base::Error& error) {
+        auto incoming = error ? base::Result<std::unique_ptr<Incoming>>(error)
+                              : makeIncoming(
+                                    connection,
+                                    header.transfer,
+                                    /*firstSpan=*/1,
+                                    header.count,
+                                    std::move(*bytes),
+                                    options_.maxFrameBytes);
+        if (incoming.ok()) {
+          handler_->onFrame(connection, std::move(incoming.value()));
+        } else {
+          connection->done(header.transfer, incoming.error());
+        }
+        connection->deliveryEnds();
+      });
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
 
@@ -56,6 +57,11 @@ class UcxContext final : public Context,
   }
   // Made at the first use: most groups never need it.
   base::Result<std::shared_ptr<BulkChannel>> bulk();
+  // Under the lock: holds what a peer may still be reading although nobody can
+  // tell when it ends, for as long as this context lives.
+  void park(Callback callback) {
+    parked_.push_back(std::move(callback));
+  }
   // Under the lock: forgets a connection that has ended.
   void forget(uint64_t localToken);
   // Under the lock: endpoints that UCX has not yet closed.
@@ -92,6 +98,10 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
+  void fetchBigFrame(
+      const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
+      const std::vector<BulkEntry>& entries);
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
   std::shared_ptr<UcxConnection> makeConnection(bool initiator);
 
@@ -113,6 +123,7 @@ class UcxContext final : public Context,
   // Under the control worker's lock.
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   size_t closing_ = 0;
+  std::vector<Callback> parked_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

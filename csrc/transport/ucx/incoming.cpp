@@ -56,7 +56,13 @@ void UcxIncoming::receive(
       into,
       [connection = connection_,
        transfer = transfer_,
-       callback = std::move(callback)](const base::Error& error) {
+       callback = std::move(callback)](base::Error error) {
+        if (!error && connection->closed()) {
+          // The sender may have let go of the memory while it was read.
+          error = {
+              base::ErrorKind::kPeerLost,
+              "the connection ended while a message was on its way"};
+        }
         // The owner first: once the sender knows, it may close.
         callback(error);
         connection->done(transfer, error);

@@ -12,6 +12,8 @@ struct Options {
   // IP interfaces that TCP may use; empty means all. RDMA devices that UCX
   // finds are always allowed: they fall back by themselves.
   std::vector<std::string> interfaces;
+  // The user named them to us, which counts more than UCX_NET_DEVICES.
+  bool interfacesExplicit = false;
   uint16_t portLow = 0; // 0: any port
   uint16_t portHigh = 0;
   bool preferIpv6 = false;

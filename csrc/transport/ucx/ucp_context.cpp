@@ -5,6 +5,7 @@
 
 #include <ifaddrs.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <set>
 #include <string>
@@ -14,9 +15,15 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// A setting of ours holds only where the user has not said otherwise.
-void set(ucp_config_t* config, const char* key, const std::string& value) {
-  if (std::getenv((std::string("UCX_") + key).c_str()) != nullptr) {
+// A setting of ours holds only where the user has not said otherwise in UCX's
+// own environment, unless it is what the user said to us.
+void set(
+    ucp_config_t* config,
+    const char* key,
+    const std::string& value,
+    bool explicitly = false) {
+  if (!explicitly &&
+      std::getenv((std::string("UCX_") + key).c_str()) != nullptr) {
     return;
   }
   const ucs_status_t status = ucp_config_modify(config, key, value.c_str());
@@ -58,19 +65,22 @@ void configure(ucp_config_t* config, const Options& options) {
   if (!options.interfaces.empty()) {
     const std::string excluded = excludedInterfaces(options.interfaces);
     if (!excluded.empty()) {
-      set(config, "NET_DEVICES", excluded);
+      set(config, "NET_DEVICES", excluded, options.interfacesExplicit);
     }
   }
   // Without it, endpoints that notice errors silently avoid shared memory.
   set(config, "MM_ERROR_HANDLING", "y");
   set(config,
       "KEEPALIVE_INTERVAL",
-      std::to_string(static_cast<int>(options.keepaliveSeconds * 500)) + "ms");
+      std::to_string(
+          std::max(1, static_cast<int>(options.keepaliveSeconds * 500))) +
+          "ms");
   if (options.portLow != 0) {
     set(config,
         "TCP_PORT_RANGE",
         std::to_string(options.portLow) + "-" +
-            std::to_string(options.portHigh));
+            std::to_string(options.portHigh),
+        /*explicitly=*/true);
   }
   set(config, "TCP_AF_PRIO", options.preferIpv6 ? "inet6,inet" : "inet,inet6");
   set(config, "MAX_RNDV_RAILS", "4"); // as many NICs as there are, to a point

@@ -74,9 +74,7 @@ std::string Worker::address() const {
 
 void Worker::post(base::TaskPtr operation) {
   if (mutex_.try_lock()) {
-    if (!stopped_.load(std::memory_order_relaxed)) {
-      operation->run();
-    }
+    operation->run();
     operation.reset();
     finish();
     return;
@@ -104,9 +102,7 @@ void Worker::drainOperations() {
       hasOperations_.store(false, std::memory_order_release);
     }
     for (auto& operation : operations) {
-      if (!stopped_.load(std::memory_order_relaxed)) {
-        operation->run();
-      }
+      operation->run();
     }
   }
 }

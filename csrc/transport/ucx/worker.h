@@ -34,8 +34,8 @@ class Worker {
   // Begins to be progressed by the threads that wait on `poller`.
   void start(base::Poller& poller);
 
-  // Runs `operation` under the lock, now or soon. Dropped once stopped: an
-  // operation that owns a callback fires it from its destructor.
+  // Runs `operation` under the lock, now or soon. Also after stop(), when no
+  // thread progresses any more: operations must look at what they belong to.
   void post(base::TaskPtr operation);
 
   // Under the lock: runs `task` as soon as the lock has been released.
@@ -72,7 +72,7 @@ class Worker {
   template <typename F>
   bool progressUntil(F&& done, int milliseconds);
 
-  // Detaches from the poller; later events and posts are not served.
+  // Detaches from the poller; later events are not served.
   void stop();
 
  private:

@@ -1,0 +1,65 @@
+"""What a back end of the benchmarks is. To add one: a subclass, and a line in __init__.py.
+
+The objects live in the worker processes: ``start`` and ``stop`` run in all of them, ``call`` and
+``call_async`` in the caller's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker's place in its group.
+
+    Attributes:
+        rank: 0 is the caller.
+        size: number of workers.
+        rendezvous: a file that does not exist yet, the same for all workers of the group.
+    """
+
+    rank: int
+    size: int
+    rendezvous: str
+
+
+class Pending(Protocol):
+    """The answer to come of an asynchronous call."""
+
+    def wait(self) -> Any:
+        """Return it; raises what the callee raised."""
+
+
+class Backend(ABC):
+    """One way of calling functions in other processes.
+
+    Thread: calls may come from several threads at once.
+    """
+
+    name: ClassVar[str]
+    #: Names in functions.py that it can call; a case that needs another one is left out.
+    functions: ClassVar[frozenset[str]]
+
+    @classmethod
+    def why_not(cls) -> str:
+        """Return why it cannot be used here; empty if it can."""
+        return ""
+
+    @abstractmethod
+    def start(self, place: Place) -> None:
+        """Join the group; returns when calls can be made."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the group, when all others do."""
+
+    @abstractmethod
+    def call(self, to: int, function: str, *arguments: Any) -> Any:
+        """Call a function by its name in functions.py on a worker, and return its result."""
+
+    @abstractmethod
+    def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
+        """Start such a call."""
