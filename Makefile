@@ -10,13 +10,17 @@ export MAX_JOBS ?= 2
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-fast build lint format clean
+.PHONY: demo test test-fast bench build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
-	$(BIN)/python -m demo
+	$(BIN)/python tutorials/demo.py
 
 test: $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python -m tests.run
+
+# This back end beside TENSORPIPE, in turns; see benchmarks/.
+bench: $(STAMPS)/bench $(STAMPS)/build
+	$(BIN)/python -m benchmarks --out benchmarks.jsonl
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
@@ -48,6 +52,10 @@ $(STAMPS)/build: $(STAMPS)/venv setup.py pyproject.toml $(CSRC)
 
 $(STAMPS)/test: $(STAMPS)/build
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+$(STAMPS)/bench: $(STAMPS)/build
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[bench]"
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/build

@@ -25,7 +25,7 @@ def identity(tensor: Tensor) -> Tensor:
 with warnings.catch_warnings():
     # RPC of TorchScript functions is what upstream offers and what we measure, deprecated or not.
     warnings.simplefilter("ignore", DeprecationWarning)
-    script_identity: Any = torch.jit.script(identity)  # type: ignore[no-untyped-call]
+    script_identity: Any = torch.jit.script(identity)
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nothing": nothing,

@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from benchmarks.backends.interface import Backend, Place
 from benchmarks.processes import Worker

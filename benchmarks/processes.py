@@ -89,7 +89,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
     while True:
         try:
             method, given = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
         try:
             # Made with the first request, so that its errors reach the driver as an answer.

@@ -32,9 +32,7 @@ class Flood(CallCase):
 
     def measure(self, backend: Backend) -> Figures:
         start = time.perf_counter()
-        pending = [
-            backend.call_async(1, self.function, *self.arguments) for _ in range(self.calls)
-        ]
+        pending = [backend.call_async(1, self.function, *self.arguments) for _ in range(self.calls)]
         for answer in pending:
             answer.wait()
         return {"time": [(time.perf_counter() - start) / self.calls]}

@@ -35,7 +35,7 @@ class SmallDuringBulk(CallCase):
             backend.call(1, "identity", self.bulk)
         mover = _Mover(backend, self.bulk)
         small = torch.ones(1)
-        times = []
+        times: list[float] = []
         with mover:
             end = time.perf_counter() + _SECONDS
             while len(times) < _LEAST or time.perf_counter() < end:

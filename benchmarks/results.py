@@ -1,0 +1,83 @@
+"""From rounds to figures: medians, percentiles, and ratios taken round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.cases.interface import Case, Metric, Round
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of one back end over all rounds.
+
+    Attributes:
+        median, p95, p99: of all samples.
+        samples: how many.
+    """
+
+    median: float
+    p95: float
+    p99: float
+    samples: int
+
+
+@dataclass
+class CaseResult:
+    """What a case gave.
+
+    Attributes:
+        case: it.
+        rounds: of each back end, in order; back ends that failed have fewer.
+        failures: why a back end has no figures, or not all.
+    """
+
+    case: Case
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def summary(self, backend: str, metric: str) -> Summary | None:
+        """Return a metric of a back end; None if it has none."""
+        values = [value for one in self.rounds.get(backend, ()) for value in one.figures[metric]]
+        if not values:
+            return None
+        median, p95, p99 = (float(q) for q in np.percentile(values, (50, 95, 99)))
+        return Summary(median, p95, p99, len(values))
+
+    def cpu(self, backend: str) -> float | None:
+        """Return the CPU time per call of all workers, s, the median of the rounds."""
+        values = [one.cpu for one in self.rounds.get(backend, ()) if one.cpu is not None]
+        return float(np.median(values)) if values else None
+
+    def ratios(self, metric: str, subject: str, baseline: str) -> list[float]:
+        """Return how many times better the subject is, round by round.
+
+        Both have run one right after the other in a round, so that what a busy machine does to
+        one it does to the other.
+        """
+        found = self.case.metrics[metric]
+        pairs = zip(self.rounds.get(subject, ()), self.rounds.get(baseline, ()), strict=False)
+        ratios = []
+        for ours, theirs in pairs:
+            one = _of_round(found, ours.figures[metric])
+            other = _of_round(found, theirs.figures[metric])
+            if one > 0 and other > 0:
+                ratios.append(one / other if found.more_is_better else other / one)
+        return ratios
+
+    def cpu_ratios(self, subject: str, baseline: str) -> list[float]:
+        """Return how many times less CPU the subject needs, round by round."""
+        pairs = zip(self.rounds.get(subject, ()), self.rounds.get(baseline, ()), strict=False)
+        return [theirs.cpu / ours.cpu for ours, theirs in pairs if ours.cpu and theirs.cpu]
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Return the median; None of nothing."""
+    return float(np.median(values)) if values else None
+
+
+def _of_round(metric: Metric, values: Sequence[float]) -> float:
+    return float(np.percentile(values, 99 if metric.tail else 50))
