@@ -15,7 +15,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
 
-test: $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/build
+test: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.run
 
 # This back end beside TENSORPIPE, in turns; see benchmarks/.

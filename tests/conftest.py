@@ -3,6 +3,7 @@ many small tests use."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -53,3 +54,8 @@ def pair(_pairs: list[groups.Group]) -> groups.Group:
             broken.close(gently=False)
         _pairs[:] = [groups.Group(2, options={"num_worker_threads": 8})]
     return _pairs[-1]
+
+
+# A shell starts its background jobs with SIGINT ignored, and children inherit that: the tests of
+# Ctrl-C would then test nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)

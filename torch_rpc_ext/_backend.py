@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch._C._distributed_c10d import Store
+from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import (
@@ -27,6 +28,7 @@ from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
 api: Any = _untyped_api
+rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
 
@@ -44,11 +46,9 @@ def prepare(rank: int, world_size: int | None) -> None:
     if rank != -1:
         _check_rank(rank, world_size)
     native = _native.load()
-    if not native_rpc._is_current_rpc_agent_set():
+    if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
-        forget = getattr(native, "prepare_reinit", None)
-        if forget is not None:
-            forget(rank)
+        native.prepare_reinit(rank)
 
 
 def _check_rank(rank: int, world_size: int | None) -> None:

@@ -2,6 +2,7 @@
 
 #include "base/log.h"
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <system_error>
@@ -16,6 +17,8 @@ namespace {
 constexpr size_t kMaxThreads = 4096;
 // Idle threads above the number of request threads end.
 constexpr size_t kSpareThreads = 1;
+// For how long queued work may stand still before one more thread joins in.
+constexpr int kStallMilliseconds = 1;
 
 } // namespace
 
@@ -41,7 +44,9 @@ thread_local ThreadState threadState;
 
 } // namespace
 
-Executor::Executor(size_t requestThreads) : requestThreads_(requestThreads) {}
+Executor::Executor(size_t requestThreads)
+    : requestThreads_(requestThreads),
+      busyTarget_(std::max(2u, std::thread::hardware_concurrency())) {}
 
 Executor::~Executor() {
   stop(/*milliseconds=*/0);
@@ -79,14 +84,18 @@ void Executor::spawn() {
 // Counted in polling_ on entry.
 void Executor::threadMain() {
   threadState.executor = this;
+  bool joins = false;
   for (;;) {
-    Work work = takeWork();
+    Work work = takeWork(joins);
     if (work.task != nullptr) {
       const bool last = polling_.fetch_sub(1) == 1;
       if (last && !stopping_.load()) {
         spawn(); // somebody has to stay at the Poller
       }
+      busy_.fetch_add(1);
       run(std::move(work));
+      busy_.fetch_sub(1);
+      joins = true; // it takes the place that it had
       if (polling_.fetch_add(1) >= requestThreads_ + kSpareThreads &&
           threadState.next.task == nullptr) {
         break;
@@ -96,11 +105,24 @@ void Executor::threadMain() {
     if (stopping_.load()) {
       break;
     }
+    // More threads than cores make a burst of short tasks slower, so while
+    // enough are busy this one only attends: it joins in when nothing has been
+    // taken for a while, because then the others are blocked.
+    const bool attends = readyCount_.load() != 0;
+    if (attends) {
+      wakePending_.store(true);
+    }
+    const uint64_t takenBefore = taken_.load();
     threadState.chainable = true;
-    const bool event = poller_.wait();
+    const auto ended = poller_.wait(attends ? kStallMilliseconds : -1);
     threadState.chainable = false;
-    if (!event) {
+    if (attends || ended == base::Poller::Ended::kWake) {
       wakePending_.store(false);
+    }
+    joins = attends && ended == base::Poller::Ended::kTimeout &&
+        taken_.load() == takenBefore;
+    if (attends && ended == base::Poller::Ended::kEvent) {
+      wakeOne(); // somebody else attends from here
     }
   }
   polling_.fetch_sub(1);
@@ -110,15 +132,20 @@ void Executor::threadMain() {
   threadEnded_.notify_all();
 }
 
-Executor::Work Executor::takeWork() {
+void Executor::wakeOne() {
+  if (readyCount_.load() != 0 && !wakePending_.exchange(true)) {
+    poller_.wake();
+  }
+}
+
+Executor::Work Executor::takeWork(bool joins) {
   Work work;
   if (threadState.next.task != nullptr) {
     return std::move(threadState.next);
   }
-  if (readyCount_.load() == 0) {
+  if (readyCount_.load() == 0 || (!joins && busy_.load() >= busyTarget_)) {
     return work;
   }
-  bool more = false;
   {
     std::lock_guard lock(mutex_);
     // Responses first: a request may be waiting for one.
@@ -128,13 +155,12 @@ Executor::Work Executor::takeWork() {
     }
     work = std::move(queue.front());
     queue.pop_front();
-    more = readyCount_.fetch_sub(1) > 1;
+    readyCount_.fetch_sub(1);
+    taken_.fetch_add(1);
   }
   // Each thread that takes work wakes at most one more: a burst of short tasks
   // is served by few threads, and a long task holds nothing up.
-  if (more && !wakePending_.exchange(true)) {
-    poller_.wake();
-  }
+  wakeOne();
   return work;
 }
 
@@ -157,9 +183,7 @@ void Executor::enqueue(Work work) {
     queue.push_back(std::move(work));
     readyCount_.fetch_add(1);
   }
-  if (!wakePending_.exchange(true)) {
-    poller_.wake();
-  }
+  wakeOne();
 }
 
 void Executor::submit(base::TaskPtr task) {

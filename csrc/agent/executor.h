@@ -75,7 +75,8 @@ class Executor final : public base::TaskRunner {
  private:
   void threadMain();
   void enqueue(Work work);
-  Work takeWork();
+  Work takeWork(bool joins);
+  void wakeOne();
   void run(Work work);
   void spawn();
   void admit(base::TaskPtr task);
@@ -83,7 +84,10 @@ class Executor final : public base::TaskRunner {
 
   const size_t requestThreads_;
   base::Poller poller_;
+  const size_t busyTarget_; // threads that run tasks before others join in
   std::atomic<size_t> polling_{0};
+  std::atomic<size_t> busy_{0};
+  std::atomic<uint64_t> taken_{0}; // tasks from the queues, ever
   std::atomic<bool> stopping_{false};
   std::atomic<bool> wakePending_{false};
 

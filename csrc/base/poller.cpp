@@ -73,30 +73,30 @@ void Poller::remove(int fd) {
   keys_.erase(it);
 }
 
-bool Poller::wait(int timeoutMs) {
+Poller::Ended Poller::wait(int timeoutMs) {
   epoll_event event{};
   const int n = epoll_wait(epollFd_, &event, 1, timeoutMs);
   if (n <= 0) {
-    return false; // time-out, or a signal: the caller looks around and returns
+    return Ended::kTimeout;
   }
   if (event.data.u64 == kWakeKey) {
     // A semaphore: each reader takes one wake. Another thread may have been
     // quicker; then this one has simply looked around.
     uint64_t one = 0;
     (void)!read(wakeFd_, &one, sizeof(one));
-    return false;
+    return Ended::kWake;
   }
   std::shared_ptr<Entry> entry;
   {
     std::lock_guard lock(mutex_);
     auto it = entries_.find(event.data.u64);
     if (it == entries_.end()) {
-      return true;
+      return Ended::kEvent;
     }
     entry = it->second;
   }
   entry->handler();
-  return true;
+  return Ended::kEvent;
 }
 
 void Poller::wake(uint64_t count) {

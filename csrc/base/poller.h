@@ -30,9 +30,12 @@ class Poller {
   // The handler does not start after this returns, unless it had begun.
   void remove(int fd);
 
-  // Waits for one event and runs its handler on this thread. Returns false
-  // when wake() ended the wait or `timeoutMs` passed (-1: wait for ever).
-  bool wait(int timeoutMs = -1);
+  // What ended a wait: an event, whose handler has run on this thread, wake(),
+  // or the time (a signal counts as that).
+  enum class Ended { kEvent, kWake, kTimeout };
+
+  // `timeoutMs` -1 waits for ever.
+  Ended wait(int timeoutMs = -1);
 
   // Ends `count` present or future waits.
   void wake(uint64_t count = 1);
