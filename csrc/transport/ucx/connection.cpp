@@ -27,6 +27,9 @@ const char* toString(ConnectionState state) {
 
 namespace {
 
+// A peer that floods us before it has introduced itself is none.
+constexpr size_t kMaxEarlyMessages = 4096;
+
 // What an active message needs until UCX has let go of it.
 struct ActiveSend {
   std::shared_ptr<UcxConnection> connection;
@@ -418,6 +421,18 @@ void UcxConnection::sendNow(Unsent frame) {
   transfer.spans.insert(
       transfer.spans.end(), frame.bulk.begin(), frame.bulk.end());
   sendActive(header, std::move(data));
+}
+
+void UcxConnection::keepEarly(const FrameHeader& header, base::ConstSpan data) {
+  if (early_.size() >= kMaxEarlyMessages) {
+    fail({base::ErrorKind::kInvalid, "the peer speaks before it is known"});
+    return;
+  }
+  base::Buffer bytes(data.size);
+  if (data.size != 0) {
+    std::memcpy(bytes.data(), data.data, data.size);
+  }
+  early_.emplace_back(header, std::move(bytes));
 }
 
 void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {

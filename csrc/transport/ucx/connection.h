@@ -73,6 +73,12 @@ class UcxConnection final : public Connection,
   void sendRefusal(uint64_t token, const std::string& why);
   // The peer introduced itself: from here on frames flow.
   void establish(Preamble peer);
+  // Messages that arrived before the peer's introduction, in their order.
+  using EarlyMessages = std::vector<std::pair<FrameHeader, base::Buffer>>;
+  void keepEarly(const FrameHeader& header, base::ConstSpan data);
+  EarlyMessages takeEarly() {
+    return std::move(early_);
+  }
   void onPull(uint64_t transfer, base::ConstSpan data);
   void onDone(uint64_t transfer, base::Error error);
   // Ends the connection once, releases everything that the peer cannot read,
@@ -143,6 +149,7 @@ class UcxConnection final : public Connection,
   std::string whyNoCma_;
   int pidFd_ = -1;
   std::deque<Unsent> unsent_;
+  EarlyMessages early_;
   uint64_t nextTransfer_ = 1;
   std::unordered_map<uint64_t, Transfer> transfers_;
   std::unordered_set<uint64_t> pulls_; // receives on the bulk channel

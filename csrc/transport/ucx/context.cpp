@@ -218,10 +218,20 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
   if (!connection) {
     return; // a late frame of a closed connection, or a stranger's
   }
-  if (connection->state() != ConnectionState::kOpen &&
+  if (connection->state() == ConnectionState::kOpening &&
       header.kind != FrameKind::kOpened && header.kind != FrameKind::kRefused) {
-    return; // frames begin when both have introduced themselves
+    // UCX does not promise the order of messages, least of all while it is
+    // connecting: what overtook the kOpened waits for it.
+    connection->keepEarly(header, data);
+    return;
   }
+  onConnectionMessage(connection, header, data);
+}
+
+void UcxContext::onConnectionMessage(
+    const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
+    base::ConstSpan data) {
   switch (header.kind) {
     case FrameKind::kOpened:
       onOpened(connection, data);
@@ -312,6 +322,9 @@ void UcxContext::onOpened(
     return;
   }
   connection->establish(std::move(preamble.value()));
+  for (auto& [early, bytes] : connection->takeEarly()) {
+    onConnectionMessage(connection, early, {bytes.data(), bytes.size()});
+  }
 }
 
 void UcxContext::onFrame(

@@ -86,6 +86,10 @@ class UcxContext final : public Context,
       size_t length,
       const ucp_am_recv_param_t* param);
   void onMessage(base::ConstSpan header, base::ConstSpan data);
+  void onConnectionMessage(
+      const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
+      base::ConstSpan data);
   void onOpen(const FrameHeader& header, base::ConstSpan data);
   void onOpened(
       const std::shared_ptr<UcxConnection>& connection,
