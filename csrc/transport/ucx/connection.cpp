@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 namespace torch_rpc_ext::transport::ucx {
 
