@@ -43,11 +43,12 @@ $(STAMPS)/venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	mkdir -p $(STAMPS)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja numpy psutil "libucx-cu13>=1.18"
+	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja numpy "libucx-cu13>=1.18"
 	touch $@
 
 $(STAMPS)/build: $(STAMPS)/venv setup.py pyproject.toml $(CSRC)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	$(BIN)/python -m compileall -q torch_rpc_ext
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/build

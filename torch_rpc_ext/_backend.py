@@ -13,7 +13,6 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import (
-    _dynamic,
     _init_hook,
     _interfaces,
     _lifecycle,
@@ -112,7 +111,7 @@ def start(
             if world_size:
                 _start_static(session, meeting)
             else:
-                _start_dynamic(session, _dynamic.Directory(own))
+                _start_dynamic(session, own)
         except BaseException as problem:
             # KeyboardInterrupt too: nothing of a failed start may stay.
             if world_size:
@@ -183,8 +182,10 @@ def _start_static(session: _state.Session, meeting: _rendezvous.Rendezvous) -> N
     meeting.confirm_start()
 
 
-def _start_dynamic(session: _state.Session, directory: _dynamic.Directory) -> None:
-    session.directory = directory
+def _start_dynamic(session: _state.Session, store: Any) -> None:
+    from torch_rpc_ext import _dynamic  # not for static groups
+
+    session.directory = directory = _dynamic.Directory(store)
     group = directory.join(session.me, secrets.token_bytes(16))
     try:
         _enter(session, group)
@@ -205,6 +206,12 @@ def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
             # Others may send CUDA tensors before the user's code has touched CUDA here.
             torch.cuda.init()  # type: ignore[no-untyped-call]
         session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+
+
+def _update_group_membership(*args: Any, **kwargs: Any) -> None:
+    from torch_rpc_ext import _dynamic
+
+    _dynamic.update_group_membership(*args, **kwargs)
 
 
 _attached = False
@@ -229,7 +236,7 @@ def _attach(native: Any) -> None:
                 _lifecycle.close_session()
 
     agent_class.shutdown = shutdown
-    agent_class._update_group_membership = _dynamic.update_group_membership
+    agent_class._update_group_membership = _update_group_membership
     agent_class._get_backend_options = lambda _: _state.require().given_options
     agent_class.store = property(lambda _: _state.require().store)
 

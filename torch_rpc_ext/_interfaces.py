@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlparse
 
+from torch_rpc_ext import _native
+
 # Only the route to these is looked up; nothing is ever sent to them.
 _FAR_AWAY = ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888"))
 _ENVIRONMENT = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -80,20 +82,12 @@ def store_host(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 def _addresses() -> dict[str, list[str]]:
     """Return interface name -> IP addresses (IPv6 link-local ones with %scope)."""
-    import psutil  # Imported late: `import torch_rpc_ext` must stay lean.
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [str(entry.address) for entry in entries if entry.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    return {name: addresses for name, (_, addresses) in _native.load().interfaces().items()}
 
 
 def _is_up(name: str) -> bool:
-    import psutil
-
-    stats = psutil.net_if_stats().get(name)
-    return stats is None or bool(stats.isup)
+    up, _ = _native.load().interfaces().get(name, (False, []))
+    return bool(up)
 
 
 def _explicit(

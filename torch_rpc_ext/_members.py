@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -120,14 +121,19 @@ def host_identity() -> str:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process of this host runs; a zombie does not."""
-    import psutil  # Imported late: `import torch_rpc_ext` must stay lean.
-
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
         return False
-    except psutil.AccessDenied:
-        return True
+    except OSError:
+        return True  # nobody can tell
+    try:
+        # It becomes readable when the process ends, whether it has been reaped or not.
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        return not ended.poll(0)
+    finally:
+        os.close(process)
 
 
 def validate(members: Sequence[Member], *, is_static: bool) -> None:

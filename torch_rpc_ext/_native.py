@@ -188,13 +188,14 @@ def _mapped(name: str) -> str:
     """Return the file of a library that is loaded in this process, '' for none."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:
-            for line in file:
-                path = line.rstrip("\n").partition("/")[2]
-                if Path(path).name.startswith(name):
-                    return f"/{path}"
+            maps = file.read()
     except OSError:
-        pass
-    return ""
+        return ""
+    at = maps.find(f"/{name}")
+    if at < 0:
+        return ""
+    start, end = maps.rfind("\n", 0, at) + 1, maps.find("\n", at)
+    return "/" + maps[start:end].partition("/")[2]
 
 
 def infiniband_devices() -> list[str]:

@@ -22,6 +22,7 @@ dist: Any = _untyped_c10d  # its stub lacks some members
 
 # The first look comes soon (a peer is usually milliseconds away), later ones spare the store.
 _FIRST_PAUSE = 0.001
+_GROWTH = 1.25
 _LONGEST_PAUSE = 0.1
 # A port that the process before us has just left is free within moments.
 _PORT_PATIENCE = 3.0
@@ -51,7 +52,7 @@ def poll(ready: Callable[[], bool], deadline: Deadline) -> bool:
         if left <= 0:
             return False
         time.sleep(min(pause, left))
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
+        pause = min(pause * _GROWTH, _LONGEST_PAUSE)
     return True
 
 

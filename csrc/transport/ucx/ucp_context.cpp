@@ -1,19 +1,23 @@
 #include "transport/ucx/ucp_context.h"
 
+#include "base/interfaces.h"
 #include "base/log.h"
 #include "transport/ucx/status.h"
 
-#include <ifaddrs.h>
+#include <sys/statvfs.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
-#include <set>
 #include <string>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
 
 namespace {
+
+// What a process may come to need there with hundreds of peers.
+constexpr uint64_t kPosixSharedMemoryBytes = 64u << 20;
 
 // A setting of ours holds only where the user has not said otherwise in UCX's
 // own environment, unless it is what the user said to us.
@@ -38,30 +42,40 @@ void set(
 // UCX names RDMA devices in the same list as IP interfaces. To choose among the
 // latter without losing the former, the others are excluded by name.
 std::string excludedInterfaces(const std::vector<std::string>& wanted) {
-  std::set<std::string> others;
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) == 0) {
-    for (ifaddrs* it = list; it != nullptr; it = it->ifa_next) {
-      others.insert(it->ifa_name);
-    }
-    freeifaddrs(list);
-  }
-  for (const auto& name : wanted) {
-    others.erase(name);
-  }
   std::string text;
-  for (const auto& name : others) {
-    text += (text.empty() ? "^" : ",") + name;
+  for (const auto& [name, interface] : base::networkInterfaces()) {
+    if (std::find(wanted.begin(), wanted.end(), name) == wanted.end()) {
+      text += (text.empty() ? "^" : ",") + name;
+    }
   }
   return text;
 }
 
-void configure(ucp_config_t* config, const Options& options) {
+// Two kinds of shared memory are tried where one would do, and each costs
+// memory: SysV's is only needed where /dev/shm, often small in a container, has
+// no room.
+bool hasPosixSharedMemory() {
+  struct statvfs info{};
+  return statvfs("/dev/shm", &info) == 0 &&
+      info.f_bavail * info.f_frsize >= kPosixSharedMemoryBytes;
+}
+
+std::string transportList(const Options& options) {
   // CMA is done by ourselves (cma.h says why); CUDA memory never reaches UCX.
-  set(config,
-      "TLS",
-      options.useSharedMemory ? "^cma,cuda_copy,cuda_ipc,gdr_copy"
-                              : "^shm,cma,cuda_copy,cuda_ipc,gdr_copy");
+  std::string list = "^cma,cuda_copy,cuda_ipc,gdr_copy";
+  if (!options.useSharedMemory) {
+    list += ",shm";
+  } else if (hasPosixSharedMemory()) {
+    list += ",sysv";
+  }
+  return list;
+}
+
+void configure(ucp_config_t* config, const Options& options) {
+  set(config, "TLS", transportList(options));
+  // How many receive buffers of 8 KiB are made at once; UCX makes 512, 4 MB of
+  // them, before the first message.
+  set(config, "POSIX_RX_BUFS_GROW", "64");
   if (!options.interfaces.empty()) {
     const std::string excluded = excludedInterfaces(options.interfaces);
     if (!excluded.empty()) {
