@@ -1,9 +1,12 @@
-"""Three places where upstream's Python knows TensorPipeAgent only, or does less than expected.
+"""Places where upstream's Python knows TensorPipeAgent only, or does less than expected.
 
 Installed while our agent runs, taken out with it; any other agent sees upstream as it is.
 
 - api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
   it comes here, and we leave.
+- api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
+  completes. Here the waiting thread takes the answer from the network itself: that spares a
+  hand-off between threads, and Ctrl-C ends the wait.
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
@@ -36,6 +39,8 @@ api: Any = _untyped_api
 internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
 
+_SYNC = api.RPCExecMode.SYNC
+
 # For letting go of RRefs before leaving; their owners may be gone, and then never answer.
 _RREF_PATIENCE = timedelta(seconds=10)
 
@@ -51,9 +56,11 @@ def install() -> None:
     if _originals:
         return
     _originals["wait_all_workers"] = api._wait_all_workers
+    _originals["invoke_rpc"] = api._invoke_rpc
     _originals["run_function"] = internal._run_function
     _originals["handle_exception"] = internal._handle_exception
     api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
+    api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
     # The C++ side looks these up by name when it first needs them in a session.
     internal._run_function = _exceptions.run_function
     internal._handle_exception = _exceptions.handle_exception
@@ -66,6 +73,7 @@ def uninstall() -> None:
     if not _originals:
         return
     api._wait_all_workers = _originals.pop("wait_all_workers")
+    api._invoke_rpc = _originals.pop("invoke_rpc")
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
     pickler = internal._internal_rpc_pickler
@@ -76,6 +84,16 @@ def uninstall() -> None:
         if table.get(torch.Tensor) is _reduce_tensor:
             del table[torch.Tensor]
     pickler._dispatch_table[torch.Tensor] = pickler._tensor_reducer
+
+
+def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **kwargs: Any) -> Any:
+    invoke = _originals.get("invoke_rpc", api._invoke_rpc)
+    future = invoke(to, func, rpc_type, *args, **kwargs)
+    if rpc_type is _SYNC:
+        session = _state.current()
+        if session is not None:
+            session.agent.await_answer(future)
+    return future
 
 
 def _wait_all_workers(timeout: float = 0) -> None:

@@ -41,6 +41,6 @@ class Flood(CallCase):
 _FOUR_BYTES = torch.ones(1)
 
 CASES = [
-    Flood("flood-builtin", "2000 async builtin, per call", "add", (_FOUR_BYTES, 1), 2.8),
+    Flood("flood-builtin", "2000 async builtin, per call", "add", (_FOUR_BYTES, _FOUR_BYTES), 2.8),
     Flood("flood-python", "2000 async python, per call", "identity", (_FOUR_BYTES,), 2.1),
 ]

@@ -35,6 +35,7 @@ struct ThreadState {
   Executor* executor = nullptr;
   // The thread returns to its loop soon: it can take one more task along.
   bool chainable = false;
+  bool leads = false;
   Executor::Work next;
   bool inRequest = false;
   Executor::RequestScopePtr scope;
@@ -46,6 +47,7 @@ thread_local ThreadState threadState;
 
 Executor::Executor(size_t requestThreads)
     : requestThreads_(requestThreads),
+      leaderSignal_(std::make_shared<Signal>()),
       busyTarget_(std::max(2u, std::thread::hardware_concurrency())) {}
 
 Executor::~Executor() {
@@ -84,6 +86,7 @@ void Executor::spawn() {
 // Counted in polling_ on entry.
 void Executor::threadMain() {
   threadState.executor = this;
+  auto scope = threadScope_ ? threadScope_() : nullptr;
   bool joins = false;
   for (;;) {
     Work work = takeWork(joins);
@@ -127,6 +130,7 @@ void Executor::threadMain() {
   }
   polling_.fetch_sub(1);
   threadState.executor = nullptr;
+  scope.reset();
   std::lock_guard lock(mutex_);
   --threads_;
   threadEnded_.notify_all();
@@ -257,6 +261,48 @@ void Executor::endNested(const RequestScopePtr& scope) {
   std::lock_guard lock(mutex_);
   if (--scope->nested == 0 && !scope->finished) {
     ++running_; // it was promised: above the limit rather than blocked
+  }
+}
+
+bool Executor::leads() const {
+  return threadState.leads && threadState.executor == this;
+}
+
+Executor::Claim::Claim(bool claims) : claims_(claims) {
+  if (claims_) {
+    threadState.chainable = true;
+  }
+}
+
+Executor::Claim::~Claim() {
+  if (claims_) {
+    threadState.chainable = false;
+  }
+}
+
+void Executor::Leader::wait(
+    const std::function<bool()>& done,
+    const std::function<void()>& interrupted) {
+  // A pool thread that waits inside a user function stays one.
+  struct Restore {
+    Executor* const executor = threadState.executor;
+    ~Restore() {
+      threadState.executor = executor;
+      threadState.leads = false;
+    }
+  } restore;
+  threadState.executor = &executor_;
+  threadState.leads = true;
+  while (threadState.next.task == nullptr && !done()) {
+    if (lead_.wait() == base::Poller::Ended::kTimeout) {
+      interrupted();
+    }
+  }
+  threadState.leads = false;
+  // From here on it may take long: copies, and the GIL.
+  lead_.give();
+  while (threadState.next.task != nullptr) {
+    executor_.run(std::move(threadState.next));
   }
 }
 

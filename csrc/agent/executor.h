@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -48,6 +49,12 @@ class Executor final : public base::TaskRunner {
     return poller_;
   }
 
+  // Lives on each thread from its start to its end; made there. Set it before
+  // start().
+  using ThreadScope = std::function<std::shared_ptr<void>()>;
+  void setThreadScope(ThreadScope scope) {
+    threadScope_ = std::move(scope);
+  }
   void start();
   // Runs what is queued (requests excepted, they are dropped) and joins the
   // threads. False when some were still in user code after `milliseconds`: then
@@ -64,6 +71,15 @@ class Executor final : public base::TaskRunner {
   void beginNested(const RequestScopePtr& scope);
   void endNested(const RequestScopePtr& scope);
 
+  // On any thread that waits for an answer: it serves the transport in place of
+  // the pool, so that the answer needs no hand-off.
+  class Leader;
+  // True on a thread that is in Leader::wait().
+  bool leads() const;
+  // While it lives on such a thread, the first task that the thread submits is
+  // run by the thread itself.
+  class Claim;
+
   size_t requestThreads() const {
     return requestThreads_;
   }
@@ -73,6 +89,8 @@ class Executor final : public base::TaskRunner {
   size_t threads() const;
 
  private:
+  using Signal = base::Poller::Lead::Signal;
+
   void threadMain();
   void enqueue(Work work);
   Work takeWork(bool joins);
@@ -83,7 +101,9 @@ class Executor final : public base::TaskRunner {
   void releaseSlotLocked(std::unique_lock<std::mutex>& lock);
 
   const size_t requestThreads_;
+  ThreadScope threadScope_;
   base::Poller poller_;
+  const std::shared_ptr<Signal> leaderSignal_;
   const size_t busyTarget_; // threads that run tasks before others join in
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0};
@@ -99,6 +119,43 @@ class Executor final : public base::TaskRunner {
   std::deque<base::TaskPtr> backlog_; // requests, not yet admitted
   size_t running_ = 0;
   size_t threads_ = 0;
+};
+
+class Executor::Claim {
+ public:
+  explicit Claim(bool claims);
+  ~Claim();
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+ private:
+  const bool claims_;
+};
+
+// Thread: the one that made it, except what signal() gives.
+class Executor::Leader {
+ public:
+  explicit Leader(Executor& executor)
+      : executor_(executor), lead_(executor.poller_, executor.leaderSignal_) {}
+
+  // False when another thread leads already: wait in some other way then.
+  bool leads() const {
+    return lead_.leads();
+  }
+  // To be raised when what wait() waits for happens on another thread. A late
+  // one does no harm.
+  const std::shared_ptr<base::Poller::Lead::Signal>& signal() const {
+    return executor_.leaderSignal_;
+  }
+  // Returns when `done`, or when the claimed task and what followed from it
+  // have run. `interrupted` runs after a signal of the system and may throw.
+  void wait(
+      const std::function<bool()>& done,
+      const std::function<void()>& interrupted);
+
+ private:
+  Executor& executor_;
+  base::Poller::Lead lead_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -1,20 +1,12 @@
 #include "agent/pending_calls.h"
 
-#include <sys/timerfd.h>
-#include <unistd.h>
-
 namespace torch_rpc_ext::agent {
 
 PendingCalls::PendingCalls(base::Poller& poller, Expired expired)
-    : poller_(poller),
-      expired_(std::move(expired)),
-      timerFd_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-  poller_.add(timerFd_, [this] { onTimer(); });
-}
+    : expired_(std::move(expired)), timer_(poller, [this] { onTimer(); }) {}
 
 PendingCalls::~PendingCalls() {
   stop();
-  close(timerFd_);
 }
 
 uint64_t PendingCalls::add(PendingCall call) {
@@ -99,21 +91,10 @@ size_t PendingCalls::withDeadline() const {
 void PendingCalls::armLocked() {
   armed_ =
       deadlines_.empty() ? Clock::time_point::max() : deadlines_.begin()->first;
-  itimerspec spec{};
-  if (!deadlines_.empty()) {
-    // steady_clock is CLOCK_MONOTONIC. A time in the past fires at once.
-    const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                        armed_.time_since_epoch())
-                        .count();
-    spec.it_value.tv_sec = ns / 1'000'000'000;
-    spec.it_value.tv_nsec = ns % 1'000'000'000;
-  }
-  timerfd_settime(timerFd_, TFD_TIMER_ABSTIME, &spec, nullptr);
+  timer_.set(armed_);
 }
 
 void PendingCalls::onTimer() {
-  uint64_t expirations = 0;
-  (void)!read(timerFd_, &expirations, sizeof(expirations));
   std::vector<PendingCall> due;
   {
     std::lock_guard lock(mutex_);
@@ -126,7 +107,6 @@ void PendingCalls::onTimer() {
       due.push_back(extractLocked(it));
     }
     armLocked();
-    poller_.rearm(timerFd_);
   }
   for (auto& call : due) {
     expired_(std::move(call));
@@ -137,7 +117,7 @@ void PendingCalls::stop() {
   std::lock_guard lock(mutex_);
   if (!stopped_) {
     stopped_ = true;
-    poller_.remove(timerFd_);
+    timer_.stop();
   }
 }
 

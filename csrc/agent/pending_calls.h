@@ -2,6 +2,7 @@
 
 #include "agent/executor.h"
 #include "base/error.h"
+#include "base/timer.h"
 #include "transport/transport.h"
 
 #include <torch/csrc/distributed/rpc/message.h>
@@ -72,9 +73,7 @@ class PendingCalls {
   void armLocked();
   PendingCall extractLocked(std::unordered_map<uint64_t, Entry>::iterator it);
 
-  base::Poller& poller_;
   const Expired expired_;
-  const int timerFd_;
 
   mutable std::mutex mutex_;
   uint64_t nextId_ = 1;
@@ -83,6 +82,7 @@ class PendingCalls {
   // When the timer fires; max() when it does not.
   Clock::time_point armed_ = Clock::time_point::max();
   bool stopped_ = false;
+  base::Timer timer_; // last: its handler uses the others
 };
 
 } // namespace torch_rpc_ext::agent

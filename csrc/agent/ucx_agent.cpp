@@ -9,6 +9,8 @@
 
 #include <unistd.h>
 
+#include <thread>
+
 namespace torch_rpc_ext::agent {
 
 namespace {
@@ -18,6 +20,12 @@ constexpr int kStopMilliseconds = 1000;
 
 // The call that this thread is handing to its connection right now, or 0.
 thread_local uint64_t callBeingSent = 0;
+// The last call of this thread to another worker.
+struct LastCall {
+  const UcxAgent* agent = nullptr;
+  uint64_t id = 0;
+};
+thread_local LastCall lastCall;
 
 std::chrono::milliseconds toMilliseconds(float seconds) {
   return std::chrono::milliseconds(
@@ -163,6 +171,7 @@ void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
   // Holds the memory that `bulk` points into until the peer has taken it, even
   // when the call has timed out long since.
   const bool borrowed = !bulk.empty();
+  lastCall = {to == workerInfo_.id_ ? nullptr : this, callId};
   callBeingSent = callId;
   connection->send(
       std::move(head),
@@ -187,6 +196,31 @@ void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
         }
       });
   callBeingSent = 0;
+}
+
+void UcxAgent::await(
+    rpc::JitFuture& future,
+    const std::function<void()>& interrupted) {
+  if (lastCall.agent != this || future.completed()) {
+    return;
+  }
+  Executor::Leader leader(executor_);
+  if (!leader.leads()) {
+    return;
+  }
+  future.addCallback(
+      [signal = leader.signal(),
+       waiter = std::this_thread::get_id()](rpc::JitFuture&) {
+        if (std::this_thread::get_id() != waiter) {
+          signal->raise();
+        }
+      },
+      /*uses_future=*/false);
+  leader.wait([&] { return future.completed(); }, interrupted);
+}
+
+bool UcxAgent::awaitedHere(uint64_t callId) const {
+  return executor_.leads() && lastCall.agent == this && lastCall.id == callId;
 }
 
 void UcxAgent::callEnded(const PendingCall& call) {

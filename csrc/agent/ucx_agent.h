@@ -72,6 +72,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   const std::vector<c10::Device>& getDevices() const override;
   void addGilWaitTime(std::chrono::microseconds wait) override;
 
+  // Waits for the answer to the last call of this thread, whose future is
+  // `future`, in the way that is fastest; may return before it is there.
+  // `interrupted` runs after a signal of the system and may throw.
+  void await(rpc::JitFuture& future, const std::function<void()>& interrupted);
+
   // ---- ours ----
   // What other members need to reach this one.
   std::string address() const;
@@ -103,6 +108,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Runs before the first message is served.
   void setStartHook(std::function<void()> hook) {
     startHook_ = std::move(hook);
+  }
+  // See Executor.
+  void setThreadScope(Executor::ThreadScope scope) {
+    executor_.setThreadScope(std::move(scope));
   }
   // Looks into responses for what the remote function raised; null for a
   // result. Without it upstream's code does, which keeps only some types.
@@ -156,6 +165,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       c10::intrusive_ptr<rpc::Message> message);
 
   // Client side.
+  // This thread is in await() for that call.
+  bool awaitedHere(uint64_t callId) const;
   void sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to);
   void complete(Arrival& arrival, PendingCall call);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);

@@ -75,10 +75,12 @@ void UcxAgent::onFrame(
     bytes += size;
   }
   metrics::add(counters_.bytesReceived, bytes);
-  if (arrival->header().kind == wire::CallKind::kResponse &&
-      !pending_.contains(arrival->header().callId)) {
+  const wire::CallHeader& header = arrival->header();
+  const bool response = header.kind == wire::CallKind::kResponse;
+  if (response && !pending_.contains(header.callId)) {
     return; // the call has timed out: nobody wants the bulk any more
   }
+  const Executor::Claim claim(response && awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
     auto none = arrival->decoder->allocate(*cache_, {});
     if (!none.ok()) {

@@ -1,5 +1,6 @@
 #include "base/poller.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -39,27 +40,33 @@ Poller::~Poller() {
   close(epollFd_);
 }
 
+void Poller::control(int operation, int fd, uint64_t key, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = key;
+  checked(epoll_ctl(epollFd_, operation, fd, &event), "epoll_ctl");
+}
+
 void Poller::add(int fd, Handler handler) {
   std::lock_guard lock(mutex_);
   const uint64_t key = nextKey_++;
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLONESHOT;
-  event.data.u64 = key;
-  checked(epoll_ctl(epollFd_, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
+  control(EPOLL_CTL_ADD, fd, key, EPOLLIN | EPOLLONESHOT);
   keys_[fd] = key;
   entries_[key] = std::make_shared<Entry>(Entry{fd, std::move(handler)});
+}
+
+void Poller::addMain(int fd, Handler handler) {
+  add(fd, std::move(handler));
+  std::lock_guard lock(mutex_);
+  mainFd_ = fd;
 }
 
 void Poller::rearm(int fd) {
   std::lock_guard lock(mutex_);
   auto it = keys_.find(fd);
-  if (it == keys_.end()) {
-    return;
+  if (it != keys_.end() && !(fd == mainFd_ && led_)) {
+    control(EPOLL_CTL_MOD, fd, it->second, EPOLLIN | EPOLLONESHOT);
   }
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLONESHOT;
-  event.data.u64 = it->second;
-  epoll_ctl(epollFd_, EPOLL_CTL_MOD, fd, &event);
 }
 
 void Poller::remove(int fd) {
@@ -68,9 +75,18 @@ void Poller::remove(int fd) {
   if (it == keys_.end()) {
     return;
   }
+  if (fd == mainFd_) {
+    mainFd_ = -1;
+  }
   epoll_ctl(epollFd_, EPOLL_CTL_DEL, fd, nullptr);
   entries_.erase(it->second);
   keys_.erase(it);
+}
+
+std::shared_ptr<Poller::Entry> Poller::find(uint64_t key) {
+  std::lock_guard lock(mutex_);
+  auto it = entries_.find(key);
+  return it == entries_.end() ? nullptr : it->second;
 }
 
 Poller::Ended Poller::wait(int timeoutMs) {
@@ -86,21 +102,65 @@ Poller::Ended Poller::wait(int timeoutMs) {
     (void)!read(wakeFd_, &one, sizeof(one));
     return Ended::kWake;
   }
-  std::shared_ptr<Entry> entry;
-  {
-    std::lock_guard lock(mutex_);
-    auto it = entries_.find(event.data.u64);
-    if (it == entries_.end()) {
-      return Ended::kEvent;
-    }
-    entry = it->second;
+  if (auto entry = find(event.data.u64)) {
+    entry->handler();
   }
-  entry->handler();
   return Ended::kEvent;
 }
 
 void Poller::wake(uint64_t count) {
   (void)!write(wakeFd_, &count, sizeof(count));
+}
+
+Poller::Lead::Signal::Signal()
+    : fd_(checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {}
+
+Poller::Lead::Signal::~Signal() {
+  close(fd_);
+}
+
+void Poller::Lead::Signal::raise() {
+  const uint64_t one = 1;
+  (void)!write(fd_, &one, sizeof(one));
+}
+
+Poller::Lead::Lead(Poller& poller, std::shared_ptr<Signal> signal)
+    : poller_(poller), signal_(std::move(signal)) {
+  std::lock_guard lock(poller_.mutex_);
+  auto it = poller_.keys_.find(poller_.mainFd_);
+  if (poller_.led_ || it == poller_.keys_.end()) {
+    return;
+  }
+  poller_.control(EPOLL_CTL_MOD, poller_.mainFd_, it->second, /*events=*/0);
+  poller_.led_ = true;
+  entry_ = poller_.entries_.at(it->second);
+}
+
+Poller::Ended Poller::Lead::wait() {
+  pollfd fds[] = {{entry_->fd, POLLIN, 0}, {signal_->fd_, POLLIN, 0}};
+  if (poll(fds, 2, -1) < 0) {
+    return Ended::kTimeout;
+  }
+  if (fds[1].revents != 0) {
+    uint64_t count = 0;
+    (void)!read(signal_->fd_, &count, sizeof(count));
+    return Ended::kWake;
+  }
+  entry_->handler();
+  return Ended::kEvent;
+}
+
+void Poller::Lead::give() {
+  if (entry_ == nullptr) {
+    return;
+  }
+  {
+    std::lock_guard lock(poller_.mutex_);
+    poller_.led_ = false;
+  }
+  // What came meanwhile, and was not served, wakes another waiter now.
+  poller_.rearm(entry_->fd);
+  entry_.reset();
 }
 
 } // namespace torch_rpc_ext::base

@@ -1,11 +1,13 @@
 #include "agent/ucx_agent.h"
 #include "bindings/bindings.h"
+#include "bindings/python_thread.h"
 #include "bindings/remote_exception.h"
 #include "compat/torch_compat.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace torch_rpc_ext::bindings {
 
@@ -54,6 +56,7 @@ std::shared_ptr<UcxAgent> makeAgent(
           std::make_unique<rpc::RequestCallbackImpl>()),
       ReleaseGil<UcxAgent>());
   agent->setInterruptCheck(checkInterrupt);
+  agent->setThreadScope(keepPythonThreadState);
   agent->setExceptionDecoder(decodeRemoteException);
   // Upstream makes the agent current, then starts it.
   agent->setStartHook([] {
@@ -188,6 +191,15 @@ void bindAgent(py::module_& module) {
           Release(),
           py::arg("shutdown") = false,
           py::arg("timeout") = 0)
+      .def(
+          "await_answer",
+          [](const std::shared_ptr<UcxAgent>& self,
+             const torch::jit::PythonFutureWrapper& future) {
+            auto held = future.fut;
+            py::gil_scoped_release release;
+            self->await(*held, checkInterrupt);
+          },
+          py::arg("future"))
       .def("shutdown", &UcxAgent::shutdown, Release())
       .def(
           "get_worker_info",

@@ -84,6 +84,20 @@ def test_ctrl_c_during_shutdown() -> None:
     assert "interrupted True" in ended.out, ended
 
 
+@needs_ucx("waits in C++, deaf to signals")
+def test_ctrl_c_during_a_call() -> None:
+    with Group(2) as group:
+        call = group[0].start(rpc.rpc_sync, "worker1", f.sleep, args=(8.0,))
+        time.sleep(0.5)
+        start = time.monotonic()
+        group[0].signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            call.result(10)
+        assert time.monotonic() - start < 1.5
+        assert group[0].run(rpc.rpc_sync, "worker1", f.name_here) == "worker1"
+        group.close(gently=False)  # a graceful end would wait for the sleeper
+
+
 @workers(3, everywhere=True)
 def test_graceful_shutdown_waits_for_work() -> None:
     rank = rpc.get_worker_info().id

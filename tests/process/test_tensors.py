@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -224,6 +227,23 @@ def check_aliasing() -> None:
 
 def test_views_of_one_storage_still_share_it(pair: Group) -> None:
     pair.run(check_aliasing)
+
+
+def check_memory_comes_back() -> None:
+    array = np.ones(1 << 18, dtype=np.float32)
+    held = weakref.ref(array)
+    tensor = torch.from_numpy(array)
+    del array
+    assert rpc.rpc_sync("worker1", f.total, args=(tensor,)) == 1 << 18
+    del tensor
+    deadline = time.monotonic() + 5
+    while held() is not None:
+        assert time.monotonic() < deadline, "the argument is still held"
+        time.sleep(0.01)
+
+
+def test_memory_of_an_argument_comes_back_without_another_call(pair: Group) -> None:
+    pair.run(check_memory_comes_back)
 
 
 def check_by_value(to: str) -> None:

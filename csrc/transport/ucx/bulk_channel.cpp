@@ -25,7 +25,7 @@ base::Result<std::shared_ptr<BulkChannel>> BulkChannel::create(
   if (!worker.ok()) {
     return worker.error();
   }
-  worker.value()->start(poller);
+  worker.value()->start(poller, /*main=*/false);
   return std::shared_ptr<BulkChannel>(
       new BulkChannel(std::move(worker.value())));
 }

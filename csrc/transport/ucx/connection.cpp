@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
 
@@ -28,6 +29,8 @@ namespace {
 
 // A peer that floods us before it has introduced itself is none.
 constexpr size_t kMaxEarlyMessages = 4096;
+// More than this the peer gets back at once.
+constexpr uint64_t kMaxLazyBytes = 16u << 20;
 
 // What an active message needs until UCX has let go of it.
 struct ActiveSend {
@@ -212,10 +215,22 @@ void UcxConnection::pull(
           }));
 }
 
-void UcxConnection::done(uint64_t transfer, const base::Error& error) {
+void UcxConnection::done(
+    uint64_t transfer,
+    uint64_t bytes,
+    const base::Error& error) {
   context_->worker().post(
-      base::makeTask([self = shared_from_this(), transfer, error] {
+      base::makeTask([self = shared_from_this(), transfer, bytes, error] {
         if (self->state_ != ConnectionState::kOpen) {
+          return;
+        }
+        if (!error && bytes <= kMaxLazyBytes) {
+          // A message of its own would wake a thread of the peer for nothing
+          // but this; the answer to the call is often on its way.
+          self->acknowledgements_.push_back(transfer);
+          if (!std::exchange(self->acknowledgesSoon_, true)) {
+            self->context_->acknowledgeSoon(self);
+          }
           return;
         }
         base::Buffer text(
@@ -344,9 +359,13 @@ void UcxConnection::watchProcess() {
       });
 }
 
-void UcxConnection::sendActive(const FrameHeader& header, base::Buffer data) {
+void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
   if (endpoint_ == nullptr) {
     return;
+  }
+  if (!acknowledgements_.empty()) {
+    header.acknowledged = acknowledgements_.back();
+    acknowledgements_.pop_back();
   }
   auto send = std::make_unique<ActiveSend>(
       ActiveSend{shared_from_this(), std::move(data)});
@@ -373,6 +392,17 @@ void UcxConnection::sendActive(const FrameHeader& header, base::Buffer data) {
   }
   (void)send.release(); // onActiveSent owns it now
   context_->worker().needProgress();
+}
+
+void UcxConnection::acknowledge() {
+  acknowledgesSoon_ = false;
+  while (!acknowledgements_.empty() && state_ == ConnectionState::kOpen) {
+    const uint64_t transfer = acknowledgements_.back();
+    acknowledgements_.pop_back();
+    sendActive(
+        {.kind = FrameKind::kDone, .token = peer_.token, .transfer = transfer},
+        {});
+  }
 }
 
 void UcxConnection::onSent(ucs_status_t status) {

@@ -62,8 +62,9 @@ class UcxConnection final : public Connection,
       const std::vector<BulkEntry>& from,
       const std::vector<base::MutableSpan>& into,
       Callback callback);
-  // Tells the peer that the memory of `transfer` is its own again.
-  void done(uint64_t transfer, const base::Error& error);
+  // Tells the peer that the memory of `transfer`, `bytes` in all, is its own
+  // again: now, or soon when it went well and is little.
+  void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
 
   void deliveryEnds(); // any thread
 
@@ -94,6 +95,8 @@ class UcxConnection final : public Connection,
     deliveries_.fetch_add(1);
   }
   void onSent(ucs_status_t status);
+  // Sends what done() has put off.
+  void acknowledge();
 
   ConnectionState state() const {
     return state_.load();
@@ -123,7 +126,7 @@ class UcxConnection final : public Connection,
   };
 
   void sendNow(Unsent frame);
-  void sendActive(const FrameHeader& header, base::Buffer data);
+  void sendActive(FrameHeader header, base::Buffer data);
   void setState(ConnectionState state);
   void deferCallback(Callback callback, base::Error error);
   void finishTransfer(uint64_t id);
@@ -152,6 +155,8 @@ class UcxConnection final : public Connection,
   EarlyMessages early_;
   uint64_t nextTransfer_ = 1;
   std::unordered_map<uint64_t, Transfer> transfers_;
+  std::vector<uint64_t> acknowledgements_; // transfers of the peer's
+  bool acknowledgesSoon_ = false;
   std::unordered_set<uint64_t> pulls_; // receives on the bulk channel
 };
 

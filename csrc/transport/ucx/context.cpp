@@ -6,9 +6,11 @@
 #include "transport/ucx/status.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 #include <random>
+#include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
 
@@ -17,6 +19,8 @@ namespace {
 // How long stop() waits for what was sent to leave, in milliseconds. A peer
 // that does not read must not keep a process from ending.
 constexpr int kDrainMilliseconds = 1000;
+// How long a peer waits at most to have its memory back after we have read it.
+constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 
 uint64_t randomToken() {
   std::random_device source;
@@ -88,7 +92,10 @@ void UcxContext::start(
   params.arg = this;
   control_->runLocked(
       [&] { ucp_worker_set_am_recv_handler(control_->get(), &params); });
-  control_->start(poller);
+  control_->start(poller, /*main=*/true);
+  acknowledgeTimer_.emplace(poller, [this] {
+    control_->post(base::makeTask([this] { acknowledgeNow(); }));
+  });
 }
 
 std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
@@ -141,6 +148,19 @@ base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
   return bulk_;
 }
 
+void UcxContext::acknowledgeSoon(std::shared_ptr<UcxConnection> connection) {
+  if (acknowledging_.empty()) {
+    acknowledgeTimer_->set(base::Timer::Clock::now() + kAcknowledgeAfter);
+  }
+  acknowledging_.push_back(std::move(connection));
+}
+
+void UcxContext::acknowledgeNow() {
+  for (auto& connection : std::exchange(acknowledging_, {})) {
+    connection->acknowledge();
+  }
+}
+
 void UcxContext::forget(uint64_t localToken) {
   connections_.erase(localToken);
 }
@@ -149,6 +169,8 @@ void UcxContext::stop() {
   if (stopped_.exchange(true) || poller_ == nullptr) {
     return;
   }
+  acknowledgeTimer_->stop();
+  control_->runLocked([this] { acknowledgeNow(); });
   // Peers that still read our memory get a moment to end.
   control_->progressUntil(
       [this] {
@@ -232,6 +254,9 @@ void UcxContext::onConnectionMessage(
     const std::shared_ptr<UcxConnection>& connection,
     const FrameHeader& header,
     base::ConstSpan data) {
+  if (header.acknowledged != 0) {
+    connection->onDone(header.acknowledged, {});
+  }
   switch (header.kind) {
     case FrameKind::kOpened:
       onOpened(connection, data);
@@ -343,7 +368,7 @@ void UcxContext::onFrame(
       std::move(bytes),
       options_.maxFrameBytes);
   if (!incoming.ok()) {
-    connection->done(header.transfer, incoming.error());
+    connection->done(header.transfer, 0, incoming.error());
     return;
   }
   connection->deliveryBegins();
@@ -361,7 +386,7 @@ void UcxContext::onBigFrame(
     base::ConstSpan data) {
   auto entries = parseBulkEntries(data, 1);
   if (!entries.ok()) {
-    connection->done(header.transfer, entries.error());
+    connection->done(header.transfer, 0, entries.error());
     return;
   }
   const uint64_t size = entries.value()[0].size;
@@ -370,6 +395,7 @@ void UcxContext::onBigFrame(
   if (size > limit) {
     connection->done(
         header.transfer,
+        /*bytes=*/0,
         {base::ErrorKind::kRefused,
          "the message has more than " + std::to_string(size) +
              " bytes, the receiver takes at most " + std::to_string(limit) +
@@ -395,6 +421,7 @@ void UcxContext::fetchBigFrame(
   } catch (const std::bad_alloc&) {
     connection->done(
         header.transfer,
+        /*bytes=*/0,
         {base::ErrorKind::kOverloaded,
          "the receiver has no memory for a message of " +
              std::to_string(entries[0].size) + " bytes"});
@@ -418,7 +445,7 @@ void UcxContext::fetchBigFrame(
         if (incoming.ok()) {
           handler_->onFrame(connection, std::move(incoming.value()));
         } else {
-          connection->done(header.transfer, incoming.error());
+          connection->done(header.transfer, 0, incoming.error());
         }
         connection->deliveryEnds();
       });

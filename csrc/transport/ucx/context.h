@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/timer.h"
 #include "transport/transport.h"
 #include "transport/ucx/bulk_channel.h"
 #include "transport/ucx/connection.h"
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -62,6 +64,8 @@ class UcxContext final : public Context,
   void park(Callback callback) {
     parked_.push_back(std::move(callback));
   }
+  // Under the lock: has the connection acknowledge() in a moment.
+  void acknowledgeSoon(std::shared_ptr<UcxConnection> connection);
   // Under the lock: forgets a connection that has ended.
   void forget(uint64_t localToken);
   // Under the lock: endpoints that UCX has not yet closed.
@@ -106,6 +110,7 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries);
+  void acknowledgeNow();
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
   std::shared_ptr<UcxConnection> makeConnection(bool initiator);
 
@@ -128,6 +133,8 @@ class UcxContext final : public Context,
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   size_t closing_ = 0;
   std::vector<Callback> parked_;
+  std::vector<std::shared_ptr<UcxConnection>> acknowledging_;
+  std::optional<base::Timer> acknowledgeTimer_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

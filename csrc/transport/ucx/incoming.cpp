@@ -34,7 +34,7 @@ UcxIncoming::~UcxIncoming() {
 void UcxIncoming::refuse(const base::Error& why) {
   answered_ = true;
   if (transfer_ != 0) {
-    connection_->done(transfer_, why);
+    connection_->done(transfer_, /*bytes=*/0, why);
   }
 }
 
@@ -44,10 +44,14 @@ void UcxIncoming::receive(
   answered_ = true;
   if (entries_.empty()) {
     if (transfer_ != 0) {
-      connection_->done(transfer_, {});
+      connection_->done(transfer_, bytes_.size(), {});
     }
     callback({});
     return;
+  }
+  uint64_t bytes = bytes_.size();
+  for (const uint64_t size : sizes_) {
+    bytes += size;
   }
   connection_->fetch(
       transfer_,
@@ -56,6 +60,7 @@ void UcxIncoming::receive(
       into,
       [connection = connection_,
        transfer = transfer_,
+       bytes,
        callback = std::move(callback)](base::Error error) {
         if (!error && connection->closed()) {
           // The sender may have let go of the memory while it was read.
@@ -65,7 +70,7 @@ void UcxIncoming::receive(
         }
         // The owner first: once the sender knows, it may close.
         callback(error);
-        connection->done(transfer, error);
+        connection->done(transfer, bytes, error);
       });
 }
 

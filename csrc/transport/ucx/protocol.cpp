@@ -35,6 +35,7 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
   header.count = reader.u32();
   header.token = reader.u64();
   header.transfer = reader.u64();
+  header.acknowledged = reader.u64();
   if (reader.failed() || reader.remaining() != 0 ||
       kind < static_cast<uint16_t>(FrameKind::kOpen) ||
       kind > static_cast<uint16_t>(FrameKind::kClose)) {

@@ -15,8 +15,10 @@
 //
 // A token is 64 random bits that the receiver drew for this connection; bytes
 // without a known token are dropped unread. Bulk is moved by the receiver: it
-// reads the sender's memory (cma.h) or asks for it with kPull, and says kDone
-// when the sender may have its memory back.
+// reads the sender's memory (cma.h) or asks for it with kPull, and says when
+// the sender may have its memory back: in the header of the next message that
+// goes there anyway, or by kDone when there is none for a while, or much
+// memory, or a reason why the bulk was not taken.
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -29,7 +31,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -53,8 +55,9 @@ struct FrameHeader {
   uint32_t count = 0; // bulk spans of a frame; status of kDone
   uint64_t token = 0;
   uint64_t transfer = 0; // the sender's number for a frame's bulk, or 0
+  uint64_t acknowledged = 0; // a transfer of the receiver's that is done, or 0
 };
-static_assert(sizeof(FrameHeader) == 24);
+static_assert(sizeof(FrameHeader) == 32);
 
 struct BulkEntry {
   uint64_t size = 0;

@@ -54,9 +54,10 @@ Worker::~Worker() {
   ucp_worker_destroy(worker_);
 }
 
-void Worker::start(base::Poller& poller) {
+void Worker::start(base::Poller& poller, bool main) {
   poller_ = &poller;
-  poller.add(eventFd_, [this] { onEvent(); });
+  auto handler = [this] { onEvent(); };
+  main ? poller.addMain(eventFd_, handler) : poller.add(eventFd_, handler);
   // The first arm happens on a polling thread, like all others.
   ucp_worker_signal(worker_);
 }

@@ -31,8 +31,9 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Begins to be progressed by the threads that wait on `poller`.
-  void start(base::Poller& poller);
+  // Begins to be progressed by the threads that wait on `poller`; `main`: also
+  // by one that leads there.
+  void start(base::Poller& poller, bool main);
 
   // Runs `operation` under the lock, now or soon. Also after stop(), when no
   // thread progresses any more: operations must look at what they belong to.
