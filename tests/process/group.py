@@ -37,9 +37,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.process.netns import Host, enter_and_run
 from tests.support.backend import backend_options, backend_type
 from tests.support.child import Child, dump_stacks, wait_for_end
+from tests.support.netns import Host, enter_and_run
 
 SECONDS = 60.0
 #: The groups that the running test has used; conftest shows their output when the test fails.

@@ -13,9 +13,9 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process import netns
 from tests.process.group import Group
 from tests.process.test_death import call_error, check_alive
+from tests.support import netns
 from tests.support.backend import needs_ucx, on_ucx
 
 STORE_PORT = 29_511
@@ -176,3 +176,19 @@ def test_a_killed_peer_is_noticed(hosts: Hosts) -> None:
         text, seconds = call.result(30)
         assert seconds < 3 and ("worker1" in text or not on_ucx()), (text, seconds)
         group[0].run(check_alive, "worker2")
+
+
+def test_a_shaped_link_holds_its_rate(hosts: Hosts) -> None:
+    """The helper's own test: what benchmarks say of a link is only as good as the link."""
+    try:
+        netns.shape(hosts, netns.Link(gbit_per_s=0.2))
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
+    try:
+        with group_on(hosts, hosts[0].ipv4) as group:
+            group.run(check_size, 1000)
+            start = time.monotonic()
+            group.run(check_size, 5_000_000)  # twice there and back: 0.8 s at this rate
+            assert 0.7 < time.monotonic() - start < 2.5
+    finally:
+        netns.shape(hosts, netns.Link())

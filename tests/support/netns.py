@@ -3,7 +3,7 @@ veth pairs.
 
 Nothing is shared but the file system: no loopback, no shared memory, no pid that means the same on
 both, no ptrace. What is made here belongs to one holder process per host and vanishes with it, also
-when the tests are killed.
+when the tests are killed. Tests and benchmarks share this file.
 """
 
 from __future__ import annotations
@@ -52,6 +52,23 @@ class Host:
         return _run("nsenter", "-t", str(self.holder), "-n", "-i", "-u", "-m", "-p", *command)
 
 
+@dataclass(frozen=True)
+class Link:
+    """What the network between the hosts can do, each way.
+
+    Attributes:
+        gbit_per_s: its rate; 0 for what the machine gives.
+        delay_ms: what a packet takes at least, one way.
+    """
+
+    gbit_per_s: float = 0.0
+    delay_ms: float = 0.0
+
+    def __str__(self) -> str:
+        rate = f"{self.gbit_per_s:g} Gb/s" if self.gbit_per_s else "unshaped"
+        return rate + (f", {self.delay_ms:g} ms" if self.delay_ms else "")
+
+
 class NotPossible(Exception):
     """This machine forbids it; the text says what is missing."""
 
@@ -78,6 +95,40 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             host.run("ip", "addr", "add", f"{second}/24", "dev", "eth1")
         _wait_for_link_local(hosts)
         yield hosts[0], hosts[1]
+
+
+def shape(hosts: tuple[Host, Host], link: Link) -> None:
+    """Make eth0 between the hosts such a link, by tc; raises NotPossible where the machine forbids.
+
+    A shaped link has jumbo frames: of 1500 bytes the headers alone take more than 4 %, and what is
+    to be seen is the share of the link that a program leaves unused.
+    """
+    if shutil.which("tc") is None:
+        raise NotPossible("no command 'tc'")
+    for host in hosts:
+        with contextlib.suppress(subprocess.CalledProcessError):  # there is none at first
+            host.run("tc", "qdisc", "del", "dev", "eth0", "root")
+        host.run("ip", "link", "set", "eth0", "mtu", "9000" if link.gbit_per_s else "1500")
+        parent = ["root"]
+        if link.gbit_per_s:
+            # A burst of a millisecond, as a timer that comes late needs; never less than one of
+            # the 64 KB packets that TCP hands over, or they are cut.
+            burst = max(int(link.gbit_per_s * 1e9 / 8 / 1000), 131_072)
+            rate = ["rate", f"{int(link.gbit_per_s * 1e9)}bit", "burst", f"{burst}b"]
+            # A queue that a bandwidth-delay product fits in, so that nothing is lost.
+            queue = ["limit", str(16 * 1024 * 1024)]
+            _shape(host, [*parent, "handle", "1:", "tbf", *rate, *queue])
+            parent = ["parent", "1:1", "handle", "10:"]
+        if link.delay_ms:
+            _shape(host, [*parent, "netem", "delay", f"{link.delay_ms}ms", "limit", "100000"])
+
+
+def _shape(host: Host, arguments: list[str]) -> None:
+    try:
+        host.run("tc", "qdisc", "add", "dev", "eth0", *arguments)
+    except subprocess.CalledProcessError as error:
+        kind = next(one for one in ("netem", "tbf") if one in arguments)
+        raise NotPossible(f"tc cannot make a {kind} queue: {error.stderr.strip()}") from None
 
 
 @contextlib.contextmanager
