@@ -4,13 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
+BENCH_VENV := .venv-bench
+PEERS := grpcio ray
 TORCH ?= torch==2.13.0
 # Compilers of torch's headers take over a GB each.
 export MAX_JOBS ?= 2
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-fast bench build lint format clean
+.PHONY: demo test test-fast bench bench-all build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
@@ -21,6 +23,11 @@ test: $(STAMPS)/test $(STAMPS)/build
 # This back end beside TENSORPIPE, in turns; see benchmarks/.
 bench: $(STAMPS)/bench $(STAMPS)/build
 	$(BIN)/python -m benchmarks --out benchmarks.jsonl
+
+# Also beside gRPC and Ray, and what takes long; then docs/benchmarks.md is written from it.
+bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
+	$(BENCH_VENV)/bin/python -m benchmarks --all --out benchmarks.jsonl
+	$(BENCH_VENV)/bin/python -m benchmarks report benchmarks.jsonl
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
@@ -37,7 +44,7 @@ format: $(STAMPS)/test
 	$(BIN)/clang-format -i $(CSRC)
 
 clean:
-	rm -rf build $(VENV) torch_rpc_ext/*.so torch_rpc_ext/_build_info.py *.egg-info
+	rm -rf build $(VENV) $(BENCH_VENV) torch_rpc_ext/*.so torch_rpc_ext/_build_info.py *.egg-info
 
 $(STAMPS)/venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,6 +64,14 @@ $(STAMPS)/test: $(STAMPS)/build
 
 $(STAMPS)/bench: $(STAMPS)/build
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[bench]"
+	touch $@
+
+# The peers' dependencies stay out of $(VENV); what is there is found from here, by a .pth file.
+$(BENCH_VENV)/.stamp: $(STAMPS)/bench
+	$(BIN)/python -m venv $(BENCH_VENV)
+	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	  > "$$($(BENCH_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(BENCH_VENV)/bin/python -m pip install -q $(PEERS)
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/build

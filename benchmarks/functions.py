@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
+from torch.library import Library
 
 
 def nothing() -> None:
@@ -22,14 +24,44 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def identity_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Return its argument, a list."""
+    return tensors
+
+
+def operate(tensor: Tensor) -> Tensor:
+    """Return its argument after 200 elementwise operations in place; all elements approach 2."""
+    for _ in range(100):
+        tensor.mul_(0.5).add_(1.0)
+    return tensor
+
+
 with warnings.catch_warnings():
     # RPC of TorchScript functions is what upstream offers and what we measure, deprecated or not.
     warnings.simplefilter("ignore", DeprecationWarning)
     script_identity: Any = torch.jit.script(identity)
+    script_operate: Any = torch.jit.script(operate)
+
+
+# A builtin call names an operator of torch, and torch has none that does 200 operations: so one is
+# registered, and entered where the rpc module looks callables up. Among torch's own, for others are
+# not found by rpc.
+_LIBRARY: Any = Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("rpc_benchmarks_operate(Tensor(a!) tensor) -> Tensor(a!)")
+_LIBRARY.impl("rpc_benchmarks_operate", operate, "CPU")
+_builtins._register_builtin(torch.ops.aten.rpc_benchmarks_operate, "aten::rpc_benchmarks_operate")
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nothing": nothing,
     "identity": identity,
+    "identity_all": identity_all,
+    "operate": operate,
     "script_identity": script_identity,
+    "script_operate": script_operate,
+    "builtin_identity": torch.positive,
+    "builtin_operate": torch.ops.aten.rpc_benchmarks_operate,
     "add": torch.add,
 }
+
+#: Those that every language binding has a counterpart of: a call by name, of whatever is there.
+PYTHON_FUNCTIONS = frozenset({"nothing", "identity", "identity_all", "operate", "add"})

@@ -6,13 +6,16 @@ import importlib
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
 
 from benchmarks.backends.interface import Backend, Place
-from benchmarks.processes import Worker
+from benchmarks.processes import Worker, cpu_seconds
+from tests.support.netns import Host
 
 
 class Member:
@@ -37,19 +40,25 @@ class Member:
 
     def start(self) -> tuple[float, float]:
         """Join the group; returns when that began and ended, s on the machine's clock."""
-        begin = time.monotonic()
-        self.backend.start(self.place)
-        return begin, time.monotonic()
+        return _timed(lambda: self.backend.start(self.place))
 
-    def stop(self) -> None:
-        """Leave the group."""
-        self.backend.stop()
+    def stop(self) -> tuple[float, float]:
+        """Leave the group; returns as start() does."""
+        return _timed(self.backend.stop)
 
-    def call_all(self) -> None:
-        """Call every other worker once, so that all connections there are exist."""
-        for rank in range(self.place.size):
-            if rank != self.place.rank:
-                self.backend.call(rank, "nothing")
+    def call_all(self) -> tuple[float, float]:
+        """Call every other worker once, so that all connections there are exist; returns as start()
+        does."""
+        return _timed(self._call_all)
+
+    def helpers(self) -> list[int]:
+        """Return the ids of further processes that work for this one."""
+        return self.backend.helpers()
+
+    def _call_all(self) -> None:
+        # Each begins with the one after it, so that not all call the same.
+        for distance in range(1, self.place.size):
+            self.backend.call((self.place.rank + distance) % self.place.size, "nothing")
 
     def growth(self) -> tuple[int, int]:
         """Return private bytes and file descriptors that came since prepare()."""
@@ -66,6 +75,12 @@ class Member:
         return found.measure(self.backend)
 
 
+def _timed(action: Callable[[], None]) -> tuple[float, float]:
+    begin = time.monotonic()
+    action()
+    return begin, time.monotonic()
+
+
 def _footprint() -> tuple[int, int]:
     process = psutil.Process()
     return int(process.memory_full_info().uss), int(process.num_fds())
@@ -77,21 +92,35 @@ class Group:
     Args:
         backend: name in BACKENDS.
         size: number of workers.
+        hosts: worker 0 goes to the first, all others to the second; None for this one.
+        tree: folder with the packages to import; None for those that are installed.
     """
 
-    def __init__(self, backend: str, size: int = 2) -> None:
+    def __init__(
+        self,
+        backend: str,
+        size: int = 2,
+        *,
+        hosts: tuple[Host, Host] | None = None,
+        tree: Path | None = None,
+    ) -> None:
         self.backend = backend
+        self._helpers: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="rpc_bench_")
         rendezvous = os.path.join(self._folder.name, "store")
-        self.workers = [
-            Worker(f"{backend}'s worker {rank}", Member, backend, Place(rank, size, rendezvous))
-            for rank in range(size)
-        ]
+        self.workers = []
+        for rank in range(size):
+            host = hosts[min(rank, 1)] if hosts else None
+            network = (host.ipv4, "eth0") if host else ("", "")
+            place = Place(rank, size, rendezvous, *network)
+            name = f"{backend}'s worker {rank}"
+            self.workers.append(Worker(name, Member, backend, place, host=host, tree=tree))
 
     def __enter__(self) -> Group:
         try:
             self.run_all("prepare")
             self.run_all("start")
+            self._helpers = [pid for pids in self.run_all("helpers") for pid in pids]
         except BaseException:
             self.close()
             raise
@@ -111,13 +140,18 @@ class Group:
 
     def run_all(self, method: str) -> list[Any]:
         """Run a method of Member on all workers at once."""
-        for worker in self.workers:
-            worker.start(method)
-        return [worker.result() for worker in self.workers]
+        return self.run_on(range(len(self.workers)), method)
+
+    def run_on(self, ranks: Iterable[int], method: str, *arguments: Any) -> list[Any]:
+        """Run a method of Member on some workers at once."""
+        chosen = [self.workers[rank] for rank in ranks]
+        for worker in chosen:
+            worker.start(method, *arguments)
+        return [worker.result() for worker in chosen]
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all workers so far, s."""
-        return sum(worker.cpu_seconds() for worker in self.workers)
+        """Return the CPU time of all workers and their helpers so far, s."""
+        return sum(map(cpu_seconds, (*(worker.pid for worker in self.workers), *self._helpers)))
 
     def close(self) -> None:
         """End the processes; gently where they answer."""

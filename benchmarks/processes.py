@@ -5,14 +5,22 @@ Owns: the processes; those that did not leave by themselves are killed by close(
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-PATIENCE = 120.0  # s to wait for an answer before calling a worker lost
+from tests.support.netns import Host, enter_and_run
+
+PATIENCE = 240.0  # s to wait for an answer before calling a worker lost
 
 
 class WorkerFailed(Exception):
@@ -26,20 +34,28 @@ class Worker:
         name: for messages.
         make: what makes the object, there; module-level.
         arguments: for make.
+        host: into whose namespaces it goes; None for the driver's.
+        tree: folder with the packages to import, for a fresh interpreter; None for a fork of a
+            server that has imported the installed ones, which starts in milliseconds.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
-        self.name = name
-        context = multiprocessing.get_context("forkserver")
-        # Installed packages only: the fork server does not have our sys.path.
-        context.set_forkserver_preload(["torch.distributed.rpc", "torch_rpc_ext.options"])
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        *arguments: Any,
+        host: Host | None = None,
+        tree: Path | None = None,
+    ) -> None:
+        self.name, self._inside = name, host is not None
+        serve = functools.partial(_serve, make=make, arguments=arguments)
+        if tree is not None:
+            self.process, self.pipe = _fresh(serve, tree)
+        else:
+            self.process, self.pipe = _forked(serve, host)
         pid = self.process.pid
         assert pid is not None
-        self.pid = pid
+        self._pid = pid
 
     def start(self, method: str, *arguments: Any) -> None:
         """Start a method of the object there."""
@@ -57,7 +73,7 @@ class Worker:
         except (EOFError, OSError):
             raise WorkerFailed(f"{self.name} ended, exit code {self.exitcode()}") from None
         if error:
-            raise WorkerFailed(f"{self.name} raised:\n{error}")
+            raise WorkerFailed(f"{self.name} raised {error}")
         return value
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -70,11 +86,14 @@ class Worker:
         self.process.join(1)
         return self.process.exitcode
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that all its threads have used, s."""
-        # CPUCLOCK_SCHED of another process, clock_getcpuclockid(3), which Python does not have:
-        # nanoseconds, where /proc has hundredths of a second.
-        return time.clock_gettime((~self.pid << 3) | 2)
+    @functools.cached_property
+    def pid(self) -> int:
+        """Its id as seen from here; once it has answered."""
+        if not self._inside:
+            return self._pid
+        # A pid namespace begins with a child of the process that enters it.
+        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
+        return int(children[0])
 
     def close(self) -> None:
         """Let it leave, or kill it."""
@@ -82,6 +101,72 @@ class Worker:
         self.process.join(5)
         self.process.kill()
         self.process.join()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that all threads of a process have used, s; 0 if there is none."""
+    # CPUCLOCK_SCHED of another process, clock_getcpuclockid(3), which Python does not have:
+    # nanoseconds, where /proc has hundredths of a second.
+    with suppress(OSError):
+        return time.clock_gettime((~pid << 3) | 2)
+    return 0.0
+
+
+class _Process(Protocol):
+    """What Worker uses of a process."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class _Fresh:
+    """A process of a fresh interpreter, with what multiprocessing's have."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.pid, self.kill = process, process.pid, process.kill
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+
+
+def _forked(serve: Callable[[Connection], None], host: Host | None) -> tuple[_Process, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    # Installed packages only: the fork server does not have our sys.path.
+    context.set_forkserver_preload(["torch.distributed.rpc", "torch_rpc_ext.options"])
+    ours, theirs = context.Pipe()
+    if host is None:
+        process = context.Process(target=serve, args=(theirs,), daemon=True)
+    else:
+        process = context.Process(
+            target=enter_and_run, args=(host.holder, serve, theirs), daemon=True
+        )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _fresh(serve: Callable[[Connection], None], tree: Path) -> tuple[_Process, Connection]:
+    ours, theirs = multiprocessing.Pipe()
+    end = theirs.fileno()
+    command = [sys.executable, "-m", "benchmarks.processes", str(end)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # The folder that it starts in comes first where Python looks for packages.
+    process = subprocess.Popen(command, cwd=tree, env=environment, pass_fds=[end])
+    theirs.close()
+    ours.send(serve)
+    return _Fresh(process), ours
 
 
 def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -95,5 +180,11 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
             # Made with the first request, so that its errors reach the driver as an answer.
             held = make(*arguments) if held is None else held
             pipe.send((getattr(held, method)(*given), None))
-        except Exception:
-            pipe.send((None, traceback.format_exc()))
+        except Exception as error:
+            traceback.print_exc()  # all of it for who watches; what is kept names no places
+            pipe.send((None, "".join(traceback.format_exception_only(error)).strip()))
+
+
+if __name__ == "__main__":
+    _pipe = Connection(int(sys.argv[1]))
+    _pipe.recv()(_pipe)

@@ -1,4 +1,4 @@
-"""From rounds to figures: medians, percentiles, and ratios taken round by round."""
+"""From rounds to figures: medians, percentiles, ratios taken round by round, and targets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.cases.interface import Case, Metric, Round
+from benchmarks.cases.interface import Case, Metric, Round, Target
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class CaseResult:
         case: it.
         rounds: of each back end, in order; back ends that failed have fewer.
         failures: why a back end has no figures, or not all.
+        skips: why a back end did not take part.
     """
 
     case: Case
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    skips: dict[str, str] = field(default_factory=dict)
 
     def summary(self, backend: str, metric: str) -> Summary | None:
         """Return a metric of a back end; None if it has none."""
@@ -49,8 +51,7 @@ class CaseResult:
 
     def cpu(self, backend: str) -> float | None:
         """Return the CPU time per call of all workers, s, the median of the rounds."""
-        values = [one.cpu for one in self.rounds.get(backend, ()) if one.cpu is not None]
-        return float(np.median(values)) if values else None
+        return median([one.cpu for one in self.rounds.get(backend, ()) if one.cpu is not None])
 
     def ratios(self, metric: str, subject: str, baseline: str) -> list[float]:
         """Return how many times better the subject is, round by round.
@@ -72,6 +73,24 @@ class CaseResult:
         """Return how many times less CPU the subject needs, round by round."""
         pairs = zip(self.rounds.get(subject, ()), self.rounds.get(baseline, ()), strict=False)
         return [theirs.cpu / ours.cpu for ours, theirs in pairs if ours.cpu and theirs.cpu]
+
+    def found(self, metric: str, target: Target, subject: str) -> float | None:
+        """Return the figure that a target is about; None if it was not measured."""
+        if target.kind == "ratio":
+            return median(self.ratios(metric, subject, target.against))
+        if target.kind == "cpu":
+            return median(self.cpu_ratios(subject, target.against))
+        summary = self.summary(subject, metric)
+        if summary is None:
+            return None
+        return summary.p99 if self.case.metrics[metric].tail else summary.median
+
+
+def reaches(metric: Metric, target: Target, found: float, wanted: float) -> bool:
+    """Return whether a figure is as good as wanted."""
+    if target.kind == "value" and not metric.more_is_better:
+        return found <= wanted
+    return found >= wanted
 
 
 def median(values: Sequence[float]) -> float | None:

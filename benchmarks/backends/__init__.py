@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from benchmarks.backends.grpc import Grpc
 from benchmarks.backends.interface import Backend
+from benchmarks.backends.limit import Limit
+from benchmarks.backends.ray import Ray
 from benchmarks.backends.torch_rpc import TensorPipe, Ucx
 
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Ucx, TensorPipe)}
+#: In the order of their turns: the two of most ratios are neighbours.
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (Ucx, TensorPipe, Grpc, Ray, Limit)
+}
 
 #: What is measured, and what it is measured against.
 SUBJECT, BASELINE = Ucx.name, TensorPipe.name

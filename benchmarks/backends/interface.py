@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+#: What a case may need of a back end besides functions.
+RREFS, AUTOGRAD, HOSTS, GROUPS = "RRefs", "autograd", "two hosts", "start as a group"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -19,11 +22,15 @@ class Place:
         rank: 0 is the caller.
         size: number of workers.
         rendezvous: a file that does not exist yet, the same for all workers of the group.
+        address: of this worker's host in its network; empty if all workers are on one host.
+        interface: of that address.
     """
 
     rank: int
     size: int
     rendezvous: str
+    address: str = ""
+    interface: str = ""
 
 
 class Pending(Protocol):
@@ -40,8 +47,12 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    #: Names in functions.py that it can call; a case that needs another one is left out.
+    #: Names in functions.py that it can call, and what else it offers of the names above; a case
+    #: that needs more is left out.
     functions: ClassVar[frozenset[str]]
+    offers: ClassVar[frozenset[str]] = frozenset()
+    #: Takes part only when asked for: it needs packages that this project does not.
+    peer: ClassVar[bool] = False
 
     @classmethod
     def why_not(cls) -> str:
@@ -56,9 +67,16 @@ class Backend(ABC):
     def stop(self) -> None:
         """Leave the group, when all others do."""
 
+    def helpers(self) -> list[int]:
+        """Return the ids of further processes that work for it, once started."""
+        return []
+
     @abstractmethod
     def call(self, to: int, function: str, *arguments: Any) -> Any:
-        """Call a function by its name in functions.py on a worker, and return its result."""
+        """Call a function by its name in functions.py on a worker, and return its result.
+
+        Back ends that are not torch's take flat float32 tensors, or one list of them.
+        """
 
     @abstractmethod
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:

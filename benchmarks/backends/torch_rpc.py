@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from benchmarks.backends.interface import Backend, Pending, Place
+from benchmarks.backends.interface import (
+    AUTOGRAD,
+    GROUPS,
+    HOSTS,
+    RREFS,
+    Backend,
+    Pending,
+    Place,
+)
 from benchmarks.functions import FUNCTIONS
 
 
@@ -14,6 +23,7 @@ class TorchRpc(Backend):
     """What both share: all but the options."""
 
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
+    offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS})
     agent: ClassVar[str]
 
     @abstractmethod
@@ -23,6 +33,8 @@ class TorchRpc(Backend):
     def start(self, place: Place) -> None:
         import torch.distributed.rpc
 
+        if place.interface:  # both read these; TENSORPIPE takes loopback unless told
+            os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = place.interface
         # Upstream's init of TENSORPIPE warns about itself (pytorch issue 149393).
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         self.rpc: Any = torch.distributed.rpc

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import calls, floods, mixed, startup
+from benchmarks.cases import (
+    autograd,
+    calls,
+    fans,
+    floods,
+    hosts,
+    mixed,
+    rrefs,
+    startup,
+    threads,
+)
 from benchmarks.cases.interface import Case
 
 CASES: dict[str, Case] = {
-    case.name: case for case in (*calls.CASES, *floods.CASES, *mixed.CASES, *startup.CASES)
+    case.name: case
+    for family in (calls, floods, threads, mixed, fans, rrefs, autograd, startup, hosts)
+    for case in family.CASES
 }

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.backends.interface import Backend
-from benchmarks.cases.interface import CallCase, Figures, Metric
+from benchmarks.cases.interface import CallCase, Figures, Metric, Target
+from benchmarks.functions import FUNCTIONS
+
+
+@functools.cache
+def elements(payload: int) -> Tensor:
+    """Return a tensor of so many bytes, the same one for all cases: 400 MB need not be twice."""
+    return torch.arange(payload // 4, dtype=torch.float32)
 
 
 class SyncCalls(CallCase):
@@ -21,7 +30,8 @@ class SyncCalls(CallCase):
         payload: size of the tensor argument, bytes; 0 for no argument.
         calls: in one round.
         rounds: by default.
-        floor: the prototype's ratio.
+        targets: of the time.
+        long: measured only when asked for.
     """
 
     def __init__(
@@ -33,10 +43,12 @@ class SyncCalls(CallCase):
         *,
         calls: int,
         rounds: int,
-        floor: float,
+        targets: tuple[Target, ...] = (),
+        long: bool = False,
     ) -> None:
-        super().__init__(name, {"time": Metric(title, "s", floor)}, rounds, frozenset({function}))
-        self.function, self.payload, self.calls = function, payload, calls
+        metrics = {"time": Metric(title, "s", targets)}
+        super().__init__(name, metrics, rounds, frozenset({function}))
+        self.function, self.payload, self.calls, self.long = function, payload, calls, long
         self.arguments: tuple[Any, ...] | None = None
 
     def measure(self, backend: Backend) -> Figures:
@@ -55,31 +67,120 @@ class SyncCalls(CallCase):
     def _make_arguments(self) -> tuple[Any, ...]:
         if not self.payload:
             return ()
-        tensor = torch.arange(self.payload // 4, dtype=torch.float32)
+        tensor = elements(self.payload)
         # Not a number as the second: torch finds the operator for that by catching an exception,
         # which takes longer than the call.
         return (tensor, tensor) if self.function == "add" else (tensor,)
 
     def _check(self, answer: Any) -> None:
         # A wrong answer that comes fast is not a result.
+        assert self.arguments is not None
         if self.arguments:
-            wanted = sum(self.arguments) if self.function == "add" else self.arguments[0]
-            if not torch.equal(answer, wanted):
+            # All functions are elementwise: some elements show it, and 400 MB take seconds.
+            some = [argument[-1000:].clone() for argument in self.arguments]
+            wanted = FUNCTIONS[self.function](*some)
+            if answer.numel() != self.payload // 4 or not torch.equal(answer[-1000:], wanted):
                 raise RuntimeError(f"{self.name}: the answer is wrong")
 
 
-CASES = [
-    SyncCalls("empty", "empty python call", "nothing", 0, calls=200, rounds=12, floor=1.6),
-    SyncCalls("builtin", "builtin add, 4 B", "add", 4, calls=200, rounds=12, floor=3.0),
+class ManyTensors(CallCase):
+    """One call with a list of tensors, which it returns."""
+
+    calls = 20
+    count, payload = 1000, 256
+
+    def __init__(self) -> None:
+        title = f"{self.count} tensors of {self.payload} B, one call"
+        super().__init__("many-tensors", {"time": Metric(title)}, 9, frozenset({"identity_all"}))
+
+    def measure(self, backend: Backend) -> Figures:
+        tensors = [torch.full((self.payload // 4,), float(value)) for value in range(self.count)]
+        times = []
+        for _ in range(self.calls):
+            start = time.perf_counter()
+            answer = backend.call(1, "identity_all", tensors)
+            times.append(time.perf_counter() - start)
+        if not torch.equal(torch.stack(answer), torch.stack(tensors)):
+            raise RuntimeError(f"{self.name}: the answer is wrong")
+        return {"time": times}
+
+
+def _cpu(at_least: float = 4, aim: float = 5) -> Target:
+    return Target(at_least, aim, "cpu")
+
+
+# Within 5 % of the function alone and the copies, which is what the limit takes.
+_OPERATIONS = (Target(1 / 1.05, against="limit"),)
+
+_SMALL = [
     SyncCalls(
-        "script", "TorchScript identity, 4 B", "script_identity", 4, calls=200, rounds=12, floor=3.5
+        "empty",
+        "empty python call",
+        "nothing",
+        0,
+        calls=200,
+        rounds=12,
+        targets=(Target(1.8, 2.5), _cpu()),
     ),
-    SyncCalls("python", "python identity, 4 B", "identity", 4, calls=200, rounds=12, floor=2.4),
     SyncCalls(
-        "python-64k", "python identity, 64 KB", "identity", 65536, calls=150, rounds=12, floor=2.2
+        "builtin",
+        "builtin add, 4 B",
+        "add",
+        4,
+        calls=200,
+        rounds=12,
+        targets=(Target(3, 4), _cpu()),
     ),
     SyncCalls(
-        "python-4m", "python identity, 4 MB", "identity", 4_000_000, calls=40, rounds=12, floor=2.4
+        "script",
+        "TorchScript identity, 4 B",
+        "script_identity",
+        4,
+        calls=200,
+        rounds=12,
+        targets=(Target(3.5, 4), _cpu()),
+    ),
+    SyncCalls(
+        "python",
+        "python identity, 4 B",
+        "identity",
+        4,
+        calls=200,
+        rounds=12,
+        targets=(Target(2.5, 4), _cpu()),
+    ),
+    SyncCalls(
+        "python-64k",
+        "python identity, 64 KB",
+        "identity",
+        65536,
+        calls=150,
+        rounds=12,
+        targets=(Target(2.5, 4),),
+    ),
+]
+
+# The paper's matrix.
+_LARGE = [
+    SyncCalls(
+        "python-4m",
+        "python identity, 4 MB",
+        "identity",
+        4_000_000,
+        calls=40,
+        rounds=9,
+        targets=(Target(4, 5),),
+    ),
+    SyncCalls(
+        "script-4m",
+        "TorchScript identity, 4 MB",
+        "script_identity",
+        4_000_000,
+        calls=40,
+        rounds=7,
+    ),
+    SyncCalls(
+        "builtin-4m", "builtin identity, 4 MB", "builtin_identity", 4_000_000, calls=40, rounds=7
     ),
     SyncCalls(
         "python-400m",
@@ -87,7 +188,43 @@ CASES = [
         "identity",
         400_000_000,
         calls=2,
-        rounds=9,
-        floor=10.1,
+        rounds=7,
+        targets=(Target(12, 20), Target(90, 150, against="grpc")),
+    ),
+    SyncCalls(
+        "script-400m",
+        "TorchScript identity, 400 MB",
+        "script_identity",
+        400_000_000,
+        calls=2,
+        rounds=5,
+    ),
+    SyncCalls(
+        "builtin-400m",
+        "builtin identity, 400 MB",
+        "builtin_identity",
+        400_000_000,
+        calls=2,
+        rounds=5,
+    ),
+    *(
+        SyncCalls(
+            f"{kind}-ops-{size}m",
+            f"{title}, 200 ops, {size} MB",
+            function,
+            size * 1_000_000,
+            calls=5 if size == 4 else 1,
+            rounds=5 if size == 4 else 3,
+            targets=_OPERATIONS,
+            long=size > 4,
+        )
+        for size in (4, 400)
+        for kind, title, function in (
+            ("python", "python", "operate"),
+            ("script", "TorchScript", "script_operate"),
+            ("builtin", "builtin", "builtin_operate"),
+        )
     ),
 ]
+
+CASES = [*_SMALL, *_LARGE, ManyTensors()]

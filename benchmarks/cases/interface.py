@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.backends.interface import Backend
+from tests.support.netns import Link
 
 if TYPE_CHECKING:
     from benchmarks.group import Group
@@ -15,21 +16,38 @@ Figures = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
+class Target:
+    """What our back end is to reach in a metric.
+
+    Attributes:
+        at_least: what must be met; a ratio, or a value in the metric's unit.
+        aim: what is wanted; None where nothing more is.
+        kind: 'ratio', how many times better than another back end; 'cpu', how many times less
+            CPU time than it; 'value', the figure itself.
+        against: the other back end.
+    """
+
+    at_least: float
+    aim: float | None = None
+    kind: Literal["ratio", "cpu", "value"] = "ratio"
+    against: str = "tensorpipe"
+
+
+@dataclass(frozen=True)
 class Metric:
     """One figure of a case.
 
     Attributes:
         title: its row in the table.
-        unit: 's', 'B', 'B/s' or 'n'.
-        floor: the ratio against TENSORPIPE that the handbook's prototype reached
-            (shared/handbook/ucx.md); None where it has none.
+        unit: 's', 'B', 'B/s', 'n', or '%' for a share, 0 to 1.
+        targets: issue 3's, or where it names none, what the first prototype reached.
         more_is_better: as of a bandwidth.
-        tail: its ratio is that of the 99th percentiles, not that of the medians.
+        tail: what counts is the 99th percentile, not the median.
     """
 
     title: str
     unit: str = "s"
-    floor: float | None = None
+    targets: tuple[Target, ...] = ()
     more_is_better: bool = False
     tail: bool = False
 
@@ -54,40 +72,52 @@ class Case(ABC):
         name: on the command line.
         metrics: by the keys of its figures; the first one is that to which CPU time belongs.
         rounds: by default.
-        needs: names in functions.py that a back end must be able to call.
-        alone: it makes its own processes instead of using the pair.
+        needs: functions.py's names, and other things, that a back end must offer.
     """
 
+    #: It starts a group of its own in each round.
     alone = False
+    #: Workers in the group.
+    size = 2
+    #: Takes so long that it is measured only when asked for.
+    long = False
+    #: The network between worker 0's host and that of the others; None if all are on one host.
+    link: Link | None = None
 
     def __init__(
         self, name: str, metrics: dict[str, Metric], rounds: int, needs: frozenset[str]
     ) -> None:
         self.name, self.metrics, self.rounds, self.needs = name, metrics, rounds, needs
 
+    def why_not(self, backend: str) -> str:
+        """Return why it cannot be measured on a back end that offers all it needs, or nothing."""
+        return ""
+
     @abstractmethod
-    def round(self, backend: str, pair: Group | None) -> Round:
+    def round(self, group: Group) -> Round:
         """Run one round, in the driver.
 
         Args:
-            backend: its name.
-            pair: its two workers; None if alone.
+            group: workers of one back end; a new one, not started, if alone.
         """
 
 
 class CallCase(Case):
-    """A case that worker 0 of a pair measures, by calling worker 1."""
+    """A case that workers of a group measure, by calling others."""
 
-    #: How many calls a round makes; 0 if CPU time per call would mean nothing.
+    #: How many calls a caller makes in a round; 0 if CPU time per call would mean nothing.
     calls = 0
+    #: Ranks of those that measure, all at once.
+    callers: tuple[int, ...] = (0,)
 
-    def round(self, backend: str, pair: Group | None) -> Round:
-        assert pair is not None
-        before = pair.cpu_seconds()
-        figures: Figures = pair.workers[0].run("measure", self.name)
-        used = pair.cpu_seconds() - before
-        return Round(figures, used / self.calls if self.calls else None)
+    def round(self, group: Group) -> Round:
+        before = group.cpu_seconds()
+        found: list[Figures] = group.run_on(self.callers, "measure", self.name)
+        used = group.cpu_seconds() - before
+        figures = {key: [value for one in found for value in one[key]] for key in found[0]}
+        calls = self.calls * len(self.callers)
+        return Round(figures, used / calls if calls else None)
 
     @abstractmethod
     def measure(self, backend: Backend) -> Figures:
-        """Make the calls of one round, in worker 0."""
+        """Make the calls of one round, in a caller."""

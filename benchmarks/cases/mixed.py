@@ -8,7 +8,7 @@ import time
 import torch
 
 from benchmarks.backends.interface import Backend
-from benchmarks.cases.interface import CallCase, Figures, Metric
+from benchmarks.cases.interface import CallCase, Figures, Metric, Target
 
 _BULK = 200_000_000  # bytes of a large tensor
 # A number of moments and not a time: by time, good moments would give more samples than bad ones.
@@ -23,12 +23,13 @@ class SmallDuringBulk(CallCase):
     def __init__(self) -> None:
         title = "builtin beside 200 MB"
         metrics = {
-            # The prototype's 106751 and 95 us are taken to be of calls in a row, as these; a call
-            # after a pause must first get a core from the copying threads, which costs more.
-            "row": Metric(f"{title}, in a row", "s", 1100),
+            # In a row: a call after a pause must first get a core from the copying threads.
+            "row": Metric(f"{title}, in a row", "s", (Target(200e-6, 100e-6, "value"),)),
             "pause": Metric("  the same after a pause"),
-            "tail": Metric("  99th percentile of both", "s", tail=True),
-            "bulk": Metric("  bulk meanwhile", "B/s", 4.7, more_is_better=True),
+            "tail": Metric(
+                "  99th percentile of both", "s", (Target(5e-3, 2e-3, "value"),), tail=True
+            ),
+            "bulk": Metric("  bulk meanwhile", "B/s", (Target(4.7),), more_is_better=True),
         }
         super().__init__("small-during-bulk", metrics, 7, frozenset({"add", "identity"}))
         self.bulk: torch.Tensor | None = None
@@ -46,7 +47,7 @@ class SmallDuringBulk(CallCase):
                 time.sleep(_PAUSE)
                 for index in range(1 + _FOLLOWING):
                     start = time.perf_counter()
-                    backend.call(1, "add", small, 1)
+                    backend.call(1, "add", small, small)
                     (in_a_row if index else paused).append(time.perf_counter() - start)
         both = paused + in_a_row
         return {"row": in_a_row, "pause": paused, "tail": both, "bulk": [mover.rate]}

@@ -2,48 +2,98 @@
 
 from __future__ import annotations
 
-from benchmarks.cases.interface import Case, Metric, Round
-from benchmarks.group import Group
+from typing import TYPE_CHECKING
+
+import psutil
+
+from benchmarks.backends.interface import GROUPS
+from benchmarks.cases.interface import Case, Metric, Round, Target
+
+if TYPE_CHECKING:
+    from benchmarks.group import Group
+
+# What TENSORPIPE needs for each pair of processes that have called each other, bytes: 8 processes
+# have 138 MB each.
+_TENSORPIPE_PAIR = 17e6
 
 
 class Startup(Case):
-    """init_rpc, from the first that enters to the last that returns; the processes stand ready.
+    """init_rpc, the first call of everybody to everybody, and shutdown; the processes stand ready.
 
-    Memory and file descriptors are what a process has more than before, on average, after every
-    worker has called every other one.
+    Each time is from the first process that enters to the last that returns. Memory and file
+    descriptors are what a process has more than before, on average, after the calls.
 
     Args:
         size: number of processes.
-        floors: the prototype's ratios: time, memory, file descriptors.
+        rounds: by default.
+        targets: by the keys of the metrics.
+        long: measured only when asked for.
     """
 
     alone = True
 
-    def __init__(self, size: int, floors: tuple[float, float, float]) -> None:
+    def __init__(
+        self,
+        size: int,
+        rounds: int,
+        targets: dict[str, Target] | None = None,
+        *,
+        long: bool = False,
+    ) -> None:
+        given = {key: (target,) for key, target in (targets or {}).items()}
         metrics = {
-            "time": Metric(f"init of {size} processes", "s", floors[0]),
-            "memory": Metric("  private memory of each", "B", floors[1]),
-            "fds": Metric("  file descriptors of each", "n", floors[2]),
+            "time": Metric(f"init of {size} processes", "s", given.get("time", ())),
+            "calls": Metric("  then first calls, all to all", "s"),
+            "both": Metric("  init and first calls", "s", given.get("both", ())),
+            "shutdown": Metric("  shutdown", "s"),
+            "memory": Metric("  private memory of each", "B", given.get("memory", ())),
+            "fds": Metric("  file descriptors of each", "n", given.get("fds", ())),
         }
-        super().__init__(f"init-{size}", metrics, 5, frozenset({"nothing"}))
-        self.size = size
+        super().__init__(f"init-{size}", metrics, rounds, frozenset({GROUPS, "nothing"}))
+        self.size, self.long = size, long
 
-    def round(self, backend: str, pair: Group | None) -> Round:
-        group = Group(backend, self.size)
-        try:
-            group.run_all("prepare")
-            before = group.cpu_seconds()
-            moments = group.run_all("start")
-            used = group.cpu_seconds() - before
-            group.run_all("call_all")
-            grown = group.run_all("growth")
-            group.run_all("stop")
-        finally:
-            group.close()
-        seconds = max(end for _, end in moments) - min(begin for begin, _ in moments)
-        memory = sum(one for one, _ in grown) / self.size
-        fds = sum(one for _, one in grown) / self.size
-        return Round({"time": [seconds], "memory": [memory], "fds": [fds]}, used)
+    def why_not(self, backend: str) -> str:
+        if backend != "tensorpipe":
+            return ""
+        needed, free = _TENSORPIPE_PAIR * self.size**2, psutil.virtual_memory().available
+        if needed < 0.8 * free:
+            return ""
+        return f"{self.size} processes would need about {needed / 1e9:.0f} GB of memory"
+
+    def round(self, group: Group) -> Round:
+        group.run_all("prepare")
+        before = group.cpu_seconds()
+        started = group.run_all("start")
+        used = group.cpu_seconds() - before
+        called = group.run_all("call_all")
+        grown = group.run_all("growth")
+        stopped = group.run_all("stop")
+        init, calls = _span(started), _span(called)
+        return Round(
+            {
+                "time": [init],
+                "calls": [calls],
+                "both": [init + calls],
+                "shutdown": [_span(stopped)],
+                "memory": [sum(one for one, _ in grown) / self.size],
+                "fds": [sum(one for _, one in grown) / self.size],
+            },
+            used,
+        )
 
 
-CASES = [Startup(8, (12, 20, 17))]
+def _span(moments: list[tuple[float, float]]) -> float:
+    return max(end for _, end in moments) - min(begin for begin, _ in moments)
+
+
+CASES = [
+    Startup(2, 5),
+    Startup(8, 5, {"time": Target(12), "memory": Target(20), "fds": Target(17)}),
+    Startup(24, 2, {"both": Target(1.0, 0.3, "value")}),
+    Startup(
+        64,
+        2,
+        {"time": Target(6.0, 2.0, "value"), "memory": Target(15e6, 12e6, "value")},
+        long=True,
+    ),
+]

@@ -1,0 +1,62 @@
+"""Calls as bytes, for back ends that have no way of their own: the shortest there is.
+
+``function, list or not, number of tensors | their sizes | their elements``, little-endian. Tensors
+are flat and float32, as those of all cases are.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.functions import FUNCTIONS
+
+#: What has Python's buffer interface, whose type comes with Python 3.12.
+Buffer = Any
+
+_NAMES = list(FUNCTIONS)
+_HEAD = struct.Struct("<HHI")  # 8 bytes: so all that follows is aligned
+
+
+def pack(function: str, arguments: Sequence[Any]) -> list[Buffer]:
+    """Return a call, or with any name an answer, as buffers; those of tensors are no copies."""
+    tensors, is_list = _flat(arguments)
+    head = _HEAD.pack(_NAMES.index(function), is_list, len(tensors))
+    sizes = struct.pack(f"<{len(tensors)}Q", *(tensor.numel() for tensor in tensors))
+    return [head + sizes, *(tensor.numpy().data.cast("B") for tensor in tensors)]
+
+
+def unpack(data: Buffer) -> tuple[str, list[Any]]:
+    """Return name and arguments of what pack() made; the tensors lie in ``data``."""
+    function, is_list, count = _HEAD.unpack_from(data)
+    sizes = struct.unpack_from(f"<{count}Q", data, _HEAD.size)
+    offset, tensors = _HEAD.size + 8 * count, []
+    for size in sizes:
+        tensors.append(torch.frombuffer(data, dtype=torch.float32, count=size, offset=offset))
+        offset += 4 * size
+    return _NAMES[function], [tensors] if is_list else tensors
+
+
+def as_arguments(result: Any) -> tuple[Any, ...]:
+    """Return a result in the form that pack() takes."""
+    return () if result is None else (result,)
+
+
+def as_result(arguments: list[Any]) -> Any:
+    """Undo as_arguments()."""
+    return arguments[0] if arguments else None
+
+
+def _flat(arguments: Sequence[Any]) -> tuple[Sequence[Tensor], bool]:
+    if len(arguments) == 1 and isinstance(arguments[0], list):
+        return arguments[0], True
+    return arguments, False
+
+
+# Tensors in bytes objects are not written to, but by operate(), whose bytes nobody else sees.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")

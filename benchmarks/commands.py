@@ -1,0 +1,146 @@
+"""The command line: measure, compare, report."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, records, table, trees
+from benchmarks.backends import BACKENDS, BASELINE, SUBJECT
+from benchmarks.cases import CASES
+from benchmarks.cases.interface import Case
+from benchmarks.records import Record
+from benchmarks.runner import Contender, Runner
+
+_QUICK_ROUNDS = 3
+
+
+def measure(arguments: Sequence[str]) -> int:
+    """Measure our back end beside others; returns the exit status."""
+    parser = _parser("", f"{SUBJECT} against {BASELINE} and others, side by side in one run.")
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, help="all but those that need a peer's package"
+    )
+    parser.add_argument("--all", action="store_true", help="all back ends, also the long cases")
+    given = _parse(parser, arguments)
+    names = given.backends or [
+        name for name, backend in BACKENDS.items() if given.all or not backend.peer
+    ]
+    usable, skips = _usable(names)
+    chosen = _choose(parser, given.cases, long=given.all)
+    return _run(given, chosen, [Contender(name, name) for name in usable], SUBJECT, skips)
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Measure the working tree beside another revision; returns the exit status."""
+    parser = _parser("compare", "The working tree, as it is built, against another revision.")
+    parser.add_argument("revision", help="as git names it")
+    given = _parse(parser, arguments)
+    chosen = _choose(parser, given.cases, long=False)
+    with trees.built(given.revision) as other, trees.working() as ours:
+        contenders = [
+            Contender("working tree", SUBJECT, ours),
+            Contender(given.revision, SUBJECT, other),
+        ]
+        return _run(given, chosen, contenders, contenders[0].name, [], targets=False)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Make the page and the plots of a stored run; returns the exit status."""
+    from benchmarks import page  # the one that needs matplotlib
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=report.__doc__)
+    parser.add_argument("file", type=Path, help="what --out has written")
+    parser.add_argument("--docs", type=Path, default=page.DOCS, help="folder to write into")
+    given = parser.parse_args(arguments)
+    try:
+        stored = records.read(given.file)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    page.write(stored, given.docs)
+    return 0
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {command}".strip(),
+        description=description,
+        epilog=f"cases: {' '.join(CASES)}",
+    )
+    parser.add_argument("--cases", nargs="+", default=[], help="names or patterns")
+    parser.add_argument("--rounds", type=int, help="of every case, instead of its own number")
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_ROUNDS} rounds of each")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON lines")
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    given = parser.parse_args(arguments)
+    if given.rounds is not None and given.rounds < 1:
+        parser.error(f"--rounds must be 1 or more, got {given.rounds}")
+    if given.out is not None and not given.out.absolute().parent.is_dir():
+        parser.error(f"--out: there is no folder {given.out.parent}")  # now, not in five minutes
+    return given
+
+
+def _choose(parser: argparse.ArgumentParser, patterns: Sequence[str], *, long: bool) -> list[Case]:
+    for pattern in patterns:
+        if not fnmatch.filter(CASES, pattern):
+            parser.error(f"--cases: no case is named {pattern!r}; there are {', '.join(CASES)}")
+    if not patterns:
+        return [case for case in CASES.values() if long or not case.long]
+    return [
+        case
+        for name, case in CASES.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ]
+
+
+def _usable(names: Sequence[str]) -> tuple[list[str], list[Record]]:
+    """Return the back ends that can be used, and records of why others cannot."""
+    usable, skips = [], []
+    for name in names:
+        why = BACKENDS[name].why_not()
+        if why:
+            skips.append({"type": "skip", "case": None, "backend": name, "why": why})
+        else:
+            usable.append(name)
+    return usable, skips
+
+
+def _run(
+    given: argparse.Namespace,
+    chosen: Sequence[Case],
+    contenders: Sequence[Contender],
+    subject: str,
+    skips: list[Record],
+    *,
+    targets: bool = True,
+) -> int:
+    for note in table.missing(skips):  # now, for one may want to install it
+        print(note, file=sys.stderr)
+    described: dict[str, Any] = {"type": "machine", **machine.describe(), "subject": subject}
+    others, start = machine.Others(), time.monotonic()
+    found: list[Record] = [described, *skips]
+    with Runner(contenders) as runner:
+        for result in runner.run([(case, _rounds(case, given)) for case in chosen]):
+            found.extend(records.of_result(result, subject, targets=targets))
+            if given.out is not None:  # what there is, should the run not come to its end
+                records.write(given.out, found)
+    described["seconds"] = round(time.monotonic() - start, 1)
+    described["others_cpu_share"] = round(others.share(), 3)
+    print(f"{table.table(found)}\n\n{table.footnote(described)}")
+    if given.out is not None:
+        records.write(given.out, found)
+    return 1 if records.of_type(found, "failure") else 0
+
+
+def _rounds(case: Case, given: argparse.Namespace) -> int:
+    if given.rounds is not None:
+        return int(given.rounds)
+    return min(case.rounds, _QUICK_ROUNDS) if given.quick else case.rounds

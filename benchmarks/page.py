@@ -1,0 +1,108 @@
+"""The page of a stored run, docs/benchmarks.md, and its plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, records, table
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_NOTE = (
+    "<!-- Written by `python -m benchmarks report docs/benchmarks.jsonl`: measure again, then run "
+    "that. -->"
+)
+_AGAIN = """\
+```
+make bench        # beside TENSORPIPE and the limit, under 5 minutes; writes benchmarks.jsonl
+make bench-all    # also gRPC and Ray, and what takes long; then writes this page again
+.venv/bin/python -m benchmarks --help
+.venv/bin/python -m benchmarks compare HEAD~1 --cases builtin python-4m
+```
+
+`python -m benchmarks report FILE` makes this page and the plots from the figures of any run.
+"""
+_HOW = """\
+All back ends of a run are alive at once and take turns, round by round, each round in another
+order; a first round that connects and allocates is not counted. **better** is how many times better
+{subject} is than that row: the ratio of the two medians of a round, and the median of the rounds'
+ratios. Times of a busy machine go up and down together, ratios much less. **cpu/call** is the CPU
+time of all processes for one call, **cpu** how many times less of it {subject} takes. p95 and p99
+stand where there are 20 and 100 samples. One whose rounds take long makes fewer of them.
+
+`limit` is no RPC: one copy of the arguments, a wake-up there and one back by pipes, and the
+function. What it hands back in the memory of the arguments is not copied again. `grpc` is grpcio
+with a generic method over a Unix socket, bytes without a limit and without pickle; `ray` is an
+actor.
+"""
+
+
+def write(stored: Sequence[Mapping[str, Any]], docs: Path) -> None:
+    """Write benchmarks.md, its plots, and beside them the figures that they are made from."""
+    pictures = docs / "benchmarks"
+    pictures.mkdir(parents=True, exist_ok=True)
+    made = plots.write(stored, pictures)
+    (docs / "benchmarks.md").write_text(page(stored, made), encoding="utf-8")
+    records.write(docs / "benchmarks.jsonl", [dict(record) for record in stored])
+
+
+def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> str:
+    """Return the text of the page.
+
+    Args:
+        stored: a run's records.
+        pictures: what the plots show, by their file names in docs/benchmarks/.
+    """
+    machine = records.of_type(stored, "machine")[0]
+    lines = [_NOTE, "", "# Benchmarks", "", _machine(machine), "", "## Targets", ""]
+    rows = table.target_rows(stored)
+    lines += _markdown(("what", "", "found", "at least", "aim", "reached"), rows)
+    lines += ["", *(f"- {line}" for line in _unmet(rows)), ""] if _unmet(rows) else [""]
+    lines += ["## Plots", ""]
+    lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in pictures.items()]
+    lines += ["## Figures", ""]
+    head = ("", "", "median", "p95", "p99", "cpu/call", "better", "cpu")
+    lines += _markdown(head, [(_nested(row[0]), *row[1:]) for row in table.rows(stored)])
+    absent = [*table.missing(stored), *_failures(stored)]
+    lines += ["", "Not measured:", "", *(f"- {line}" for line in absent)] if absent else []
+    lines += ["", "## How it was made", "", _HOW.format(subject=machine["subject"])]
+    lines += ["## Make it again", "", _AGAIN]
+    return "\n".join(lines)
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    memory = machine["memory_bytes"] / 2**30
+    share = machine.get("others_cpu_share", 0.0)
+    return (
+        f"Measured on {machine['time'][:10]}, revision `{machine['revision']}`: "
+        f"{machine['cores']} cores ({machine['cpu']}), {memory:.0f} GiB, torch "
+        f"{machine['torch']}, UCX {machine['ucx']}. A process wakes another in "
+        f"{machine['wake_up_us']} us; one core copies {machine['memcpy_gb_per_s']} GB/s. Others "
+        f"used {share:.0%} of the machine meanwhile."
+    )
+
+
+def _unmet(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    return [
+        f"Not reached: {title}, {against}: {found} of {wanted}."
+        for title, against, found, wanted, _, met in rows
+        if met == "NOT"
+    ]
+
+
+def _failures(stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{failure['backend']} failed in {failure['case']}: {failure['why']}"
+        for failure in records.of_type(stored, "failure")
+    ]
+
+
+def _nested(title: str) -> str:
+    return f"&nbsp;&nbsp;{title.strip()}" if title.startswith(" ") else title
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---" if index < 2 else "---:" for index in range(len(head))]
+    cells = [head, rule, *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]

@@ -1,0 +1,263 @@
+"""The driver of the benchmarks: arithmetic, choice, and what it makes of a stored run. No processes
+but where a back end must fail in one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import commands, page, plots, records, table
+from benchmarks.backends import BACKENDS, flat
+from benchmarks.backends.interface import Backend, Place
+from benchmarks.cases import CASES
+from benchmarks.cases.interface import Case, Metric, Round, Target
+from benchmarks.functions import FUNCTIONS
+from benchmarks.group import Group
+from benchmarks.processes import WorkerFailed
+from benchmarks.results import CaseResult, reaches
+from benchmarks.runner import Contender, Runner
+
+MACHINE = {
+    "type": "machine",
+    "time": "2026-01-02T03:04:05+00:00",
+    "cpu": "a CPU",
+    "cores": 2,
+    "memory_bytes": 2**34,
+    "torch": "2",
+    "ucx": "1",
+    "wake_up_us": 30.0,
+    "memcpy_gb_per_s": 10.0,
+    "revision": "abc",
+    "subject": "ucx",
+}
+
+
+class Fixed(Case):
+    """A case whose figures are given: by back end, a list of rounds."""
+
+    alone = True
+
+    def __init__(self, metric: Metric, figures: dict[str, list[list[float]]]) -> None:
+        super().__init__("fixed", {"time": metric}, 3, frozenset())
+        self.figures = {name: list(rounds) for name, rounds in figures.items()}
+
+    def round(self, group: Group) -> Round:
+        if not self.figures[group.backend]:
+            raise WorkerFailed("no more")
+        return Round({"time": self.figures[group.backend].pop(0)}, cpu=None)
+
+
+def result(
+    metric: Metric, ours: list[list[float]], theirs: list[list[float]], cpu: float = 1.0
+) -> CaseResult:
+    rounds = {
+        "ucx": [Round({"time": one}, cpu) for one in ours],
+        "tensorpipe": [Round({"time": one}, 4 * cpu) for one in theirs],
+    }
+    return CaseResult(Fixed(metric, {}), rounds)
+
+
+def target_of(found: CaseResult) -> dict[str, Any]:
+    (target,) = records.of_type(list(records.of_result(found, "ucx")), "target")
+    return dict(target)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # The second round of both is disturbed: the ratio of medians of all samples would be 5.5.
+    found = result(Metric("t"), [[1.0], [10.0], [1.0]], [[2.0], [20.0], [9.0]])
+    assert found.ratios("time", "ucx", "tensorpipe") == [2.0, 2.0, 9.0]
+    assert found.cpu_ratios("ucx", "tensorpipe") == [4.0, 4.0, 4.0]
+
+
+def test_more_is_better_turns_the_ratio_round() -> None:
+    found = result(Metric("t", "B/s", more_is_better=True), [[8.0]], [[2.0]])
+    assert found.ratios("time", "ucx", "tensorpipe") == [4.0]
+
+
+def test_a_tail_is_the_99th_percentile() -> None:
+    ours, theirs = [1.0] * 98 + [100.0] * 2, [1.0] * 98 + [300.0] * 2
+    found = result(Metric("t", tail=True), [ours], [theirs])
+    (ratio,) = found.ratios("time", "ucx", "tensorpipe")
+    assert ratio == pytest.approx(np.percentile(theirs, 99) / np.percentile(ours, 99))
+    assert ratio > 2.5
+
+
+@pytest.mark.parametrize(
+    ("ours", "met", "aim_met"), [(0.4, True, True), (0.6, True, False), (1.1, False, False)]
+)
+@pytest.mark.parametrize("kind", ["ratio", "value"])
+def test_targets(kind: Any, ours: float, met: bool, aim_met: bool) -> None:
+    given = Target(1.0, 0.5, "value") if kind == "value" else Target(1.0, 2.0)
+    target = target_of(result(Metric("t", targets=(given,)), [[ours]], [[1.0]]))
+    assert (target["met"], target["aim_met"]) == (met, aim_met)
+
+
+def test_a_share_must_be_large() -> None:
+    share = Metric("t", "%", more_is_better=True)
+    assert reaches(share, Target(0.95, kind="value"), 0.96, 0.95)
+    assert not reaches(share, Target(0.95, kind="value"), 0.94, 0.95)
+
+
+def test_the_target_of_cpu_time_is_of_cpu_time() -> None:
+    metric = Metric("t", targets=(Target(3.9, 4.1, "cpu"),))
+    target = target_of(result(metric, [[1.0]], [[1.0]]))
+    assert (target["found"], target["met"], target["aim_met"]) == (4.0, True, False)
+
+
+def test_a_target_whose_peer_is_missing_is_open() -> None:
+    metric = Metric("t", targets=(Target(90, against="grpc"),))
+    target = target_of(result(metric, [[1.0]], [[1.0]]))
+    assert target["met"] is None
+    assert table.target_rows([target])[0][-1] == "?"
+
+
+def test_cases_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = commands._parser("", "")
+    chosen = [case.name for case in commands._choose(parser, ["flood*", "empty"], long=False)]
+    assert chosen == ["empty", "flood-builtin", "flood-python"]
+    assert not any(case.long for case in commands._choose(parser, [], long=False))
+    assert len(commands._choose(parser, [], long=True)) == len(CASES)
+    with pytest.raises(SystemExit):
+        commands._choose(parser, ["no-such"], long=False)
+    assert "no case is named 'no-such'" in capsys.readouterr().err
+
+
+def test_cases_need_what_some_back_end_has() -> None:
+    for case in CASES.values():
+        able = [one for one in BACKENDS.values() if not case.needs - one.functions - one.offers]
+        assert {one.name for one in able} >= {"ucx", "tensorpipe"}, case.name
+
+
+class Absent(Backend):
+    name = "absent"
+    functions = frozenset(FUNCTIONS)
+    peer = True
+
+    @classmethod
+    def why_not(cls) -> str:
+        return "it is not installed"
+
+    def start(self, place: Place) -> None: ...
+    def stop(self) -> None: ...
+    def call(self, to: int, function: str, *arguments: Any) -> Any: ...
+    def call_async(self, to: int, function: str, *arguments: Any) -> Any: ...
+
+
+def test_a_peer_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "absent", Absent)
+    usable, skips = commands._usable(["absent", "tensorpipe"])
+    assert usable == ["tensorpipe"]
+    assert table.missing(skips) == ["absent is left out of everything: it is not installed"]
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Group, "__init__", lambda self, name, *_, **__: setattr(self, "backend", name)
+    )
+    monkeypatch.setattr(Group, "close", lambda self: None)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_others_go_on_when_one_fails() -> None:
+    case = Fixed(Metric("t"), {"ucx": [[1.0], [1.0], [1.0]], "tensorpipe": [[2.0]]})
+    with Runner([Contender(name, name) for name in ("ucx", "tensorpipe")]) as runner:
+        (found,) = runner.run([(case, 3)])
+    assert found.failures == {"tensorpipe": "no more"}
+    assert [len(rounds) for rounds in found.rounds.values()] == [3, 1]
+    assert "fixed: tensorpipe failed: no more" in table.table(
+        [MACHINE, *records.of_result(found, "ucx")]
+    )
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_who_lacks_what_a_case_needs_is_left_out() -> None:
+    case = Fixed(Metric("t"), {"ucx": [[1.0]], "limit": [[2.0]]})
+    case.needs = frozenset({"RRefs"})
+    with Runner([Contender(name, name) for name in ("ucx", "limit")]) as runner:
+        (found,) = runner.run([(case, 1)])
+    assert found.skips == {"limit": "it has no RRefs"}
+    assert not found.failures
+
+
+def stored(tmp_path: Path) -> Path:
+    metric = Metric("some call", targets=(Target(3, 5), Target(1e-6, kind="value")))
+    found = result(metric, [[1e-3] * 100], [[4e-3] * 100], cpu=1e-3)
+    path = tmp_path / "run.jsonl"
+    records.write(path, [MACHINE, *records.of_result(found, "ucx")])
+    return path
+
+
+def test_the_page_is_made_from_a_stored_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stored(tmp_path)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    monkeypatch.setitem(plots._PLOTS, "small.png", ("Small", ("fixed",)))
+    assert commands.report([str(path), "--docs", str(docs)]) == 0
+    text = (docs / "benchmarks.md").read_text()
+    assert "| some call | ucx | 1.00 ms | 1.00 ms | 1.00 ms | 1.00 ms |" in text
+    assert "| some call | against tensorpipe | 4.00x | 3.00x | 5.00x | met |" in text
+    assert "Not reached: some call, itself: 1.00 ms of 1.00 us." in text
+    for picture in (docs / "benchmarks").iterdir():
+        assert f"(benchmarks/{picture.name})" in text
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {one.name for one in (docs / "benchmarks").iterdir()} == {"small.png", "better.png"}
+    assert records.read(docs / "benchmarks.jsonl") == records.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"type": "result"}\n', "3\n"])
+def test_another_file_is_refused(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        commands.report([str(path)])
+    assert "other.jsonl" in capsys.readouterr().err
+
+
+def test_the_page_of_the_project_is_that_of_its_figures() -> None:
+    made = page.DOCS / "benchmarks.jsonl"
+    if not made.exists():
+        pytest.skip("no run was published yet")
+    run = records.read(made)
+    text = (page.DOCS / "benchmarks.md").read_text()
+    pictures = dict(_pictures(text))
+    assert page.page(run, pictures) == text
+    assert all((page.DOCS / "benchmarks" / name).exists() for name in pictures)
+    assert made.stat().st_size < 500_000
+    assert all(json.dumps(record) for record in run)
+
+
+def _pictures(text: str) -> list[tuple[str, str]]:
+    return [(name, shows) for shows, name in re.findall(r"!\[(.*?)\]\(benchmarks/(.*?)\)", text)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), (torch.arange(5.0),), (torch.ones(1), torch.zeros(3)), ([torch.ones(2), torch.ones(1)],)],
+)
+def test_flat_calls_arrive(arguments: tuple[Any, ...]) -> None:
+    function, arrived = flat.unpack(b"".join(flat.pack("add", arguments)))
+    assert function == "add"
+    assert len(arrived) == len(arguments)
+    for one, other in zip(arrived, arguments, strict=True):
+        pairs = zip(one, other, strict=True) if isinstance(other, list) else [(one, other)]
+        assert all(torch.equal(here, there) for here, there in pairs)
+
+
+@pytest.mark.parametrize("function", ["operate", "script_operate", "builtin_operate"])
+def test_the_operations_are_the_same_in_all_kinds(function: str) -> None:
+    given = torch.tensor([0.0, 2.0, -5.0])
+    wanted = given.clone()
+    for _ in range(100):
+        wanted = wanted * 0.5 + 1.0
+    assert torch.equal(FUNCTIONS[function](given), wanted)
