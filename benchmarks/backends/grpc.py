@@ -9,11 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from benchmarks.backends.flat import as_arguments, as_result, pack, unpack
-from benchmarks.backends.interface import GROUPS, HOSTS, Backend, Pending, Place
+from benchmarks.backends.interface import CALLERS, GROUPS, HOSTS, Backend, Pending, Place
 from benchmarks.functions import FUNCTIONS, PYTHON_FUNCTIONS
 
 _METHOD = "/benchmarks/call"
-_UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+_UNLIMITED = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A server cancels calls that wait beyond 1000, at random: those of a flood.
+    ("grpc.server.max_pending_requests", 1_000_000),
+    ("grpc.server.max_pending_requests_hard_limit", 1_000_000),
+]
 _PATIENCE = 60.0  # s for the other workers to appear
 
 
@@ -22,7 +28,7 @@ class Grpc(Backend):
 
     name = "grpc"
     functions: ClassVar[frozenset[str]] = PYTHON_FUNCTIONS
-    offers = frozenset({HOSTS, GROUPS})
+    offers = frozenset({HOSTS, GROUPS, CALLERS})
     peer = True
 
     @classmethod
@@ -34,6 +40,7 @@ class Grpc(Backend):
         return ""
 
     def start(self, place: Place) -> None:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every goodbye
         grpc: Any = importlib.import_module("grpc")
         self.place, self.channels = place, {}
         self.server = grpc.server(ThreadPoolExecutor(max_workers=16), options=_UNLIMITED)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 #: What a case may need of a back end besides functions.
 RREFS, AUTOGRAD, HOSTS, GROUPS = "RRefs", "autograd", "two hosts", "start as a group"
+CALLERS = "callers but worker 0"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from benchmarks.backends.flat import Buffer, as_arguments, as_result, pack, unpack
-from benchmarks.backends.interface import Backend, Pending, Place
+from benchmarks.backends.interface import CALLERS, Backend, Pending, Place
 from benchmarks.functions import FUNCTIONS
 
 Bytes = npt.NDArray[np.uint8]
@@ -48,6 +48,7 @@ class Limit(Backend):
 
     name = "limit"
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
+    offers = frozenset({CALLERS})
 
     def start(self, place: Place) -> None:
         # Where the kernel lets only parents read a process's memory.

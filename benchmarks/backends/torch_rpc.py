@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from benchmarks.backends.interface import (
     AUTOGRAD,
+    CALLERS,
     GROUPS,
     HOSTS,
     RREFS,
@@ -23,7 +24,7 @@ class TorchRpc(Backend):
     """What both share: all but the options."""
 
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
-    offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS})
+    offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS, CALLERS})
     agent: ClassVar[str]
 
     @abstractmethod

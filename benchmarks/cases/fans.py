@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from benchmarks.backends.interface import Backend
+from benchmarks.backends.interface import CALLERS, Backend
 from benchmarks.cases.calls import elements
 from benchmarks.cases.interface import CallCase, Figures, Metric
 
@@ -52,7 +52,7 @@ class FanIn(CallCase):
     callers = tuple(range(1, 1 + _OTHERS))
 
     def __init__(self, name: str, title: str, payload: int, calls: int) -> None:
-        super().__init__(name, {"time": Metric(title)}, 7, frozenset({"identity"}))
+        super().__init__(name, {"time": Metric(title)}, 7, frozenset({"identity", CALLERS}))
         self.payload, self.calls = payload, calls
 
     def measure(self, backend: Backend) -> Figures:

@@ -58,7 +58,9 @@ class HostsBulk(CallCase):
         title = f"two hosts, {link}: {payload // 1_000_000} MB"
         metrics = {"rate": Metric(title, "B/s", rate, more_is_better=True)}
         if link.gbit_per_s:
-            metrics["share"] = Metric("  of the link", "%", share, more_is_better=True)
+            metrics["share"] = Metric(
+                f"  share of {link.gbit_per_s:g} Gb/s", "%", share, more_is_better=True
+            )
         super().__init__(name, metrics, rounds, frozenset({HOSTS, "identity"}))
         self.link, self.payload, self.calls = link, payload, calls
 
