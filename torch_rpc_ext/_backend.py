@@ -169,6 +169,7 @@ def _agent_options(
         "use_shared_memory": options.use_shared_memory,
         "keepalive": options.keepalive,
         "receive_cache_bytes": options.receive_cache_bytes,
+        "receive_cache_idle": options.receive_cache_idle,
         "max_message_bytes": options.max_message_bytes,
         "fault_messages_to_fail": options.messages_to_fail,
         "fault_messages_to_delay": options.messages_to_delay,

@@ -91,8 +91,8 @@ def duration(name: str, value: Any) -> float:
     return seconds
 
 
-def keepalive(name: str, value: Any) -> float:
-    """Return seconds that UCX can be told: 0.1 or more."""
+def at_least_100_ms(name: str, value: Any) -> float:
+    """Accept seconds, 0.1 or more."""
     seconds = duration(name, value)
     if seconds < 0.1:
         raise ValueError(f"{name} must be at least 0.1 s, got {value!r}")
@@ -254,7 +254,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "keepalive",
         2.0,
-        keepalive,
+        at_least_100_ms,
         "s",
         "After how long a silent worker on another host is suspected to be dead.",
     ),
@@ -265,6 +265,14 @@ OPTIONS: tuple[Option, ...] = (
         "bytes",
         "Memory kept for receiving tensors; by default 4 GiB, or an eighth of the machine's "
         "memory where that is less.",
+    ),
+    Option(
+        "receive_cache_idle",
+        30.0,
+        at_least_100_ms,
+        "s",
+        "After how long unused some of that memory is given back to the system. When less than "
+        "1/16 of the machine's memory is left, all of it is.",
     ),
     Option(
         "max_message_bytes",

@@ -43,6 +43,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         keepalive: after how long a silent worker elsewhere is suspected to be dead, s.
         receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
             of the machine's memory, whichever is less.
+        receive_cache_idle: after how long unused some of it is given back, s.
         max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
 
     Raises:
@@ -63,6 +64,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     use_shared_memory: bool
     keepalive: float
     receive_cache_bytes: int
+    receive_cache_idle: float
     max_message_bytes: int
     messages_to_fail: list[str]
     messages_to_delay: dict[str, float]
@@ -83,6 +85,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         use_shared_memory: bool = True,
         keepalive: float = 2.0,
         receive_cache_bytes: int | None = None,
+        receive_cache_idle: float = 30.0,
         max_message_bytes: int = 0,
         _messages_to_fail: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
@@ -107,6 +110,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
                 if receive_cache_bytes is None
                 else receive_cache_bytes
             ),
+            "receive_cache_idle": receive_cache_idle,
             "max_message_bytes": max_message_bytes,
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,

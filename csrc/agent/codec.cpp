@@ -5,6 +5,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -41,17 +42,42 @@ c10::Storage makeStorage(at::DataPtr data, size_t size) {
       /*resizable=*/true);
 }
 
+using Block = memory::BufferCache::Block;
+
+void deleteBlock(void* block) {
+  delete static_cast<Block*>(block);
+}
+
 c10::Storage adoptBlock(memory::BufferCache::Block block) {
-  using Block = memory::BufferCache::Block;
   auto owner = std::make_unique<Block>(std::move(block));
   void* const data = owner->data();
   const size_t size = owner->size();
+  at::DataPtr pointer(data, owner.release(), deleteBlock, at::Device(at::kCPU));
+  return makeStorage(std::move(pointer), size);
+}
+
+c10::Storage adoptMemory(std::shared_ptr<void> memory, size_t size) {
+  using Owner = std::shared_ptr<void>;
+  void* const data = memory.get();
   at::DataPtr pointer(
       data,
-      owner.release(),
-      [](void* context) { delete static_cast<Block*>(context); },
+      new Owner(std::move(memory)),
+      [](void* owner) { delete static_cast<Owner*>(owner); },
       at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
+}
+
+// The receive buffer that a storage is, when the storage has but one owner.
+Block* soleBlock(const c10::Storage& storage) {
+  if (storage.data_ptr().get_deleter() != deleteBlock) {
+    return nullptr;
+  }
+  const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+      storage.unsafeGetStorageImpl());
+  // `one` is the second.
+  return one.use_count() == 2 && one.weak_use_count() == 1
+      ? static_cast<Block*>(storage.data_ptr().get_context())
+      : nullptr;
 }
 
 c10::Storage copyInlined(base::ConstSpan bytes) {
@@ -99,12 +125,12 @@ Result<Encoded> encode(
     encoded.totalBytes = encoded.head.size();
     if (frame.payloadBulk) {
       encoded.message = message;
-      encoded.bulk.push_back(frame.payload);
+      encoded.bulk.push_back({frame.payload, {}});
       encoded.totalBytes += frame.payload.size;
     }
     for (const auto& storage : frame.storages) {
       if (storage.bulk) {
-        encoded.bulk.push_back(storage.bytes);
+        encoded.bulk.push_back({storage.bytes, {}});
         encoded.totalBytes += storage.bytes.size;
       }
     }
@@ -116,6 +142,41 @@ Result<Encoded> encode(
     return Error(ErrorKind::kOverloaded, "no memory to encode a message");
   } catch (const std::exception& e) {
     return Error(ErrorKind::kInvalid, e.what());
+  }
+}
+
+bool Encoded::giveAway(memory::BufferCache& cache) {
+  std::vector<Block*> blocks;
+  for (const auto& span : bulk) {
+    const auto storage =
+        std::find_if(storages.begin(), storages.end(), [&span](const auto& s) {
+          return s.data() == span.data && s.nbytes() == span.size;
+        });
+    Block* const block =
+        storage == storages.end() ? nullptr : soleBlock(*storage);
+    if (block == nullptr) {
+      return false; // what stays here must not wait for what goes
+    }
+    blocks.push_back(block);
+  }
+  bool shared = !blocks.empty();
+  for (const Block* block : blocks) {
+    if (block->region().id == 0) {
+      cache.share(block->size());
+      shared = false;
+    }
+  }
+  for (size_t i = 0; shared && i < blocks.size(); ++i) {
+    bulk[i].region = blocks[i]->region();
+  }
+  return shared;
+}
+
+void Encoded::discard() {
+  for (const auto& storage : storages) {
+    if (storage.data_ptr().get_deleter() == deleteBlock) {
+      static_cast<Block*>(storage.data_ptr().get_context())->discard();
+    }
   }
 }
 
@@ -135,10 +196,11 @@ Result<Decoder> Decoder::parse(base::ConstSpan head) {
 
 Result<std::vector<base::MutableSpan>> Decoder::allocate(
     memory::BufferCache& cache,
-    const std::vector<uint64_t>& announced) {
+    const std::vector<uint64_t>& announced,
+    const Adopt& adopt) {
   std::vector<base::MutableSpan> spans;
   try {
-    if (auto error = allocateBulk(cache, announced, spans)) {
+    if (auto error = allocateBulk(cache, announced, adopt, spans)) {
       return error;
     }
   } catch (const std::exception&) {
@@ -158,6 +220,7 @@ Result<std::vector<base::MutableSpan>> Decoder::allocate(
 Error Decoder::allocateBulk(
     memory::BufferCache& cache,
     const std::vector<uint64_t>& announced,
+    const Adopt& adopt,
     std::vector<base::MutableSpan>& spans) {
   // Everything is compared before anything is allocated.
   uint64_t total = 0;
@@ -197,6 +260,11 @@ Error Decoder::allocateBulk(
   bulk_.reserve(count);
   for (auto cursor = view_.storages(); cursor.next(storage);) {
     if (!storage.bulk) {
+      continue;
+    }
+    if (auto memory = adopt ? adopt(spans.size()) : nullptr) {
+      bulk_.push_back(adoptMemory(std::move(memory), storage.size));
+      spans.push_back({nullptr, storage.size});
       continue;
     }
     if (storage.size >= memory::kMinBlockBytes) {

@@ -3,6 +3,7 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "memory/buffer_cache.h"
+#include "transport/transport.h"
 #include "wire/call_frame.h"
 
 #include <c10/core/Storage.h>
@@ -10,6 +11,8 @@
 #include <torch/csrc/distributed/rpc/message.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <vector>
 
 // Between torch's rpc::Message and the call frame (wire/call_frame.h). CPU
@@ -24,12 +27,22 @@ namespace torch_rpc_ext::agent {
 // A message, ready for transport::Connection::send().
 struct Encoded {
   base::Buffer head;
-  std::vector<base::ConstSpan> bulk;
+  std::vector<transport::BulkSpan> bulk;
   // Bytes of head and bulk.
   uint64_t totalBytes = 0;
   // What `bulk` points into: to be held until send()'s callback has fired.
   std::vector<c10::Storage> storages;
   c10::intrusive_ptr<torch::distributed::rpc::Message> message;
+
+  // Gives the memory of the bulk away, where all of it is in receive buffers
+  // that nobody else refers to: returns true then. The receiver will keep and
+  // write to it. To be called when the message itself is gone. Buffers that
+  // could be given away but are not shared memory will be, from the next on
+  // (`cache`).
+  bool giveAway(memory::BufferCache& cache);
+  // After giveAway(), when the receiver has not returned the memory and nobody
+  // knows whether it still uses it.
+  void discard();
 };
 
 // Storages, and the payload, of up to `inlineThreshold` bytes are copied into
@@ -67,9 +80,13 @@ class Decoder {
   // the sizes that the transport will deliver. To be called once, also when
   // there is none. Fails with kInvalid when they are not those of the head,
   // with kOverloaded when there is no memory.
+  // What `adopt` returns for a bulk buffer becomes its memory; its span is
+  // null.
+  using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
-      const std::vector<uint64_t>& announced);
+      const std::vector<uint64_t>& announced,
+      const Adopt& adopt = nullptr);
 
   // At most once, after the bulk has arrived. Fails with kInvalid.
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish();
@@ -79,6 +96,7 @@ class Decoder {
   base::Error allocateBulk(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
+      const Adopt& adopt,
       std::vector<base::MutableSpan>& spans);
 
   wire::CallFrameView view_;

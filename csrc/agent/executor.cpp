@@ -95,9 +95,11 @@ void Executor::threadMain() {
       if (last && !stopping_.load()) {
         spawn(); // somebody has to stay at the Poller
       }
-      busy_.fetch_add(1);
+      // A copy may take long and needs no GIL: short work goes on beside it.
+      const size_t counts = work.kind == Kind::kInternal ? 0 : 1;
+      busy_.fetch_add(counts);
       run(std::move(work));
-      busy_.fetch_sub(1);
+      busy_.fetch_sub(counts);
       joins = true; // it takes the place that it had
       if (polling_.fetch_add(1) >= requestThreads_ + kSpareThreads &&
           threadState.next.task == nullptr) {

@@ -106,7 +106,7 @@ class Executor final : public base::TaskRunner {
   const std::shared_ptr<Signal> leaderSignal_;
   const size_t busyTarget_; // threads that run tasks before others join in
   std::atomic<size_t> polling_{0};
-  std::atomic<size_t> busy_{0};
+  std::atomic<size_t> busy_{0}; // running requests and completions
   std::atomic<uint64_t> taken_{0}; // tasks from the queues, ever
   std::atomic<bool> stopping_{false};
   std::atomic<bool> wakePending_{false};

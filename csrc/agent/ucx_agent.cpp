@@ -55,10 +55,14 @@ UcxAgent::UcxAgent(
           Hello{.group = {}, .workerId = id, .name = name},
           remote_,
           loopback_),
-      pending_(executor_.poller(), [this](PendingCall call) {
-        metrics::add(counters_.callsTimedOut, 1);
-        failLater(std::move(call), {base::ErrorKind::kTimedOut, std::string()});
-      }) {}
+      pending_(
+          executor_.poller(),
+          [this](PendingCall call) {
+            metrics::add(counters_.callsTimedOut, 1);
+            failLater(
+                std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+          }),
+      trimTimer_(executor_.poller(), [this] { trim(); }) {}
 
 UcxAgent::~UcxAgent() {
   if (rpcAgentRunning_.load()) {
@@ -89,6 +93,7 @@ void UcxAgent::shutdownImpl() {
   remote_->stop();
   loopback_->stop();
   pending_.stop();
+  trimTimer_.stop();
   if (!executor_.stop(kStopMilliseconds)) {
     base::log(
         base::LogLevel::kWarning,
@@ -167,7 +172,7 @@ void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
   pending_.setConnection(callId, connection);
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   base::Buffer head = std::move(encoded.head);
-  std::vector<base::ConstSpan> bulk = std::move(encoded.bulk);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   // Holds the memory that `bulk` points into until the peer has taken it, even
   // when the call has timed out long since.
   const bool borrowed = !bulk.empty();

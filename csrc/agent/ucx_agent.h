@@ -146,6 +146,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       const base::Error& error) override;
 
+  // Looks into the receive memory after a while, for what is idle.
+  void trimLater();
+  void trim();
+
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
 
@@ -155,10 +159,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       uint64_t callId,
       const rpc::Message& message);
-  void respond(
-      const transport::ConnectionPtr& connection,
-      uint64_t callId,
-      rpc::JitFuture& future);
+  c10::intrusive_ptr<rpc::JitFuture> execute(
+      c10::intrusive_ptr<rpc::Message> request);
+  static c10::intrusive_ptr<rpc::Message> responseOf(
+      rpc::JitFuture& future,
+      uint64_t callId);
   void reply(
       const transport::ConnectionPtr& connection,
       uint64_t callId,
@@ -204,6 +209,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps_;
   std::vector<c10::Device> devices_;
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> trimming_{false};
+  base::Timer trimTimer_; // last: its handler uses the others
 };
 
 } // namespace torch_rpc_ext::agent

@@ -9,6 +9,17 @@
 
 namespace torch_rpc_ext::agent {
 
+namespace {
+
+constexpr double kTrimsPerIdleTime = 3;
+
+base::Timer::Clock::duration toDuration(double seconds) {
+  return std::chrono::duration_cast<base::Timer::Clock::duration>(
+      std::chrono::duration<double>(seconds));
+}
+
+} // namespace
+
 struct UcxAgent::Arrival {
   transport::ConnectionPtr connection;
   std::unique_ptr<transport::Incoming> incoming;
@@ -96,21 +107,45 @@ void UcxAgent::onFrame(
 }
 
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
-  auto spans =
-      arrival->decoder->allocate(*cache_, arrival->incoming->bulkSizes());
+  auto* const incoming = arrival->incoming.get();
+  auto spans = arrival->decoder->allocate(
+      *cache_, incoming->bulkSizes(), [incoming](size_t index) {
+        return incoming->adopt(index);
+      });
   if (!spans.ok()) {
-    arrival->incoming->refuse(spans.error());
+    incoming->refuse(spans.error());
     arrival->error = spans.error();
     dispatch(std::move(arrival));
     return;
   }
-  auto* incoming = arrival->incoming.get();
+  trimLater();
   incoming->receive(
       std::move(spans.value()),
       [this, arrival = std::move(arrival)](const base::Error& error) {
         arrival->error = error;
         dispatch(arrival);
       });
+}
+
+void UcxAgent::trimLater() {
+  if (!trimming_.exchange(true)) {
+    trimTimer_.set(
+        base::Timer::Clock::now() +
+        toDuration(options_.receiveCacheIdleSeconds / kTrimsPerIdleTime));
+  }
+}
+
+void UcxAgent::trim() {
+  const auto idle = memory::isShort()
+      ? base::Timer::Clock::duration::zero()
+      : toDuration(options_.receiveCacheIdleSeconds);
+  cache_->trim(idle);
+  remote_->trim(idle);
+  trimming_.store(false);
+  const auto stats = cache_->stats();
+  if (stats.idleBlocks + stats.usedBlocks != 0) {
+    trimLater();
+  }
 }
 
 void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
@@ -182,44 +217,48 @@ void UcxAgent::serve(Arrival& arrival) {
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
 
-  c10::intrusive_ptr<rpc::JitFuture> future;
-  try {
-    // torch leaves its profiler's state behind on a thread that served a
-    // profiled request, which then records no other: give it one to spoil.
-    std::optional<at::ThreadLocalStateGuard> guard;
-    if (message.value()->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
-      guard.emplace(at::ThreadLocalState());
-    }
-    future = (*cb_)(*message.value(), {});
-  } catch (const std::exception& error) {
-    future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
-    future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
-  }
+  auto future = execute(std::move(message.value()));
   if (future->completed()) {
     counters_.serverActiveCalls.fetch_sub(1);
-    respond(connection, id, *future);
+    auto response = responseOf(*future, id);
+    // Before the answer is sent: nobody else may refer to its tensors when
+    // their memory is given away.
+    future.reset();
+    reply(connection, id, std::move(response));
     return;
   }
   counters_.serverActiveAsyncCalls.fetch_add(1);
   future->addCallback([this, connection, id](rpc::JitFuture& done) {
     counters_.serverActiveCalls.fetch_sub(1);
     counters_.serverActiveAsyncCalls.fetch_sub(1);
-    respond(connection, id, done);
+    reply(connection, id, responseOf(done, id));
   });
 }
 
-void UcxAgent::respond(
-    const transport::ConnectionPtr& connection,
-    uint64_t callId,
-    rpc::JitFuture& future) {
-  c10::intrusive_ptr<rpc::Message> message;
-  if (future.hasError()) {
-    message = rpc::createExceptionResponse(
-        future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId));
-  } else {
-    message = future.value().toCustomClass<rpc::Message>();
+c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
+    c10::intrusive_ptr<rpc::Message> request) {
+  try {
+    // torch leaves its profiler's state behind on a thread that served a
+    // profiled request, which then records no other: give it one to spoil.
+    std::optional<at::ThreadLocalStateGuard> guard;
+    if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+      guard.emplace(at::ThreadLocalState());
+    }
+    return (*cb_)(*request, {});
+  } catch (const std::exception& error) {
+    auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
+    return future;
   }
-  reply(connection, callId, std::move(message));
+}
+
+c10::intrusive_ptr<rpc::Message> UcxAgent::responseOf(
+    rpc::JitFuture& future,
+    uint64_t callId) {
+  return future.hasError()
+      ? rpc::createExceptionResponse(
+            future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId))
+      : future.value().toCustomClass<rpc::Message>();
 }
 
 void UcxAgent::reply(
@@ -239,17 +278,23 @@ void UcxAgent::reply(
       return; // a text without tensors: cannot happen
     }
   }
+  message.reset();
+  const bool given = encoded.value().giveAway(*cache_);
   metrics::add(counters_.bytesSent, encoded.value().totalBytes);
   base::Buffer head = std::move(encoded.value().head);
-  std::vector<base::ConstSpan> bulk = std::move(encoded.value().bulk);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.value().bulk);
   const bool borrowed = !bulk.empty();
   connection->send(
       std::move(head),
       std::move(bulk),
-      [held = borrowed ? std::make_shared<Encoded>(std::move(encoded.value()))
-                       : nullptr](const base::Error&) {
+      [given,
+       held = borrowed ? std::make_shared<Encoded>(std::move(encoded.value()))
+                       : nullptr](const base::Error& error) {
         // A response that its caller refuses or does not live to see is
         // nobody's loss here; the caller has its own error.
+        if (error && given) {
+          held->discard();
+        }
       });
 }
 

@@ -73,6 +73,8 @@ void bindOptions(py::module_& module) {
       .def_readwrite("num_worker_threads", &AgentOptions::numWorkerThreads)
       .def_readwrite("rpc_timeout", &AgentOptions::rpcTimeoutSeconds)
       .def_readwrite("receive_cache_bytes", &AgentOptions::receiveCacheBytes)
+      .def_readwrite(
+          "receive_cache_idle", &AgentOptions::receiveCacheIdleSeconds)
       .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
 #define TORCH_RPC_EXT_FIELD(python, outer, inner, type)    \
   def_property(                                            \

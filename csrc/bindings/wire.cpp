@@ -114,6 +114,13 @@ void bindBufferCache(py::module_& m) {
           "size", [](PyBlock& self) { return self.get().size(); })
       .def_property_readonly(
           "capacity", [](PyBlock& self) { return self.get().capacity(); })
+      .def_property_readonly(
+          "region",
+          [](PyBlock& self) {
+            const auto& region = self.get().region();
+            return py::make_tuple(region.id, region.fd);
+          })
+      .def("discard", [](PyBlock& self) { self.get().discard(); })
       .def(
           "release",
           [](PyBlock& self) { self.block.reset(); },
@@ -128,6 +135,7 @@ void bindBufferCache(py::module_& m) {
             return PyBlock{std::move(unwrap(result))};
           },
           py::arg("size"))
+      .def("share", &BufferCache::share, py::arg("size"))
       .def(
           "trim",
           [](BufferCache& self, double seconds) {

@@ -1,13 +1,18 @@
 #include "memory/buffer_cache.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <fstream>
 #include <limits>
 #include <mutex>
 #include <new>
+#include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,6 +57,44 @@ void* mapBlock(size_t size) {
   return block;
 }
 
+// Memory is short when less than this share of it can be had.
+constexpr uint64_t kShortShare = 16;
+
+// Each holds a file descriptor.
+constexpr size_t kMaxSharedBlocks = 128;
+
+uint64_t randomId() {
+  static std::mutex mutex;
+  static std::mt19937_64 source{std::random_device{}()};
+  std::lock_guard lock(mutex);
+  uint64_t id = 0;
+  while (id == 0) {
+    id = source();
+  }
+  return id;
+}
+
+// Null, and no region, when there is no way.
+void* mapShared(size_t size, SharedRegion& region) {
+  const int fd =
+      ::memfd_create(kSharedRegionName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) {
+    return nullptr;
+  }
+  void* map = MAP_FAILED;
+  if (::ftruncate(fd, static_cast<off_t>(size)) == 0 &&
+      ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) ==
+          0) {
+    map = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  }
+  if (map == MAP_FAILED) {
+    ::close(fd);
+    return nullptr;
+  }
+  region = {randomId(), fd};
+  return map;
+}
+
 uint64_t freeMemory() {
   struct sysinfo info{};
   if (::sysinfo(&info) != 0) {
@@ -62,6 +105,20 @@ uint64_t freeMemory() {
 }
 
 } // namespace
+
+bool isShort() {
+  // Free memory is mostly none, since the rest holds files: the kernel's own
+  // guess of what could be had is in MemAvailable.
+  std::ifstream file("/proc/meminfo");
+  std::string name;
+  std::string unit;
+  for (uint64_t kib = 0; file >> name >> kib >> unit;) {
+    if (name == "MemAvailable:") {
+      return kib << 10 < physicalMemory() / kShortShare;
+    }
+  }
+  return false;
+}
 
 uint64_t physicalMemory() {
   static const uint64_t bytes = [] {
@@ -87,51 +144,72 @@ size_t sizeClass(size_t size) {
 // milliseconds.
 class BufferCache::State {
  public:
+  struct Map {
+    void* data;
+    size_t capacity;
+    SharedRegion region;
+  };
+
   explicit State(size_t maxIdleBytes) : maxIdleBytes_(maxIdleBytes) {}
 
-  void* take(size_t capacity) {
-    void* data = nullptr;
+  // The new owner of `map`, whose data is null when there is no memory.
+  Map take(size_t capacity) {
+    bool shared = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      shared = sharedClasses_.count(capacity) != 0;
       // The one used last is the one most likely still in the CPU's caches.
-      const auto found = std::find_if(
-          idle_.rbegin(), idle_.rend(), [capacity](const Idle& block) {
-            return block.capacity == capacity;
+      const auto found =
+          std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
+            return block.map.capacity == capacity &&
+                (!shared || block.map.region.id != 0);
           });
       if (found != idle_.rend()) {
-        data = found->data;
+        const Map map = found->map;
         idle_.erase(std::next(found).base());
         stats_.idleBytes -= capacity;
         ++stats_.hits;
         countUsed(capacity);
-        return data;
+        return map;
+      }
+      shared = shared && sharedBlocks_ < kMaxSharedBlocks;
+      sharedBlocks_ += shared ? 1 : 0;
+    }
+    Map map{nullptr, capacity, {}};
+    if (shared) {
+      map.data = mapShared(capacity, map.region);
+      if (map.data == nullptr) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        --sharedBlocks_;
       }
     }
-    data = mapBlock(capacity);
-    if (data == nullptr) {
-      drop(Clock::time_point::max());
-      data = mapBlock(capacity);
+    if (map.data == nullptr) {
+      map.data = mapBlock(capacity);
     }
-    if (data != nullptr) {
+    if (map.data == nullptr) {
+      drop(Clock::time_point::max());
+      map.data = mapBlock(capacity);
+    }
+    if (map.data != nullptr) {
       std::lock_guard<std::mutex> lock(mutex_);
       ++stats_.misses;
       countUsed(capacity);
     }
-    return data;
+    return map;
   }
 
-  void giveBack(void* data, size_t capacity) noexcept {
+  void giveBack(const Map& map, bool keep) noexcept {
     std::vector<Idle> surplus;
     bool kept = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stats_.usedBytes -= capacity;
+      stats_.usedBytes -= map.capacity;
       --stats_.usedBlocks;
-      if (!closed_ && capacity <= maxIdleBytes_) {
+      if (keep && !closed_ && map.capacity <= maxIdleBytes_) {
         try {
-          idle_.push_back({data, capacity, Clock::now()});
+          idle_.push_back({map, Clock::now()});
           kept = true;
-          stats_.idleBytes += capacity;
+          stats_.idleBytes += map.capacity;
           trimLocked(surplus, Clock::time_point::min());
         } catch (const std::bad_alloc&) {
           // Out of memory for bookkeeping: what is still in idle_ stays valid.
@@ -139,7 +217,26 @@ class BufferCache::State {
       }
     }
     if (!kept) {
-      ::munmap(data, capacity);
+      unmap(map);
+    }
+    unmap(surplus);
+  }
+
+  void share(size_t capacity) {
+    std::vector<Idle> surplus;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!sharedClasses_.insert(capacity).second) {
+        return;
+      }
+      // Private blocks of this size will not be asked for again.
+      const auto others = std::stable_partition(
+          idle_.begin(), idle_.end(), [capacity](const Idle& block) {
+            return block.map.capacity != capacity;
+          });
+      surplus.assign(others, idle_.end());
+      idle_.erase(others, idle_.end());
+      stats_.idleBytes -= surplus.size() * capacity;
     }
     unmap(surplus);
   }
@@ -172,8 +269,7 @@ class BufferCache::State {
 
  private:
   struct Idle {
-    void* data;
-    size_t capacity;
+    Map map;
     Clock::time_point since;
   };
 
@@ -189,7 +285,7 @@ class BufferCache::State {
     auto end = idle_.begin();
     while (end != idle_.end() &&
            (left > maxIdleBytes_ || end->since <= usedBefore)) {
-      left -= end->capacity;
+      left -= end->map.capacity;
       ++end;
     }
     surplus.assign(idle_.begin(), end);
@@ -197,11 +293,20 @@ class BufferCache::State {
     stats_.idleBytes = left;
   }
 
-  static size_t unmap(const std::vector<Idle>& blocks) noexcept {
+  void unmap(const Map& map) noexcept {
+    ::munmap(map.data, map.capacity);
+    if (map.region.id != 0) {
+      ::close(map.region.fd);
+      std::lock_guard<std::mutex> lock(mutex_);
+      --sharedBlocks_;
+    }
+  }
+
+  size_t unmap(const std::vector<Idle>& blocks) noexcept {
     size_t bytes = 0;
     for (const Idle& block : blocks) {
-      ::munmap(block.data, block.capacity);
-      bytes += block.capacity;
+      unmap(block.map);
+      bytes += block.map.capacity;
     }
     return bytes;
   }
@@ -209,6 +314,8 @@ class BufferCache::State {
   const size_t maxIdleBytes_;
   mutable std::mutex mutex_;
   std::vector<Idle> idle_; // by age, the oldest first
+  std::set<size_t> sharedClasses_;
+  size_t sharedBlocks_ = 0; // that exist
   BufferCacheStats stats_;
   bool closed_ = false;
 };
@@ -217,19 +324,23 @@ BufferCache::Block::Block(Block&& other) noexcept
     : state_(std::move(other.state_)),
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
-      capacity_(std::exchange(other.capacity_, 0)) {}
+      capacity_(std::exchange(other.capacity_, 0)),
+      region_(std::exchange(other.region_, {})),
+      discarded_(std::exchange(other.discarded_, false)) {}
 
 BufferCache::Block& BufferCache::Block::operator=(Block&& other) noexcept {
   std::swap(state_, other.state_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   std::swap(capacity_, other.capacity_);
+  std::swap(region_, other.region_);
+  std::swap(discarded_, other.discarded_);
   return *this;
 }
 
 BufferCache::Block::~Block() {
   if (data_ != nullptr) {
-    state_->giveBack(data_, capacity_);
+    state_->giveBack({data_, capacity_, region_}, /*keep=*/!discarded_);
   }
 }
 
@@ -251,7 +362,9 @@ Result<BufferCache::Block> BufferCache::acquire(size_t size) {
             " bytes of memory of this machine");
   }
   Block block;
-  block.data_ = state_->take(capacity);
+  const State::Map map = state_->take(capacity);
+  block.data_ = map.data;
+  block.region_ = map.region;
   if (block.data_ == nullptr) {
     return Error(
         ErrorKind::kOverloaded,
@@ -262,6 +375,12 @@ Result<BufferCache::Block> BufferCache::acquire(size_t size) {
   block.size_ = size;
   block.capacity_ = capacity;
   return block;
+}
+
+void BufferCache::share(size_t size) {
+  if (const size_t capacity = sizeClass(size)) {
+    state_->share(capacity);
+  }
 }
 
 size_t BufferCache::trim(Clock::duration age) {

@@ -17,6 +17,15 @@ inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 // most one eighth more than asked for. 0 if there is none.
 size_t sizeClass(size_t size);
 
+// Memory that another process can map: a sealed memfd of this process, which
+// cannot shrink. `id` is 0 for private memory, else random: it names the region
+// for as long as that exists.
+struct SharedRegion {
+  uint64_t id = 0;
+  int fd = -1;
+};
+inline constexpr const char* kSharedRegionName = "torch_rpc_ext";
+
 struct BufferCacheStats {
   uint64_t hits = 0; // acquire() served from idle blocks
   uint64_t misses = 0; // acquire() that needed a new map
@@ -52,6 +61,13 @@ class BufferCache {
     size_t capacity() const { // what is mapped
       return capacity_;
     }
+    const SharedRegion& region() const {
+      return region_;
+    }
+    // Another process may still use it: never to be handed out again.
+    void discard() {
+      discarded_ = true;
+    }
 
    private:
     friend class BufferCache;
@@ -59,6 +75,8 @@ class BufferCache {
     void* data_ = nullptr;
     size_t size_ = 0;
     size_t capacity_ = 0;
+    SharedRegion region_;
+    bool discarded_ = false;
   };
 
   using Clock = std::chrono::steady_clock;
@@ -73,6 +91,11 @@ class BufferCache {
   // The content is whatever its last user left there. Fails with kOverloaded.
   base::Result<Block> acquire(size_t size);
 
+  // From now on blocks for this size can be mapped by other processes: for
+  // workers that return what they were sent. Not from the start, because such
+  // memory cannot have huge pages.
+  void share(size_t size);
+
   // Unmaps the blocks that have been idle for `age` or longer. Returns bytes.
   size_t trim(Clock::duration age);
 
@@ -84,6 +107,9 @@ class BufferCache {
  private:
   std::shared_ptr<State> state_;
 };
+
+// Whether this machine is about to run out of memory.
+bool isShort();
 
 // Bytes of memory that this machine has: nothing larger can be received.
 uint64_t physicalMemory();

@@ -18,7 +18,9 @@
 #include "base/error.h"
 #include "base/poller.h"
 #include "base/task.h"
+#include "memory/buffer_cache.h"
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -28,6 +30,13 @@
 namespace torch_rpc_ext::transport {
 
 using Callback = std::function<void(const base::Error&)>;
+
+// A bulk buffer to be sent. One with a region the receiver may keep, and write
+// to, instead of copying it: the sender will not look at it again before it has
+// it back.
+struct BulkSpan : base::ConstSpan {
+  memory::SharedRegion region;
+};
 
 // What a Connection is made of, for people: info(), logs, metrics.
 struct PathInfo {
@@ -49,8 +58,16 @@ class Incoming {
   // Does not take the bulk; the sender's callback gets kRefused with the text.
   virtual void refuse(const base::Error& why) = 0;
 
-  // Moves the bulk into `into` (same count and sizes as bulkSizes()). At most
-  // once. The callback may fire before the call returns.
+  // The memory of bulk buffer `index` itself, when the sender gives it away and
+  // this process can have it; else null. The sender has it back when the last
+  // reference dies, on any thread. Before receive().
+  virtual std::shared_ptr<void> adopt(size_t /*index*/) {
+    return nullptr;
+  }
+
+  // Moves the bulk into `into` (same count and sizes as bulkSizes(), null data
+  // for what was adopted). At most once. The callback may fire before the call
+  // returns.
   virtual void receive(
       std::vector<base::MutableSpan> into,
       Callback callback) = 0;
@@ -61,12 +78,11 @@ class Connection {
  public:
   virtual ~Connection() = default;
 
-  // Sends `head` (owned) with `bulk` (borrowed until the callback fires). Never
-  // blocks. Frames sent before the connection is open are kept until it is.
-  virtual void send(
-      base::Buffer head,
-      std::vector<base::ConstSpan> bulk,
-      Callback callback) = 0;
+  // Sends `head` (owned) with `bulk` (borrowed until the callback fires; after
+  // an error the peer may still use what has a region). Never blocks. Frames
+  // sent before the connection is open are kept until it is.
+  virtual void
+  send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback) = 0;
 
   // Ends the connection after what was sent has left; idempotent. The peer
   // sees kShutDown.
@@ -123,6 +139,9 @@ class Context {
   virtual ConnectionPtr connect(
       const std::string& address,
       const std::string& hello) = 0;
+
+  // Gives memory back that has not been used for `age`.
+  virtual void trim(std::chrono::steady_clock::duration /*age*/) {}
 
   // Closes all connections, waits a bounded time for what was sent to leave,
   // fires all callbacks. No Handler method runs after it returns. Idempotent.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from pathlib import Path
 
@@ -166,3 +167,43 @@ def test_threads() -> None:
     stats = cache.stats()
     assert stats["used_bytes"] == 0 and stats["idle_bytes"] <= 32 * MIB
     assert stats["hits"] + stats["misses"] == 800
+
+
+def test_shared_blocks_come_after_share_and_are_reused() -> None:
+    cache = cache_of(64)
+    private = cache.acquire(5 * MIB)
+    assert private.region == (0, -1)
+    private.release()
+    cache.share(5 * MIB)
+    assert cache.stats()["idle_blocks"] == 0  # a private one would only lie there
+    first = cache.acquire(5 * MIB)
+    region, fd = first.region
+    assert region != 0 and Path(f"/proc/self/fd/{fd}").readlink().name.startswith("memfd")
+    with pytest.raises(OSError, match="Operation not permitted"):
+        os.ftruncate(fd, 1)  # who has mapped it would be killed
+    assert cache.acquire(3 * MIB).region == (0, -1)  # another size
+    first.release()
+    assert cache.acquire(5 * MIB).region == (region, fd)
+
+
+def test_a_discarded_block_is_not_handed_out_again() -> None:
+    cache = cache_of(64)
+    cache.share(MIB)
+    block = cache.acquire(MIB)
+    region, fd = block.region
+    block.discard()
+    block.release()
+    assert cache.stats()["idle_blocks"] == 0 and cache.stats()["used_blocks"] == 0
+    assert not os.path.lexists(f"/proc/self/fd/{fd}")
+    assert cache.acquire(MIB).region[0] != region
+
+
+def test_shared_blocks_are_limited_and_private_ones_serve_instead() -> None:
+    cache = cache_of(0)
+    cache.share(MIB)
+    blocks = [cache.acquire(MIB) for _ in range(140)]
+    shared = sum(block.region[0] != 0 for block in blocks)
+    assert 0 < shared < 140
+    for block in blocks:
+        block.release()
+    assert cache.acquire(MIB).region[0] != 0

@@ -63,6 +63,7 @@ def test_not_a_relative_of_tensorpipes() -> None:
         ({"port_range": 1.5}, TypeError, "port_range"),
         ({"use_cma": 1}, TypeError, "use_cma must be True or False, got 1"),
         ({"keepalive": -2}, ValueError, "keepalive"),
+        ({"receive_cache_idle": 0.01}, ValueError, "receive_cache_idle"),
         ({"max_message_bytes": -1}, ValueError, "max_message_bytes must be 0 or more bytes"),
         ({"receive_cache_bytes": "4G"}, TypeError, "receive_cache_bytes"),
         ({"interface": 3}, TypeError, "interface"),

@@ -15,10 +15,8 @@ class FaultConnection final : public Connection {
   FaultConnection(ConnectionPtr inner, const Rule& rule)
       : inner_(std::move(inner)), rule_(rule) {}
 
-  void send(
-      base::Buffer head,
-      std::vector<base::ConstSpan> bulk,
-      Callback callback) override {
+  void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
+      override {
     const Fault fault = rule_({head.data(), head.size()});
     if (fault.delaySeconds > 0) {
       // On the sender's thread, as upstream's faulty agent does.
@@ -80,6 +78,9 @@ class FaultContext final : public Context, public Handler {
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override {
     return outer(inner_->connect(address, hello));
+  }
+  void trim(std::chrono::steady_clock::duration age) override {
+    inner_->trim(age);
   }
   void stop() override {
     inner_->stop();

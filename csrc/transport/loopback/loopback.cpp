@@ -47,7 +47,7 @@ class LoopbackIncoming final : public Incoming {
  public:
   LoopbackIncoming(
       base::Buffer head,
-      std::vector<base::ConstSpan> bulk,
+      std::vector<BulkSpan> bulk,
       Callback callback)
       : head_(std::move(head)),
         bulk_(std::move(bulk)),
@@ -91,7 +91,7 @@ class LoopbackIncoming final : public Incoming {
   }
 
   base::Buffer head_;
-  std::vector<base::ConstSpan> bulk_;
+  std::vector<BulkSpan> bulk_;
   std::vector<uint64_t> sizes_;
   Callback callback_;
 };
@@ -103,10 +103,8 @@ class LoopbackConnection final
   explicit LoopbackConnection(std::shared_ptr<LoopbackContext> context)
       : context_(std::move(context)) {}
 
-  void send(
-      base::Buffer head,
-      std::vector<base::ConstSpan> bulk,
-      Callback callback) override;
+  void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
+      override;
   void close() override;
   bool closed() const override {
     std::lock_guard lock(mutex_);
@@ -187,7 +185,7 @@ class LoopbackContext final
 
 void LoopbackConnection::send(
     base::Buffer head,
-    std::vector<base::ConstSpan> bulk,
+    std::vector<BulkSpan> bulk,
     Callback callback) {
   auto to = peer();
   if (!to) {

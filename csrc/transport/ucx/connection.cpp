@@ -69,7 +69,7 @@ UcxConnection::UcxConnection(
 
 void UcxConnection::send(
     base::Buffer head,
-    std::vector<base::ConstSpan> bulk,
+    std::vector<BulkSpan> bulk,
     Callback callback) {
   context_->worker().post(
       base::makeTask([self = shared_from_this(),
@@ -162,6 +162,13 @@ void UcxConnection::fetch(
       into,
       context_->runner(),
       std::move(callback));
+}
+
+std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
+  if (!cmaUsable_ || entry.region == 0) {
+    return nullptr;
+  }
+  return context_->maps().map(peer_.process.pid, entry);
 }
 
 void UcxConnection::pull(
@@ -422,9 +429,16 @@ void UcxConnection::sendNow(Unsent frame) {
     deferCallback(std::move(frame.callback), {});
     return;
   }
-  const auto entryOf = [this](const base::ConstSpan& span) {
-    return BulkEntry{
-        span.size, exposesMemory_ ? reinterpret_cast<uint64_t>(span.data) : 0};
+  const auto entryOf = [this](const BulkSpan& span) {
+    BulkEntry entry{.size = span.size};
+    if (exposesMemory_) {
+      entry.address = reinterpret_cast<uint64_t>(span.data);
+      if (span.region.id != 0) {
+        entry.region = span.region.id;
+        entry.fd = static_cast<uint64_t>(span.region.fd);
+      }
+    }
+    return entry;
   };
   base::Buffer data(tableBytes + frame.head.size());
   for (size_t i = 0; i < frame.bulk.size(); ++i) {
@@ -443,7 +457,7 @@ void UcxConnection::sendNow(Unsent frame) {
     transfer.data = std::move(data);
     const base::ConstSpan all{transfer.data.data(), transfer.data.size()};
     transfer.spans.push_back(all);
-    const BulkEntry entry = entryOf(all);
+    const BulkEntry entry = entryOf({all, {}});
     data = base::Buffer(sizeof(entry));
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
@@ -513,9 +527,13 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
 }
 
 void UcxConnection::onDone(uint64_t id, base::Error error) {
-  auto it = transfers_.find(id);
+  auto it = transfers_.find(id & ~kAdopted);
   if (it == transfers_.end()) {
-    return; // a late word about a transfer that has failed
+    return; // a late word about a transfer that has failed, or has ended
+  }
+  if ((id & kAdopted) != 0) {
+    it->second.adopted = true;
+    return;
   }
   it->second.done = true;
   it->second.error = std::move(error);
@@ -552,7 +570,8 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   for (auto it = transfers_.begin(); it != transfers_.end();) {
     it->second.done = true;
     it->second.error = error;
-    if (exposesMemory_ && memory == PeerMemory::kMayRead) {
+    if (exposesMemory_ && memory == PeerMemory::kMayRead &&
+        !it->second.adopted) {
       // A reader that is half-way must not see what comes there next.
       context_->park(it->second.callback);
     }
@@ -569,6 +588,7 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   }
   context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
   closeEndpoint(flush);
+  context_->maps().forget(peer_.process.pid);
   context_->forget(localToken_);
 }
 

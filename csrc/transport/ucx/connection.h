@@ -4,6 +4,7 @@
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/worker.h"
 
+#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
@@ -44,10 +45,8 @@ class UcxConnection final : public Connection,
       uint64_t localToken,
       bool initiator);
 
-  void send(
-      base::Buffer head,
-      std::vector<base::ConstSpan> bulk,
-      Callback callback) override;
+  void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
+      override;
   void close() override;
   bool closed() const override {
     return state_.load() == ConnectionState::kClosed;
@@ -65,6 +64,9 @@ class UcxConnection final : public Connection,
   // Tells the peer that the memory of `transfer`, `bytes` in all, is its own
   // again: now, or soon when it went well and is little.
   void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
+  // The peer's shared memory itself; null if there is none, or it cannot be
+  // had.
+  std::shared_ptr<void> map(const BulkEntry& entry);
 
   void deliveryEnds(); // any thread
 
@@ -106,13 +108,16 @@ class UcxConnection final : public Connection,
   }
   // The peer may still be reading our memory.
   bool lending() const {
-    return !transfers_.empty();
+    return std::any_of(
+        transfers_.begin(), transfers_.end(), [](const auto& entry) {
+          return !entry.second.adopted;
+        });
   }
 
  private:
   struct Unsent {
     base::Buffer head;
-    std::vector<base::ConstSpan> bulk;
+    std::vector<BulkSpan> bulk;
     Callback callback;
   };
   // Memory that the peer may still read.
@@ -121,6 +126,7 @@ class UcxConnection final : public Connection,
     std::vector<base::ConstSpan> spans;
     Callback callback;
     bool done = false; // the peer has said so
+    bool adopted = false; // the peer keeps it, and reads nothing of ours
     base::Error error;
     uint32_t sending = 0; // pulls that the bulk channel still serves
   };

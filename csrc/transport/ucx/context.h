@@ -5,6 +5,7 @@
 #include "transport/ucx/bulk_channel.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/options.h"
+#include "transport/ucx/shared_maps.h"
 #include "transport/ucx/worker.h"
 
 #include <atomic>
@@ -33,6 +34,9 @@ class UcxContext final : public Context,
       override;
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override;
+  void trim(std::chrono::steady_clock::duration age) override {
+    maps_.trim(age);
+  }
   void stop() override;
 
   // ---- for UcxConnection ----
@@ -50,6 +54,9 @@ class UcxContext final : public Context,
   }
   Handler& handler() const {
     return *handler_;
+  }
+  SharedMaps& maps() {
+    return maps_;
   }
   const ProcessIdentity& process() const {
     return process_;
@@ -121,6 +128,7 @@ class UcxContext final : public Context,
   const uint64_t doorToken_; // who does not know it cannot connect
   const uint64_t nonce_; // peers on this host read it to test CMA
   const ProcessIdentity process_;
+  SharedMaps maps_;
   base::Poller* poller_ = nullptr;
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr;

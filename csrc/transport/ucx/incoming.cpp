@@ -2,6 +2,25 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
+// While it lives, this process uses the sender's memory. It may live longer
+// than the connection, and than this worker's RPC.
+class UcxIncoming::Lease {
+ public:
+  Lease(std::weak_ptr<UcxConnection> connection, uint64_t transfer)
+      : connection_(std::move(connection)), transfer_(transfer) {}
+  ~Lease() {
+    if (auto connection = connection_.lock()) {
+      connection->done(transfer_, /*bytes=*/0, {});
+    }
+  }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+ private:
+  const std::weak_ptr<UcxConnection> connection_;
+  const uint64_t transfer_;
+};
+
 UcxIncoming::UcxIncoming(
     std::shared_ptr<UcxConnection> connection,
     uint64_t transfer,
@@ -38,29 +57,59 @@ void UcxIncoming::refuse(const base::Error& why) {
   }
 }
 
+std::shared_ptr<void> UcxIncoming::adopt(size_t index) {
+  auto memory = connection_->map(entries_[index]);
+  if (memory == nullptr) {
+    return nullptr;
+  }
+  if (lease_ == nullptr) {
+    lease_ = std::make_shared<Lease>(connection_, transfer_);
+  }
+  struct Adopted {
+    std::shared_ptr<Lease> lease;
+    std::shared_ptr<void> memory; // goes first
+  };
+  void* const data = memory.get();
+  auto adopted = std::make_shared<Adopted>(Adopted{lease_, std::move(memory)});
+  return {std::move(adopted), data};
+}
+
 void UcxIncoming::receive(
     std::vector<base::MutableSpan> into,
     Callback callback) {
   answered_ = true;
-  if (entries_.empty()) {
-    if (transfer_ != 0) {
-      connection_->done(transfer_, bytes_.size(), {});
-    }
-    callback({});
-    return;
-  }
+  const uint64_t transfer =
+      lease_ == nullptr ? transfer_ : transfer_ | kAdopted;
   uint64_t bytes = bytes_.size();
-  for (const uint64_t size : sizes_) {
-    bytes += size;
+  std::vector<BulkEntry> entries;
+  std::vector<base::MutableSpan> spans;
+  entries.reserve(entries_.size());
+  spans.reserve(into.size());
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (into[i].data != nullptr || into[i].size == 0) {
+      entries.push_back(entries_[i]);
+      spans.push_back(into[i]);
+      bytes += entries_[i].size;
+    }
+  }
+  if (entries.empty()) {
+    const bool answers = transfer_ != 0;
+    const auto connection = connection_;
+    callback({}); // the owner may let go of this
+    if (answers) {
+      connection->done(transfer, bytes, {});
+    }
+    return;
   }
   connection_->fetch(
       transfer_,
       firstSpan_,
-      entries_,
-      into,
+      entries,
+      spans,
       [connection = connection_,
-       transfer = transfer_,
+       transfer,
        bytes,
+       lease = lease_,
        callback = std::move(callback)](base::Error error) {
         if (!error && connection->closed()) {
           // The sender may have let go of the memory while it was read.
@@ -70,7 +119,7 @@ void UcxIncoming::receive(
         }
         // The owner first: once the sender knows, it may close.
         callback(error);
-        connection->done(transfer, bytes, error);
+        connection->done(error ? transfer & ~kAdopted : transfer, bytes, error);
       });
 }
 

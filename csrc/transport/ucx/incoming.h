@@ -29,9 +29,12 @@ class UcxIncoming final : public Incoming {
     return sizes_;
   }
   void refuse(const base::Error& why) override;
+  std::shared_ptr<void> adopt(size_t index) override;
   void receive(std::vector<base::MutableSpan> into, Callback callback) override;
 
  private:
+  class Lease;
+
   const std::shared_ptr<UcxConnection> connection_;
   const uint64_t transfer_; // 0: the sender waits for nothing
   const uint32_t firstSpan_;
@@ -40,6 +43,7 @@ class UcxIncoming final : public Incoming {
   const size_t headOffset_;
   std::vector<uint64_t> sizes_;
   bool answered_ = false;
+  std::shared_ptr<Lease> lease_; // of what was adopted
 };
 
 // Turns the data of a kFrame (table, head) into an Incoming.

@@ -114,6 +114,8 @@ base::Result<std::vector<BulkEntry>> parseBulkEntries(
   for (auto& entry : entries) {
     entry.size = reader.u64();
     entry.address = reader.u64();
+    entry.region = reader.u64();
+    entry.fd = reader.u64();
   }
   return entries;
 }

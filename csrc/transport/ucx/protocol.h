@@ -18,7 +18,8 @@
 // reads the sender's memory (cma.h) or asks for it with kPull, and says when
 // the sender may have its memory back: in the header of the next message that
 // goes there anyway, or by kDone when there is none for a while, or much
-// memory, or a reason why the bulk was not taken.
+// memory, or a reason why the bulk was not taken. Of bulk with a region it may
+// keep the memory instead, and says that first (kAdopted).
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -62,7 +63,10 @@ static_assert(sizeof(FrameHeader) == 32);
 struct BulkEntry {
   uint64_t size = 0;
   uint64_t address = 0; // 0: not readable from outside, pull it
+  uint64_t region = 0; // not 0: shared memory that the receiver may keep
+  uint64_t fd = 0; // of the region, in the sender's process
 };
+static_assert(sizeof(BulkEntry) == 32);
 
 // Both ends introduce themselves with it.
 struct Preamble {
@@ -78,6 +82,10 @@ struct PullRequest {
   uint64_t tag = 0; // of the first chunk; the following count up
   std::string bulkAddress; // of the UCX worker that receives
 };
+
+// On a transfer's number: its receiver has mapped the memory and keeps it for
+// now. The number alone follows when it has let go.
+constexpr uint64_t kAdopted = uint64_t{1} << 63;
 
 // How a bulk span is cut for kPull: both ends count chunks in this way.
 constexpr size_t kChunkBytes = 16u << 20;

@@ -1,0 +1,38 @@
+#pragma once
+
+#include "transport/ucx/protocol.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// Regions of other processes' shared memory that are mapped here, kept for
+// their next use: the pages of a map that is new have to be faulted in again.
+//
+// Owns: the maps that nobody uses; one in use belongs to its users.
+// Thread: any.
+// Outlives: nothing; maps in use outlive it.
+class SharedMaps {
+ public:
+  SharedMaps();
+  ~SharedMaps();
+  SharedMaps(const SharedMaps&) = delete;
+  SharedMaps& operator=(const SharedMaps&) = delete;
+
+  // The memory of a region of process `pid`; null if it cannot be had, or is
+  // not what a peer of ours would offer.
+  std::shared_ptr<void> map(int32_t pid, const BulkEntry& entry);
+
+  // Unmaps what is unused of a process.
+  void forget(int32_t pid);
+  // Unmaps what has not been used for `age`: its owner may be done with it.
+  void trim(std::chrono::steady_clock::duration age);
+
+ private:
+  class State;
+  std::shared_ptr<State> state_;
+};
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,256 @@
+"""Large results that nobody else refers to are handed over, not copied; nobody can tell by the
+values.
+
+From the second call on: what a worker has received for the first one was private memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
+
+SIZE = 600_000  # floats; more than the least that is worth it
+kept: list[Any] = []
+
+
+def handed_over() -> int:
+    """How many regions of other processes are in use here, or wait for their next use."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        mapped = sum("/memfd:torch_rpc_ext" in line for line in maps)
+    own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd)]
+    return mapped - sum("/memfd:torch_rpc_ext" in target for target in own)
+
+
+def exists(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def numbers(start: float) -> Tensor:
+    return torch.arange(SIZE, dtype=torch.float32) + start
+
+
+def warm_up(to: str = "worker1") -> None:
+    rpc.rpc_sync(to, f.identity, args=(numbers(0),))
+
+
+def check_is_handed_over() -> None:
+    warm_up()
+    back = rpc.rpc_sync("worker1", f.identity, args=(numbers(1),))
+    assert handed_over() >= 1
+    assert back.equal(numbers(1))
+
+
+@needs_ucx("copies")
+def test_an_echo_is_handed_over(pair: Group) -> None:
+    pair.run(check_is_handed_over)
+
+
+def check_many_results_stay_apart(count: int) -> None:
+    results = []
+    for i in range(count):
+        sent = numbers(i)
+        back = rpc.rpc_sync("worker1", f.identity, args=(sent,))
+        if i % 3 == 0:
+            back.mul_(2)  # ours: nobody else may see it
+        if i % 4 != 1:
+            results.append((back, sent * 2 if i % 3 == 0 else sent.clone()))
+        sent.zero_()
+    for back, wanted in results:
+        assert back.equal(wanted)
+
+
+def test_results_that_are_kept_and_written_to(pair: Group) -> None:
+    pair.run(check_many_results_stay_apart, 40)
+
+
+def keep_and_return(tensor: Tensor) -> Tensor:
+    kept.append(tensor)
+    return tensor
+
+
+def keep_view_and_return(tensor: Tensor) -> Tensor:
+    kept.append(tensor[10:20])
+    return tensor
+
+
+def keep_numpy_and_return(tensor: Tensor) -> Tensor:
+    kept.append(tensor.numpy())
+    return tensor
+
+
+def keep_graph_and_return(tensor: Tensor) -> Tensor:
+    weight = torch.ones(SIZE, requires_grad=True)
+    kept.append((weight, (weight * tensor).sum()))  # its graph keeps the tensor
+    return tensor
+
+
+def sum_of_kept() -> float:
+    return float(kept[-1].sum())
+
+
+def kept_gradient() -> float:
+    weight, total = kept[-1]
+    (gradient,) = torch.autograd.grad(total, weight)
+    return float(gradient.sum())
+
+
+def check_kept(function: Any) -> None:
+    warm_up()
+    for _ in range(3):
+        back = rpc.rpc_sync("worker1", function, args=(torch.ones(SIZE),))
+        back.fill_(7)
+        there = rpc.rpc_sync("worker1", sum_of_kept)
+        assert there == (10.0 if function is keep_view_and_return else SIZE)
+
+
+@pytest.mark.parametrize("function", [keep_and_return, keep_view_and_return, keep_numpy_and_return])
+def test_what_the_callee_keeps_is_copied(pair: Group, function: Any) -> None:
+    pair.run(check_kept, function)
+
+
+def check_kept_by_autograd() -> None:
+    warm_up()
+    for _ in range(3):
+        back = rpc.rpc_sync("worker1", keep_graph_and_return, args=(torch.ones(SIZE),))
+        back.fill_(7)
+        assert rpc.rpc_sync("worker1", kept_gradient) == SIZE
+
+
+def test_what_a_graph_keeps_is_copied(pair: Group) -> None:
+    pair.run(check_kept_by_autograd)
+
+
+def two_views(tensor: Tensor) -> tuple[Tensor, Tensor, int]:
+    return tensor[: SIZE // 4 * 3], tensor[SIZE // 4 :], 5
+
+
+def check_views() -> None:
+    warm_up()
+    for i in range(4):
+        first, second, five = rpc.rpc_sync("worker1", two_views, args=(numbers(i),))
+        assert five == 5 and first.equal(numbers(i)[: SIZE // 4 * 3])
+        assert second.equal(numbers(i)[SIZE // 4 :])
+        # One storage there, one storage here, and it can grow as any other.
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        first.resize_(2 * SIZE)
+        assert first.numel() == 2 * SIZE
+
+
+def test_views_and_resize(pair: Group) -> None:
+    pair.run(check_views)
+
+
+def mixed(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor, torch.full((SIZE,), 3.0)
+
+
+def check_mixed() -> None:
+    for i in range(4):
+        echo, made = rpc.rpc_sync("worker1", mixed, args=(numbers(i),))
+        assert echo.equal(numbers(i)) and made.eq(3).all()
+
+
+def test_beside_a_result_that_is_copied(pair: Group) -> None:
+    pair.run(check_mixed)
+
+
+def check_passed_on() -> None:
+    warm_up("worker1")
+    warm_up("worker2")
+    for i in range(5):
+        back = rpc.rpc_sync("worker1", f.identity, args=(numbers(i),))
+        third = rpc.rpc_sync("worker2", f.times, args=(back, 2.0))
+        back.zero_()
+        assert third.equal(numbers(i) * 2)
+
+
+@workers(3)
+def test_a_handed_over_result_is_passed_on() -> None:
+    check_passed_on()
+
+
+def keep_some_results() -> None:
+    warm_up()
+    for i in range(3):
+        kept.append(rpc.rpc_sync("worker1", f.identity, args=(numbers(i),)))
+
+
+def check_kept_results() -> None:
+    for i, back in enumerate(kept):
+        assert back.equal(numbers(i))
+        back.add_(1)
+        assert back.equal(numbers(i + 1))
+    kept.clear()
+
+
+def test_results_outlive_the_worker_that_they_came_from() -> None:
+    with Group(3) as group:
+        group[0].run(keep_some_results)
+        group[1].kill()
+        group[0].run(check_kept_results)
+        group[0].run(warm_up, "worker2")
+
+
+def test_results_outlive_rpc() -> None:
+    with Group(2) as group:
+        group[0].run(keep_some_results)
+        calls = [worker.start(rpc.shutdown) for worker in group]
+        start = time.monotonic()
+        for call in calls:
+            call.result(20)
+        # The callee need not wait for memory that it has given away.
+        assert time.monotonic() - start < 5
+        group[0].run(check_kept_results)
+
+
+def memory_mapped() -> int:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        mapped = sum("memfd" in line for line in maps)
+    metrics = rpc.api._get_current_rpc_agent().get_metrics()
+    return mapped + int(metrics["agent.receive_cache_idle_bytes"])
+
+
+def check_idle_memory_is_given_back() -> None:
+    check_is_handed_over()
+    deadline = time.monotonic() + 10
+    while memory_mapped() or rpc.rpc_sync("worker1", memory_mapped):
+        assert time.monotonic() < deadline, "idle memory is still mapped"
+        time.sleep(0.1)
+    check_is_handed_over()
+
+
+@workers(2, options={"receive_cache_idle": 0.3})
+def test_idle_memory_is_given_back() -> None:
+    check_idle_memory_is_given_back()
+
+
+def resources() -> tuple[int, int]:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in maps)
+
+
+def check_resources_stay() -> None:
+    warm_up()
+    for i in range(5):
+        rpc.rpc_sync("worker1", f.identity, args=(numbers(i),))
+    before = resources(), rpc.rpc_sync("worker1", resources)
+    for i in range(100):
+        rpc.rpc_sync("worker1", f.identity, args=(numbers(i),))
+    after = resources(), rpc.rpc_sync("worker1", resources)
+    for one, other in zip(before, after, strict=True):
+        assert all(now <= then + 4 for now, then in zip(other, one, strict=True)), (before, after)
+
+
+@needs_ucx("its own resources are not ours to test")
+def test_descriptors_and_maps_do_not_grow(pair: Group) -> None:
+    pair.run(check_resources_stay)
