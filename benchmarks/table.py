@@ -10,7 +10,7 @@ from benchmarks.records import of_type
 _HEAD = ("", "", "median", "p95", "p99", "cpu/call", "better", "cpu")
 _WIDTHS = (34, 13, 10, 10, 10, 10, 9, 9)
 _TARGET_HEAD = ("target", "", "found", "at least", "aim", "")
-_TARGET_WIDTHS = (34, 20, 10, 10, 10, 6)
+_TARGET_WIDTHS = (45, 20, 10, 10, 10, 6)
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
