@@ -73,13 +73,18 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> st
 
 def _machine(machine: Mapping[str, Any]) -> str:
     memory = machine["memory_bytes"] / 2**30
-    share = machine.get("others_cpu_share", 0.0)
+    share = machine.get("others_cpu_share")
+    rest = (
+        "The run did not come to its end: some cases are missing."
+        if share is None
+        else f"Others used {share:.0%} of the machine meanwhile."
+    )
     return (
         f"Measured on {machine['time'][:10]}, revision `{machine['revision']}`: "
         f"{machine['cores']} cores ({machine['cpu']}), {memory:.0f} GiB, torch "
         f"{machine['torch']}, UCX {machine['ucx']}. A process wakes another in "
-        f"{machine['wake_up_us']} us; one core copies {machine['memcpy_gb_per_s']} GB/s. Others "
-        f"used {share:.0%} of the machine meanwhile."
+        f"{machine['wake_up_us']} us; one core copies {machine['memcpy_gb_per_s']} GB/s. "
+        f"{rest}"
     )
 
 
