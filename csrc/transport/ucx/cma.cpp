@@ -47,7 +47,9 @@ class Read {
   }
 
   unsigned threads() const {
-    const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+    // Once: each time it opens a file.
+    static const unsigned cores =
+        std::max(1u, std::thread::hardware_concurrency());
     return static_cast<unsigned>(std::clamp<size_t>(
         total_ / kBytesPerThread, 1, std::min(cores, kMaxThreads)));
   }
