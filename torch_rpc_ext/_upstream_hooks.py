@@ -12,6 +12,7 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
+- internal._unpickler, deserialize, with the option allow_list only: they check what is named.
 
 Source: torch/distributed/rpc/api.py, internal.py.
 """
@@ -51,8 +52,12 @@ _WATCH_INTERVAL = 0.5
 _originals: dict[str, Callable[..., Any]] = {}
 
 
-def install() -> None:
-    """Put the hooks in. Idempotent."""
+def install(allowed: Any = None) -> None:
+    """Put the hooks in. Idempotent.
+
+    Args:
+        allowed: what peers may call (_allow_list.AllowList); None for everything.
+    """
     if _originals:
         return
     _originals["wait_all_workers"] = api._wait_all_workers
@@ -64,6 +69,11 @@ def install() -> None:
     # The C++ side looks these up by name when it first needs them in a session.
     internal._run_function = _exceptions.run_function
     internal._handle_exception = _exceptions.handle_exception
+    if allowed is not None:
+        _originals["unpickler"] = internal._unpickler
+        _originals["deserialize"] = internal.deserialize
+        internal._unpickler = allowed.unpickler
+        internal.deserialize = allowed.deserialize
     internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
     internal._internal_rpc_pickler._register_reducer(torch.Tensor, _reduce_tensor)
 
@@ -76,6 +86,9 @@ def uninstall() -> None:
     api._invoke_rpc = _originals.pop("invoke_rpc")
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
+    if "unpickler" in _originals:
+        internal._unpickler = _originals.pop("unpickler")
+        internal.deserialize = _originals.pop("deserialize")
     pickler = internal._internal_rpc_pickler
     # serialize() copies the one table into the other.
     for table in (pickler._class_reducer_dict, pickler._dispatch_table):

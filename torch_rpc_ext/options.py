@@ -44,6 +44,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
             of the machine's memory, whichever is less.
         max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
+        allow_list: names of the modules, functions, classes and operators that peers may call
+            here; None for everything.
 
     Raises:
         TypeError: a value of a wrong type, named with its option.
@@ -64,6 +66,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     keepalive: float
     receive_cache_bytes: int
     max_message_bytes: int
+    allow_list: tuple[str, ...] | None
     messages_to_fail: list[str]
     messages_to_delay: dict[str, float]
     num_fail_sends: int
@@ -84,6 +87,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         keepalive: float = 2.0,
         receive_cache_bytes: int | None = None,
         max_message_bytes: int = 0,
+        allow_list: Sequence[str] | None = None,
         _messages_to_fail: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
         _num_fail_sends: int = 0,
@@ -108,6 +112,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
                 else receive_cache_bytes
             ),
             "max_message_bytes": max_message_bytes,
+            "allow_list": allow_list,
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,

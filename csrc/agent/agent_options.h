@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/allow_list.h"
 #include "transport/ucx/options.h"
 
 #include <cstdint>
@@ -29,6 +30,7 @@ struct AgentOptions {
   // Storages up to this size travel inside the frame, larger ones as bulk.
   uint64_t inlineBytes = 16 << 10;
   transport::ucx::Options transport;
+  AllowList allowed;
   FaultOptions faults;
 };
 

@@ -240,9 +240,12 @@ void UcxAgent::finish(
   std::exception_ptr raised =
       exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
   if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
-    raised = std::make_exception_ptr(
-        std::runtime_error(
-            std::string(message->payload().begin(), message->payload().end())));
+    const std::string text(
+        message->payload().begin(), message->payload().end());
+    raised = text.find(kNotAllowed) != std::string::npos
+        ? std::make_exception_ptr(
+              RpcError(base::ErrorKind::kRefused, call.worker, text))
+        : std::make_exception_ptr(std::runtime_error(text));
   }
   if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
