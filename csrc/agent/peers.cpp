@@ -93,7 +93,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   if (made->closed()) {
     // It failed at once, and its onClosed() is over: the call that is sent on
     // it learns why, the next one connects anew.
-    lost_.insert(member->first);
+    lost_.try_emplace(member->first);
     return made;
   }
   names_[made.get()] = member->first;
@@ -152,7 +152,8 @@ base::Error Peers::onConnected(
 }
 
 std::optional<std::string> Peers::onClosed(
-    const transport::ConnectionPtr& connection) {
+    const transport::ConnectionPtr& connection,
+    const base::Error& error) {
   std::lock_guard lock(mutex_);
   std::erase_if(connections_, [&](const auto& entry) {
     return entry.second == connection;
@@ -168,13 +169,28 @@ std::optional<std::string> Peers::onClosed(
       return std::nullopt; // the worker is still there
     }
   }
-  lost_.insert(name);
+  // The first reason is the one that tells most: later ones say that there is
+  // nobody to connect to.
+  std::string& why = lost_[name];
+  if (why.empty()) {
+    why = error.message;
+  }
   return name;
 }
 
 std::vector<std::string> Peers::lost() const {
   std::lock_guard lock(mutex_);
-  return {lost_.begin(), lost_.end()};
+  std::vector<std::string> names;
+  for (const auto& entry : lost_) {
+    names.push_back(entry.first);
+  }
+  return names;
+}
+
+std::string Peers::whyLost(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  auto it = lost_.find(name);
+  return it == lost_.end() ? std::string() : it->second;
 }
 
 std::string Peers::nameOf(const transport::Connection* connection) const {

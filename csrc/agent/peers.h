@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -53,10 +52,13 @@ class Peers {
       const std::string& hello);
   // Returns the worker that went away with this connection, if one did.
   std::optional<std::string> onClosed(
-      const transport::ConnectionPtr& connection);
+      const transport::ConnectionPtr& connection,
+      const base::Error& error);
 
   // The workers whose last connection has ended and that have not come back.
   std::vector<std::string> lost() const;
+  // What its last connection ended with; empty for one that is not lost.
+  std::string whyLost(const std::string& name) const;
 
   // The worker at the other end; for a connection that was never established,
   // the one it was meant for.
@@ -78,7 +80,7 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, std::string> names_;
-  std::set<std::string> lost_;
+  std::map<std::string, std::string> lost_; // name -> why
 };
 
 } // namespace torch_rpc_ext::agent

@@ -279,8 +279,15 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
   } else if (error.message.starts_with("RPCErr:")) {
     text = error.message; // already in upstream's form (fault injection)
   } else {
+    std::string why = error.message;
+    if (error.kind == base::ErrorKind::kPeerLost) {
+      const std::string before = peers_.whyLost(call.worker);
+      if (!before.empty() && before != why) {
+        why = before + ", and has not come back (" + why + ")";
+      }
+    }
     text = rpc::makeRPCError(
-        what + " failed (" + base::toString(error.kind) + "): " + error.message,
+        what + " failed (" + base::toString(error.kind) + "): " + why,
         rpc::RPCErrorType::UNKNOWN_ERROR);
   }
   call.future->setError(

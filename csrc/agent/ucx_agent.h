@@ -146,6 +146,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       const base::Error& error) override;
 
+  // Contexts that a worker began end with it (pytorch issue 26379).
+  void releaseAutograd(const std::string& worker);
+
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
 
