@@ -27,6 +27,25 @@ struct LastCall {
 };
 thread_local LastCall lastCall;
 
+// Completes a future, which runs its callbacks. Those of upstream's RRefs throw
+// when the creation of one has failed; without this the process would end.
+template <typename F>
+void settle(const PendingCall& call, F&& complete) {
+  try {
+    complete();
+  } catch (const c10::Error& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what());
+  }
+}
+
 std::chrono::milliseconds toMilliseconds(float seconds) {
   return std::chrono::milliseconds(
       static_cast<int64_t>(seconds * rpc::kSecToMsConversion));
@@ -249,7 +268,7 @@ void UcxAgent::finish(
   }
   if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
-    call.future->setError(std::move(raised));
+    settle(call, [&] { call.future->setError(std::move(raised)); });
   } else {
     const auto elapsed = PendingCall::Clock::now() - call.sentAt;
     metrics::add(
@@ -257,8 +276,10 @@ void UcxAgent::finish(
         std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count());
     metrics::add(counters_.latencyCalls, 1);
     auto storages = message->getStorages();
-    call.future->markCompleted(
-        c10::IValue(std::move(message)), std::move(storages));
+    settle(call, [&] {
+      call.future->markCompleted(
+          c10::IValue(std::move(message)), std::move(storages));
+    });
   }
   callEnded(call);
 }
@@ -290,8 +311,10 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
         what + " failed (" + base::toString(error.kind) + "): " + why,
         rpc::RPCErrorType::UNKNOWN_ERROR);
   }
-  call.future->setError(
-      std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  settle(call, [&] {
+    call.future->setError(
+        std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  });
   callEnded(call);
 }
 
