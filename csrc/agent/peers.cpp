@@ -4,12 +4,18 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace torch_rpc_ext::agent {
 
 namespace {
 
 constexpr uint16_t kHelloVersion = 1;
 constexpr size_t kMaxTextBytes = 4096;
+
+// Between attempts to connect to a worker that cannot be reached.
+constexpr std::chrono::milliseconds kFirstPause{1000};
+constexpr std::chrono::milliseconds kLongestPause{5000};
 
 std::string takeText(base::ByteReader& reader) {
   const uint16_t size = reader.u16();
@@ -87,6 +93,16 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
       "could not find destination worker with id ",
       id,
       ": it is not in the group, or has left it");
+  const auto now = std::chrono::steady_clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    auto it = unreachable_.find(id);
+    // One that has come back elsewhere is tried at once.
+    if (it != unreachable_.end() && it->second.address == member->second &&
+        now < it->second.again) {
+      return it->second.connection;
+    }
+  }
   auto made = self ? loopback_->connect(loopback_->address(), hello())
                    : remote_->connect(member->second, hello());
   std::lock_guard lock(mutex_);
@@ -94,8 +110,14 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
     // It failed at once, and its onClosed() is over: the call that is sent on
     // it learns why, the next one connects anew.
     lost_.try_emplace(member->first);
+    auto& entry = unreachable_[id];
+    const bool repeated = entry.address == member->second;
+    const auto pause =
+        repeated ? std::min(2 * entry.pause, kLongestPause) : kFirstPause;
+    entry = {made, member->second, now + pause, pause};
     return made;
   }
+  unreachable_.erase(id);
   names_[made.get()] = member->first;
   // Another thread, or the peer, may have been quicker. Then ours stays idle:
   // the peer may already be using it.
@@ -130,6 +152,7 @@ base::Result<std::string> Peers::onAccept(
   std::lock_guard lock(mutex_);
   names_[connection.get()] = peer.value().name;
   lost_.erase(peer.value().name);
+  unreachable_.erase(static_cast<worker_id_t>(peer.value().workerId));
   // Our own calls use it too, unless we have one that works.
   auto& own = connections_[static_cast<worker_id_t>(peer.value().workerId)];
   if (own == nullptr || own->closed()) {
@@ -174,6 +197,16 @@ std::optional<std::string> Peers::onClosed(
   std::string& why = lost_[name];
   if (why.empty()) {
     why = error.message;
+  }
+  if (error.kind == base::ErrorKind::kPeerLost) {
+    if (const auto id = membership_.idOf(name)) {
+      const auto member = membership_.find(*id);
+      unreachable_[*id] = {
+          connection,
+          member ? member->second : std::string(),
+          std::chrono::steady_clock::now() + kFirstPause,
+          kFirstPause};
+    }
   }
   return name;
 }

@@ -4,6 +4,7 @@
 #include "base/error.h"
 #include "transport/transport.h"
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -69,6 +70,15 @@ class Peers {
   size_t size() const;
 
  private:
+  // A worker that could not be connected to, at that address, and when to try
+  // again: a call to a dead one must not cost an attempt each time.
+  struct Unreachable {
+    transport::ConnectionPtr connection; // closed; tells each call why
+    std::string address;
+    std::chrono::steady_clock::time_point again;
+    std::chrono::milliseconds pause;
+  };
+
   base::Result<Hello> check(const std::string& bytes) const;
   std::string hello() const;
 
@@ -80,6 +90,7 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, std::string> names_;
+  std::unordered_map<worker_id_t, Unreachable> unreachable_;
   std::map<std::string, std::string> lost_; // name -> why
 };
 

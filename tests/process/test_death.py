@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -282,3 +283,76 @@ def begin_own() -> None:
     """One that has nothing to do with worker1, and must stay."""
     autograd._new_context()
     rpc.rpc_sync("worker2", double, args=(torch.ones(2, requires_grad=True),))
+
+
+def pass_lost_rrefs() -> None:
+    """To a third worker, which asks the owner before it runs the function."""
+    assert rpc.rpc_sync("worker2", to_here_fails, args=(HELD["owned"],), timeout=20)
+    HELD.clear()
+
+
+def to_here_fails(rref: Any) -> bool:
+    peer_lost(lambda: rref.to_here(timeout=20))
+    return True
+
+
+@needs_ucx("never runs the function")
+def test_an_rref_of_a_dead_owner_as_an_argument() -> None:
+    with Group(3) as group:
+        group.run(hold_rrefs)
+        group[2].run(check_alive, "worker1")
+        group[1].kill()
+        start = time.monotonic()
+        group.run(pass_lost_rrefs)
+        assert time.monotonic() - start < 10
+
+
+def create_rrefs_until_it_dies() -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    with pytest.raises(PeerLostError):
+        while True:
+            for _ in range(20):
+                rpc.remote("worker1", f.sleep, args=(0.05,))
+            rpc.remote("worker1", f.nothing).to_here()
+
+
+@needs_ucx("waits for the dead owner for 100 seconds")
+def test_killed_while_it_creates_rrefs() -> None:
+    """The callers live on, and a dynamic group is left at once."""
+    with Group(3, dynamic=True) as group:
+        calls = [group[rank].start(create_rrefs_until_it_dies) for rank in (0, 2)]
+        time.sleep(0.5)
+        group[1].kill()
+        for call in calls:
+            call.result(30)
+        group[0].run(check_alive, "worker2")
+        start = time.monotonic()
+        for rank in (0, 2):
+            group[rank].run(rpc.shutdown)
+        assert time.monotonic() - start < 8
+
+
+def open_sockets() -> int:
+    """How many this process has."""
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket")
+    return count
+
+
+def call_the_dead(times: int) -> None:
+    for _ in range(times):
+        peer_lost(lambda: rpc.rpc_sync("worker1", f.nothing, timeout=10))
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_calls_to_a_dead_worker_open_nothing() -> None:
+    with Group(2) as group:
+        group.run(check_alive, "worker1")
+        group[1].kill()
+        group.run(call_the_dead, 1)
+        before = group.run(open_sockets)
+        group.run(call_the_dead, 200)
+        assert group.run(open_sockets) < before + 10
