@@ -356,3 +356,21 @@ def test_calls_to_a_dead_worker_open_nothing() -> None:
         before = group.run(open_sockets)
         group.run(call_the_dead, 200)
         assert group.run(open_sockets) < before + 10
+
+
+def time_out() -> None:
+    from torch_rpc_ext.errors import CallTimeoutError
+
+    with pytest.raises(CallTimeoutError) as raised:
+        rpc.rpc_sync("worker1", f.nothing, timeout=1.5)
+    assert raised.value.worker == "worker1"
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_a_stopped_worker_is_not_dead() -> None:
+    with Group(2, options={"keepalive": 0.5}) as group:
+        group.run(check_alive, "worker1")
+        group[1].signal(signal.SIGSTOP)
+        group.run(time_out)
+        group[1].signal(signal.SIGCONT)
+        group.run(check_alive, "worker1")
