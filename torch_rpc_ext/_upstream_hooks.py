@@ -57,10 +57,6 @@ _REMOTES = (
     "_invoke_remote_python_udf",
 )
 
-# Of upstream's assertion when the RRef's owner is lost while it is created (confirmRRefsOf in
-# csrc/compat/torch_compat.h).
-_GIVEN_UP = "Pending user with forkId"
-
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -133,11 +129,6 @@ def _typed(invoke: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             worker = getattr(to, "name", to)
             typed = errors.from_text(str(error), worker)
-            if typed is None and _GIVEN_UP in str(error):
-                typed = errors.PeerLostError(
-                    f'the creation of an RRef on worker "{worker}" failed (peer lost)',
-                    worker=worker,
-                )
             if typed is None:
                 raise
             raise typed from None

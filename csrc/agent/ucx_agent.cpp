@@ -4,7 +4,6 @@
 #include "agent/rpc_error.h"
 #include "agent/transports.h"
 #include "base/log.h"
-#include "compat/torch_compat.h"
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
@@ -316,12 +315,6 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
     call.future->setError(
         std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
   });
-  if (error.kind == base::ErrorKind::kPeerLost && !stopped_.load()) {
-    if (const auto id = membership_.idOf(call.worker)) {
-      executor_.submit(
-          base::makeTask([id = *id] { compat::confirmRRefsOf(id); }));
-    }
-  }
   callEnded(call);
 }
 

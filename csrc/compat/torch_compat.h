@@ -44,12 +44,6 @@ TORCH_RPC_EXT_EXPOSE(
     torch::distributed::rpc::RRefContext,
     destroyed_)
 
-TORCH_RPC_EXT_EXPOSE(RRefMutex, torch::distributed::rpc::RRefContext, mutex_)
-TORCH_RPC_EXT_EXPOSE(
-    RRefPendingUsers,
-    torch::distributed::rpc::RRefContext,
-    pendingUsers_)
-
 #undef TORCH_RPC_EXT_EXPOSE
 
 // Before init_rpc: lets dist_autograd take a new worker id. To be called only
@@ -87,32 +81,6 @@ inline size_t releaseAutogradOf(torch::distributed::rpc::worker_id_t worker) {
     return ids.size();
   } catch (const std::exception&) {
     return 0; // it was never initialised, or the group ends right now
-  }
-}
-
-// Ends the wait for a lost owner to confirm RRefs. torch waits for ever: a
-// function with such an argument never begins, and shutdown waits for those
-// whose creation has failed. Using them raises, as the owner is lost. May run
-// user code.
-inline void confirmRRefsOf(torch::distributed::rpc::worker_id_t owner) {
-  using torch::distributed::rpc::ForkId;
-  using torch::distributed::rpc::RRefContext;
-  auto& context = RRefContext::getInstance();
-  std::vector<ForkId> forks;
-  {
-    std::lock_guard lock(context.*privateMember(RRefMutex{}));
-    for (const auto& entry : context.*privateMember(RRefPendingUsers{})) {
-      if (entry.second->rref_->owner() == owner) {
-        forks.push_back(entry.first);
-      }
-    }
-  }
-  for (const ForkId& fork : forks) {
-    try {
-      context.delPendingUser(fork);
-    } catch (const std::exception&) {
-      // Another thread has done it.
-    }
   }
 }
 
