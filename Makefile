@@ -12,7 +12,7 @@ export MAX_JOBS ?= 2
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-fast bench bench-all build lint format clean
+.PHONY: demo test test-fast bench bench-all chaos build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
@@ -32,6 +32,11 @@ bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/unit tests/rules tests/process -m "not slow" -n 4 -q
+
+# Workers are killed, stopped, delayed and restarted under load, for 10 minutes. To do one again:
+# make chaos CHAOS="--seconds 60 --seed 1".
+chaos: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 build: $(STAMPS)/build
 

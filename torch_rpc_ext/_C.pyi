@@ -21,6 +21,7 @@ class AgentOptions:
     fault_messages_to_fail: list[str]
     fault_messages_to_delay: dict[str, float]
     fault_num_fail_sends: int
+    def allow_only(self, names: set[str], modules: set[str]) -> None: ...
 
 class UcxAgent(RpcAgent):
     def __init__(

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from torch_rpc_ext import errors as errors
     from torch_rpc_ext._info import info as info
     from torch_rpc_ext.options import UcxRpcBackendOptions as UcxRpcBackendOptions
+    from torch_rpc_ext.retry import RetryPolicy as RetryPolicy
     from torch_rpc_ext.takeover import take_over as take_over
 
-__all__ = ["UcxRpcBackendOptions", "__version__", "errors", "info", "take_over"]
+__all__ = ["RetryPolicy", "UcxRpcBackendOptions", "__version__", "errors", "info", "take_over"]
 
 # Public name -> (module, attribute; None for the module itself).
 _LAZY: dict[str, tuple[str, str | None]] = {
+    "RetryPolicy": ("torch_rpc_ext.retry", "RetryPolicy"),
     "UcxRpcBackendOptions": ("torch_rpc_ext.options", "UcxRpcBackendOptions"),
     "errors": ("torch_rpc_ext.errors", None),
     "info": ("torch_rpc_ext._info", "info"),

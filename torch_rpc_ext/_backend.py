@@ -136,6 +136,12 @@ def _open(
     agent_options = native.AgentOptions()
     for option, value in _agent_options(options, interface).items():
         setattr(agent_options, option, value)
+    allowed = None
+    if options.allow_list is not None:
+        from torch_rpc_ext._allow_list import AllowList  # not for those who do not use it
+
+        allowed = AllowList.of(options.allow_list, name)
+        agent_options.allow_only(allowed.names, allowed.modules)
     agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
     me = _members.Member(
         name=name,
@@ -150,7 +156,7 @@ def _open(
         host=_members.host_identity(),
         pid=os.getpid(),
     )
-    session = _state.Session(agent, me, options, given_options, store, interface)
+    session = _state.Session(agent, me, options, given_options, store, interface, allowed)
     _lifecycle.open_session(session)
     return session
 

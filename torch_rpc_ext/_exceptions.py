@@ -8,6 +8,7 @@ Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 import traceback
@@ -64,7 +65,8 @@ class RemoteType:
         if not self.pickled:
             return None
         try:
-            error = pickle.loads(self.pickled)
+            # Upstream's name for it: with an allow-list it is one that checks.
+            error = internal._unpickler(io.BytesIO(self.pickled)).load()
         except Exception:  # noqa: BLE001  whatever a user's constructor raises
             return None
         if not isinstance(error, self.cls):
@@ -93,11 +95,14 @@ def run_function(python_udf: Any) -> Any:
     try:
         if isinstance(python_udf, AttributeError):
             raise python_udf
+        if _is_refused(python_udf):
+            raise python_udf.error
         return python_udf.func(*python_udf.args, **python_udf.kwargs)
     except Exception as error:  # noqa: BLE001  whatever a user's function raises
         result = describe(error)
-        # As upstream: the callee's log shows what its callers saw.
-        print(result.msg, file=sys.stderr)
+        # As upstream: the callee's log shows what its callers saw. Refusals are logged already.
+        if not _is_refused(python_udf):
+            print(result.msg, file=sys.stderr)
         return result
 
 
@@ -105,6 +110,14 @@ def handle_exception(result: Any) -> None:
     """Raise what the callee raised; stands in for upstream's internal._handle_exception."""
     if isinstance(result, internal.RemoteException):
         raise result.exception_type(result.msg)
+    if _is_refused(result):
+        raise result.error
+
+
+def _is_refused(value: Any) -> bool:
+    """Whether it stands for a pickle that this worker has refused."""
+    module = sys.modules.get("torch_rpc_ext._allow_list")  # None where no one asked for it
+    return module is not None and isinstance(value, module.Refused)
 
 
 def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
@@ -114,7 +127,10 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
         payload: pickled result of a Python function.
         tensors: what its pickle refers to.
     """
-    result = internal.deserialize(payload, tensors)
+    result: Any = internal.deserialize(payload, tensors)
+    if _is_refused(result):
+        error: BaseException = result.error
+        return error
     if not isinstance(result, internal.RemoteException):
         return None
     return _also_runtime_error(result.exception_type(result.msg))

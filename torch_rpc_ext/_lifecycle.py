@@ -33,7 +33,7 @@ def open_session(session: _state.Session) -> None:
     """Make it this process's session, and adapt upstream's Python to it."""
     watch()
     _state.set_current(session)
-    _upstream_hooks.install()
+    _upstream_hooks.install(session.allowed)
 
 
 def close_session() -> None:

@@ -166,6 +166,19 @@ def port_range(name: str, value: Any) -> tuple[int, int]:
     return (low, high)
 
 
+def allow_list(name: str, value: Any) -> tuple[str, ...] | None:
+    """Accept a list of names, or None for everything.
+
+    Whether they exist is looked up when the agent starts: that imports the modules.
+    """
+    if value is None:
+        return None
+    # A string alone would be taken for a list of letters.
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names, or None for everything, got {value!r}")
+    return tuple(text(f"each entry of {name}", entry) for entry in value)
+
+
 def message_names(name: str, value: Any) -> list[str]:
     """Accept a list of message type names (fault injection)."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
@@ -280,6 +293,14 @@ OPTIONS: tuple[Option, ...] = (
         byte_count,
         "bytes",
         "Largest message to accept; 0 for as much as the receiver's memory holds.",
+    ),
+    Option(
+        "allow_list",
+        None,
+        allow_list,
+        "",
+        "What peers may call here: names of modules, functions, classes and operators "
+        "(`aten::add`). By default everything. See [faults.md](faults.md#what-peers-may-call).",
     ),
     Option(
         "messages_to_fail",

@@ -26,6 +26,7 @@ class Session:
         given_options: as passed to init_rpc; another object under takeover.
         store: the store that init_rpc passed.
         interface: what was chosen, and why.
+        allowed: what peers may call (_allow_list.AllowList), None for everything.
         directory: the dynamic group's directory (_dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
         all_done: every worker of the static group has reached rpc.shutdown().
@@ -38,6 +39,7 @@ class Session:
     given_options: Any
     store: Any
     interface: InterfaceChoice
+    allowed: Any = None
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
     all_done: bool = False

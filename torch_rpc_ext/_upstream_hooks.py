@@ -7,11 +7,14 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
   completes. Here the waiting thread takes the answer from the network itself: that spares a
   hand-off between threads, and Ctrl-C ends the wait.
+- api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
+  a RuntimeError of the error's text upstream. Here it is the error, of its class.
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
+- internal._unpickler, deserialize, with the option allow_list only: they check what is named.
 
 Source: torch/distributed/rpc/api.py, internal.py.
 """
@@ -31,7 +34,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exceptions, _state
+from torch_rpc_ext import _exceptions, _state, errors
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -48,11 +51,21 @@ _RREF_PATIENCE = timedelta(seconds=10)
 _WATCH_AFTER = 1.0
 _WATCH_INTERVAL = 0.5
 
+_REMOTES = (
+    "_invoke_remote_builtin",
+    "_invoke_remote_torchscript",
+    "_invoke_remote_python_udf",
+)
+
 _originals: dict[str, Callable[..., Any]] = {}
 
 
-def install() -> None:
-    """Put the hooks in. Idempotent."""
+def install(allowed: Any = None) -> None:
+    """Put the hooks in. Idempotent.
+
+    Args:
+        allowed: what peers may call (_allow_list.AllowList); None for everything.
+    """
     if _originals:
         return
     _originals["wait_all_workers"] = api._wait_all_workers
@@ -61,9 +74,17 @@ def install() -> None:
     _originals["handle_exception"] = internal._handle_exception
     api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
     api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
+    for name in _REMOTES:
+        _originals[name] = getattr(api, name)
+        setattr(api, name, _typed(_originals[name]))
     # The C++ side looks these up by name when it first needs them in a session.
     internal._run_function = _exceptions.run_function
     internal._handle_exception = _exceptions.handle_exception
+    if allowed is not None:
+        _originals["unpickler"] = internal._unpickler
+        _originals["deserialize"] = internal.deserialize
+        internal._unpickler = allowed.unpickler
+        internal.deserialize = allowed.deserialize
     internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
     internal._internal_rpc_pickler._register_reducer(torch.Tensor, _reduce_tensor)
 
@@ -74,8 +95,13 @@ def uninstall() -> None:
         return
     api._wait_all_workers = _originals.pop("wait_all_workers")
     api._invoke_rpc = _originals.pop("invoke_rpc")
+    for name in _REMOTES:
+        setattr(api, name, _originals.pop(name))
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
+    if "unpickler" in _originals:
+        internal._unpickler = _originals.pop("unpickler")
+        internal.deserialize = _originals.pop("deserialize")
     pickler = internal._internal_rpc_pickler
     # serialize() copies the one table into the other.
     for table in (pickler._class_reducer_dict, pickler._dispatch_table):
@@ -94,6 +120,20 @@ def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **
         if session is not None:
             session.agent.await_answer(future)
     return future
+
+
+def _typed(invoke: Callable[..., Any]) -> Callable[..., Any]:
+    def invoke_typed(to: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return invoke(to, *args, **kwargs)
+        except RuntimeError as error:
+            worker = getattr(to, "name", to)
+            typed = errors.from_text(str(error), worker)
+            if typed is None:
+                raise
+            raise typed from None
+
+    return invoke_typed
 
 
 def _wait_all_workers(timeout: float = 0) -> None:

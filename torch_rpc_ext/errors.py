@@ -39,3 +39,30 @@ class OverloadedError(RpcError):
 
 class ShutDownError(RpcError):
     """This worker or the other one is shutting down. Give up."""
+
+
+# As csrc/base/error.cpp calls the kinds, and upstream time-outs (rpc_agent.h, RPCErrorType).
+_KINDS: tuple[tuple[str, type[RpcError]], ...] = (
+    ("RPCErr:1:", CallTimeoutError),
+    ("failed (peer lost)", PeerLostError),
+    ("failed (refused)", RefusedError),
+    ("failed (overloaded)", OverloadedError),
+    ("failed (shut down)", ShutDownError),
+)
+
+
+def from_text(text: str, worker: str) -> RpcError | None:
+    """Return the error of which upstream has kept nothing but the text.
+
+    Args:
+        text: the whole of it.
+        worker: the worker that was called.
+
+    Returns:
+        An error of the kind that the text names; None where it is none of ours.
+    """
+    if text.startswith("RPCErr:"):
+        for mark, kind in _KINDS:
+            if mark in text:
+                return kind(text, worker=worker)
+    return None

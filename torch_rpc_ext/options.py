@@ -45,6 +45,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             of the machine's memory, whichever is less.
         receive_cache_idle: after how long unused some of it is given back, s.
         max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
+        allow_list: names of the modules, functions, classes and operators that peers may call
+            here; None for everything.
 
     Raises:
         TypeError: a value of a wrong type, named with its option.
@@ -66,6 +68,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     receive_cache_bytes: int
     receive_cache_idle: float
     max_message_bytes: int
+    allow_list: tuple[str, ...] | None
     messages_to_fail: list[str]
     messages_to_delay: dict[str, float]
     num_fail_sends: int
@@ -87,6 +90,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         receive_cache_bytes: int | None = None,
         receive_cache_idle: float = 30.0,
         max_message_bytes: int = 0,
+        allow_list: Sequence[str] | None = None,
         _messages_to_fail: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
         _num_fail_sends: int = 0,
@@ -112,6 +116,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             ),
             "receive_cache_idle": receive_cache_idle,
             "max_message_bytes": max_message_bytes,
+            "allow_list": allow_list,
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/allow_list.h"
 #include "transport/ucx/options.h"
 
 #include <cstdint>
@@ -30,6 +31,7 @@ struct AgentOptions {
   double receiveCacheIdleSeconds = 30;
   uint64_t inlineBytes = 16 << 10;
   transport::ucx::Options transport;
+  AllowList allowed;
   FaultOptions faults;
 };
 

@@ -100,6 +100,16 @@ std::vector<Membership::WorkerInfo> Membership::all() const {
   return infos;
 }
 
+std::optional<Membership::worker_id_t> Membership::idOf(
+    const std::string& name) const {
+  std::shared_lock lock(mutex_);
+  auto it = byName_.find(name);
+  if (it == byName_.end()) {
+    return std::nullopt;
+  }
+  return it->second->info.id_;
+}
+
 std::optional<std::pair<std::string, std::string>> Membership::find(
     worker_id_t id) const {
   std::shared_lock lock(mutex_);

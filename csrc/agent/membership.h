@@ -36,6 +36,8 @@ class Membership {
   const WorkerInfo& byId(worker_id_t id) const;
 
   std::vector<WorkerInfo> all() const;
+  // Nothing for a name that is not in the group.
+  std::optional<worker_id_t> idOf(const std::string& name) const;
   // (name, address), nothing for an id that is not in the group.
   std::optional<std::pair<std::string, std::string>> find(worker_id_t id) const;
 

@@ -4,12 +4,18 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace torch_rpc_ext::agent {
 
 namespace {
 
 constexpr uint16_t kHelloVersion = 1;
 constexpr size_t kMaxTextBytes = 4096;
+
+// Between attempts to connect to a worker that cannot be reached.
+constexpr std::chrono::milliseconds kFirstPause{1000};
+constexpr std::chrono::milliseconds kLongestPause{5000};
 
 std::string takeText(base::ByteReader& reader) {
   const uint16_t size = reader.u16();
@@ -87,15 +93,31 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
       "could not find destination worker with id ",
       id,
       ": it is not in the group, or has left it");
+  const auto now = std::chrono::steady_clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    auto it = unreachable_.find(id);
+    // One that has come back elsewhere is tried at once.
+    if (it != unreachable_.end() && it->second.address == member->second &&
+        now < it->second.again) {
+      return it->second.connection;
+    }
+  }
   auto made = self ? loopback_->connect(loopback_->address(), hello())
                    : remote_->connect(member->second, hello());
   std::lock_guard lock(mutex_);
   if (made->closed()) {
     // It failed at once, and its onClosed() is over: the call that is sent on
     // it learns why, the next one connects anew.
-    lost_.insert(member->first);
+    lost_.try_emplace(member->first);
+    auto& entry = unreachable_[id];
+    const bool repeated = entry.address == member->second;
+    const auto pause =
+        repeated ? std::min(2 * entry.pause, kLongestPause) : kFirstPause;
+    entry = {made, member->second, now + pause, pause};
     return made;
   }
+  unreachable_.erase(id);
   names_[made.get()] = member->first;
   // Another thread, or the peer, may have been quicker. Then ours stays idle:
   // the peer may already be using it.
@@ -130,6 +152,7 @@ base::Result<std::string> Peers::onAccept(
   std::lock_guard lock(mutex_);
   names_[connection.get()] = peer.value().name;
   lost_.erase(peer.value().name);
+  unreachable_.erase(static_cast<worker_id_t>(peer.value().workerId));
   // Our own calls use it too, unless we have one that works.
   auto& own = connections_[static_cast<worker_id_t>(peer.value().workerId)];
   if (own == nullptr || own->closed()) {
@@ -152,7 +175,8 @@ base::Error Peers::onConnected(
 }
 
 std::optional<std::string> Peers::onClosed(
-    const transport::ConnectionPtr& connection) {
+    const transport::ConnectionPtr& connection,
+    const base::Error& error) {
   std::lock_guard lock(mutex_);
   std::erase_if(connections_, [&](const auto& entry) {
     return entry.second == connection;
@@ -168,13 +192,38 @@ std::optional<std::string> Peers::onClosed(
       return std::nullopt; // the worker is still there
     }
   }
-  lost_.insert(name);
+  // The first reason is the one that tells most: later ones say that there is
+  // nobody to connect to.
+  std::string& why = lost_[name];
+  if (why.empty()) {
+    why = error.message;
+  }
+  if (error.kind == base::ErrorKind::kPeerLost) {
+    if (const auto id = membership_.idOf(name)) {
+      const auto member = membership_.find(*id);
+      unreachable_[*id] = {
+          connection,
+          member ? member->second : std::string(),
+          std::chrono::steady_clock::now() + kFirstPause,
+          kFirstPause};
+    }
+  }
   return name;
 }
 
 std::vector<std::string> Peers::lost() const {
   std::lock_guard lock(mutex_);
-  return {lost_.begin(), lost_.end()};
+  std::vector<std::string> names;
+  for (const auto& entry : lost_) {
+    names.push_back(entry.first);
+  }
+  return names;
+}
+
+std::string Peers::whyLost(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  auto it = lost_.find(name);
+  return it == lost_.end() ? std::string() : it->second;
 }
 
 std::string Peers::nameOf(const transport::Connection* connection) const {

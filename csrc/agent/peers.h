@@ -4,11 +4,11 @@
 #include "base/error.h"
 #include "transport/transport.h"
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -53,10 +53,13 @@ class Peers {
       const std::string& hello);
   // Returns the worker that went away with this connection, if one did.
   std::optional<std::string> onClosed(
-      const transport::ConnectionPtr& connection);
+      const transport::ConnectionPtr& connection,
+      const base::Error& error);
 
   // The workers whose last connection has ended and that have not come back.
   std::vector<std::string> lost() const;
+  // What its last connection ended with; empty for one that is not lost.
+  std::string whyLost(const std::string& name) const;
 
   // The worker at the other end; for a connection that was never established,
   // the one it was meant for.
@@ -67,6 +70,15 @@ class Peers {
   size_t size() const;
 
  private:
+  // A worker that could not be connected to, at that address, and when to try
+  // again: a call to a dead one must not cost an attempt each time.
+  struct Unreachable {
+    transport::ConnectionPtr connection; // closed; tells each call why
+    std::string address;
+    std::chrono::steady_clock::time_point again;
+    std::chrono::milliseconds pause;
+  };
+
   base::Result<Hello> check(const std::string& bytes) const;
   std::string hello() const;
 
@@ -78,7 +90,8 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, std::string> names_;
-  std::set<std::string> lost_;
+  std::unordered_map<worker_id_t, Unreachable> unreachable_;
+  std::map<std::string, std::string> lost_; // name -> why
 };
 
 } // namespace torch_rpc_ext::agent

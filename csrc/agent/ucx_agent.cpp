@@ -27,6 +27,25 @@ struct LastCall {
 };
 thread_local LastCall lastCall;
 
+// Completes a future, which runs its callbacks. Those of upstream's RRefs throw
+// when the creation of one has failed; without this the process would end.
+template <typename F>
+void settle(const PendingCall& call, F&& complete) {
+  try {
+    complete();
+  } catch (const c10::Error& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what());
+  }
+}
+
 std::chrono::milliseconds toMilliseconds(float seconds) {
   return std::chrono::milliseconds(
       static_cast<int64_t>(seconds * rpc::kSecToMsConversion));
@@ -245,13 +264,16 @@ void UcxAgent::finish(
   std::exception_ptr raised =
       exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
   if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
-    raised = std::make_exception_ptr(
-        std::runtime_error(
-            std::string(message->payload().begin(), message->payload().end())));
+    const std::string text(
+        message->payload().begin(), message->payload().end());
+    raised = text.find(kNotAllowed) != std::string::npos
+        ? std::make_exception_ptr(
+              RpcError(base::ErrorKind::kRefused, call.worker, text))
+        : std::make_exception_ptr(std::runtime_error(text));
   }
   if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
-    call.future->setError(std::move(raised));
+    settle(call, [&] { call.future->setError(std::move(raised)); });
   } else {
     const auto elapsed = PendingCall::Clock::now() - call.sentAt;
     metrics::add(
@@ -259,8 +281,10 @@ void UcxAgent::finish(
         std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count());
     metrics::add(counters_.latencyCalls, 1);
     auto storages = message->getStorages();
-    call.future->markCompleted(
-        c10::IValue(std::move(message)), std::move(storages));
+    settle(call, [&] {
+      call.future->markCompleted(
+          c10::IValue(std::move(message)), std::move(storages));
+    });
   }
   callEnded(call);
 }
@@ -281,12 +305,21 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
   } else if (error.message.starts_with("RPCErr:")) {
     text = error.message; // already in upstream's form (fault injection)
   } else {
+    std::string why = error.message;
+    if (error.kind == base::ErrorKind::kPeerLost) {
+      const std::string before = peers_.whyLost(call.worker);
+      if (!before.empty() && before != why) {
+        why = before + ", and has not come back (" + why + ")";
+      }
+    }
     text = rpc::makeRPCError(
-        what + " failed (" + base::toString(error.kind) + "): " + error.message,
+        what + " failed (" + base::toString(error.kind) + "): " + why,
         rpc::RPCErrorType::UNKNOWN_ERROR);
   }
-  call.future->setError(
-      std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  settle(call, [&] {
+    call.future->setError(
+        std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  });
   callEnded(call);
 }
 

@@ -149,6 +149,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Looks into the receive memory after a while, for what is idle.
   void trimLater();
   void trim();
+  // Contexts that a worker began end with it (pytorch issue 26379).
+  void releaseAutograd(const std::string& worker);
 
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);

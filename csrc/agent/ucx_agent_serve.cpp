@@ -4,6 +4,7 @@
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
 #include "base/log.h"
+#include "compat/torch_compat.h"
 
 #include <ATen/ThreadLocalState.h>
 
@@ -49,7 +50,7 @@ void UcxAgent::onClosed(
     const transport::ConnectionPtr& connection,
     const base::Error& error) {
   const std::string name = peers_.nameOf(connection.get());
-  const auto gone = peers_.onClosed(connection);
+  const auto gone = peers_.onClosed(connection, error);
   base::log(
       base::LogLevel::kInfo,
       "the connection to worker \"" + name + "\" ended: " + error.message);
@@ -59,7 +60,25 @@ void UcxAgent::onClosed(
   if (gone) {
     barrier_.lose(
         *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
+    releaseAutograd(*gone);
   }
+}
+
+void UcxAgent::releaseAutograd(const std::string& worker) {
+  const auto id = membership_.idOf(worker);
+  if (!id || stopped_.load()) {
+    return;
+  }
+  // Sends to the others that took part; not for the thread that polls.
+  executor_.submit(base::makeTask([id = *id, worker] {
+    const size_t released = compat::releaseAutogradOf(id);
+    if (released != 0) {
+      base::log(
+          base::LogLevel::kInfo,
+          "released " + std::to_string(released) +
+              " distributed autograd contexts of worker \"" + worker + "\"");
+    }
+  }));
 }
 
 void UcxAgent::onFrame(

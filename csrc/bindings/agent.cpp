@@ -2,11 +2,11 @@
 #include "bindings/bindings.h"
 #include "bindings/python_thread.h"
 #include "bindings/remote_exception.h"
+#include "bindings/request_callback.h"
 #include "compat/torch_compat.h"
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace torch_rpc_ext::bindings {
@@ -53,7 +53,7 @@ std::shared_ptr<UcxAgent> makeAgent(
           name,
           id,
           isStatic,
-          std::make_unique<rpc::RequestCallbackImpl>()),
+          makeRequestCallback(options.allowed, name)),
       ReleaseGil<UcxAgent>());
   agent->setInterruptCheck(checkInterrupt);
   agent->setThreadScope(keepPythonThreadState);
@@ -92,6 +92,18 @@ void bindOptions(py::module_& module) {
       .TORCH_RPC_EXT_FIELD("keepalive", transport, keepaliveSeconds, double)
       .TORCH_RPC_EXT_FIELD(
           "max_message_bytes", transport, maxFrameBytes, uint64_t)
+      .def(
+          "allow_only",
+          [](AgentOptions& o,
+             std::unordered_set<std::string> names,
+             std::unordered_set<std::string> modules) {
+            o.allowed = {
+                .everything = false,
+                .names = std::move(names),
+                .modules = std::move(modules)};
+          },
+          py::arg("names"),
+          py::arg("modules"))
       .TORCH_RPC_EXT_FIELD(
           "fault_messages_to_fail",
           faults,

@@ -6,7 +6,10 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <cstdint>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 namespace torch_rpc_ext::compat {
 
@@ -31,6 +34,10 @@ TORCH_RPC_EXT_EXPOSE(
     AutogradInitialized,
     torch::distributed::autograd::DistAutogradContainer,
     initialized_)
+TORCH_RPC_EXT_EXPOSE(
+    AutogradContexts,
+    torch::distributed::autograd::DistAutogradContainer,
+    autograd_contexts_)
 TORCH_RPC_EXT_EXPOSE(RRefAgent, torch::distributed::rpc::RRefContext, agent_)
 TORCH_RPC_EXT_EXPOSE(
     RRefDestroyed,
@@ -48,6 +55,32 @@ inline void forgetAutogradWorker() {
     container.*privateMember(AutogradInitialized{}) = false;
   } catch (const std::exception&) {
     // It was never initialised: this is the first init_rpc.
+  }
+}
+
+// Releases the distributed autograd contexts that a worker began, here and at
+// the workers that this one knows of; returns how many there were here. torch
+// can release a context, but cannot say which there are.
+inline size_t releaseAutogradOf(torch::distributed::rpc::worker_id_t worker) {
+  using torch::distributed::autograd::DistAutogradContainer;
+  constexpr int kWorkerShift = 48; // an id is the worker's, then a counter
+  try {
+    auto& container = DistAutogradContainer::getInstance();
+    std::vector<int64_t> ids;
+    for (auto& shard : container.*privateMember(AutogradContexts{})) {
+      std::lock_guard lock(shard.lock);
+      for (const auto& entry : shard.contexts) {
+        if (entry.first >> kWorkerShift == worker) {
+          ids.push_back(entry.first);
+        }
+      }
+    }
+    for (const int64_t id : ids) {
+      container.releaseContextIfPresent(id);
+    }
+    return ids.size();
+  } catch (const std::exception&) {
+    return 0; // it was never initialised, or the group ends right now
   }
 }
 

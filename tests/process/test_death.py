@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
+import textwrap
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
 
 from tests.process import functions as f
 from tests.process.group import Group
 from tests.support.backend import needs_ucx, on_ucx
+from tests.support.script import running
 
 QUICK = 2.0
 
@@ -117,3 +126,226 @@ def shutdown_error() -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def peer_lost(call: Callable[[], Any], *words: str) -> float:
+    """The error is typed and says who was called, for what, and what happened; seconds that it
+    took."""
+    from torch_rpc_ext.errors import PeerLostError
+
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as raised:
+        call()
+    assert raised.value.worker == "worker1", repr(raised.value)
+    for word in ("worker1", "died", *words):
+        assert word in str(raised.value), str(raised.value)
+    return time.monotonic() - start
+
+
+def lose_while_it_sleeps() -> None:
+    start = rpc.rpc_async("worker1", f.sleep, args=(50.0,))
+    peer_lost(start.wait, "functions.sleep")
+    builtin = torch.ones(2)
+    # Later calls too: of every kind, and through whatever they go.
+    for call, word in (
+        (lambda: rpc.rpc_sync("worker1", f.nothing), "functions.nothing"),
+        (lambda: rpc.rpc_async("worker1", torch.add, args=(builtin, 1)).wait(), "aten::add"),
+        (lambda: rpc.remote("worker1", f.nothing), "functions.nothing"),
+        (lambda: rpc.remote("worker1", torch.add, args=(builtin, 1)), "aten::add"),
+    ):
+        assert peer_lost(call, word) < QUICK
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_errors_are_typed_and_say_what_happened() -> None:
+    with Group(2) as group:
+        call = group[0].start(lose_while_it_sleeps)
+        time.sleep(0.5)
+        group[1].kill()
+        call.result(20)
+
+
+def state_of(pid: int) -> str:
+    """R, S, T, Z, ...; '' when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+ZOMBIE = """
+    import sys, threading
+    from torch.distributed import rpc
+    from torch_rpc_ext import UcxRpcBackendOptions
+    rpc.init_rpc("worker1", backend=rpc.BackendType.UCX, rank=1, world_size=2,
+                 rpc_backend_options=UcxRpcBackendOptions(init_method=sys.argv[1]))
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
+    """Killed, and its parent, which is this process, does not take note of it."""
+    store = f"file://{tmp_path / 'store'}"
+    code = textwrap.dedent(ZOMBIE)
+    with Group(1, init=False, init_method=store) as group:
+        with running([sys.executable, "-c", code, store]) as script:
+            group[0].init(2).result()
+            call = group[0].start(lose_while_it_sleeps)
+            time.sleep(0.5)
+            pid = script.process.pid
+            os.kill(pid, signal.SIGKILL)
+            call.result(20)
+            assert state_of(pid) == "Z"
+        group[0].run(leave_alone)
+
+
+def leave_alone() -> None:
+    rpc.shutdown(graceful=False)
+
+
+HELD: dict[str, Any] = {}
+
+
+class Owned:
+    """State at its owner."""
+
+    def hello(self) -> str:
+        return "hello"
+
+
+def hold_rrefs() -> None:
+    HELD["owned"] = rpc.remote("worker1", Owned)
+    assert HELD["owned"].rpc_sync().hello() == "hello"
+    HELD["tensor"] = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    HELD["tensor"].to_here()
+
+
+def use_lost_rrefs() -> None:
+    owned, tensor = HELD["owned"], HELD["tensor"]
+    for call in (
+        owned.to_here,
+        tensor.to_here,
+        lambda: owned.rpc_sync().hello(),
+        lambda: owned.rpc_async().hello().wait(),
+        lambda: owned.remote().hello(),
+    ):
+        assert peer_lost(call) < QUICK
+    HELD.clear()
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_rrefs_of_a_dead_owner_raise_at_once() -> None:
+    with Group(3) as group:
+        group.run(hold_rrefs)
+        group[1].kill()
+        group.run(use_lost_rrefs)
+        group[2].run(check_alive, "worker0")
+
+
+def contexts() -> int:
+    return int(autograd._get_debug_info()["num_autograd_contexts"])
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def begin_pass() -> None:
+    """A forward pass over all other workers that is never ended."""
+    autograd._new_context()
+    tensor = torch.ones(2, requires_grad=True)
+    for worker in ("worker0", "worker2"):
+        tensor = rpc.rpc_sync(worker, double, args=(tensor,))
+
+
+def wait_for_contexts(count: int) -> None:
+    end = time.monotonic() + 10
+    while contexts() != count:
+        assert time.monotonic() < end, f"{contexts()} autograd contexts instead of {count}"
+        time.sleep(0.01)
+
+
+@needs_ucx("keeps them (pytorch issue 26379)")
+def test_autograd_contexts_of_a_dead_worker_are_released() -> None:
+    with Group(3) as group:
+        group[1].run(begin_pass)
+        group[0].run(begin_own)
+        assert group[0].run(contexts) == 2 and group[2].run(contexts) == 2
+        group[1].kill()
+        for rank in (0, 2):
+            group[rank].run(wait_for_contexts, 1)
+
+
+def begin_own() -> None:
+    """One that has nothing to do with worker1, and must stay."""
+    autograd._new_context()
+    rpc.rpc_sync("worker2", double, args=(torch.ones(2, requires_grad=True),))
+
+
+def create_rrefs_until_it_dies() -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    with pytest.raises(PeerLostError):
+        while True:
+            for _ in range(20):
+                rpc.remote("worker1", f.sleep, args=(0.05,))
+            rpc.remote("worker1", f.nothing).to_here()
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_killed_while_it_creates_rrefs() -> None:
+    """The callers live on."""
+    with Group(3, dynamic=True) as group:
+        calls = [group[rank].start(create_rrefs_until_it_dies) for rank in (0, 2)]
+        time.sleep(0.5)
+        group[1].kill()
+        for call in calls:
+            call.result(30)
+        group[0].run(check_alive, "worker2")
+        group.close(gently=False)
+
+
+def open_sockets() -> int:
+    """How many this process has."""
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket")
+    return count
+
+
+def call_the_dead(times: int) -> None:
+    for _ in range(times):
+        peer_lost(lambda: rpc.rpc_sync("worker1", f.nothing, timeout=10))
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_calls_to_a_dead_worker_open_nothing() -> None:
+    with Group(2) as group:
+        group.run(check_alive, "worker1")
+        group[1].kill()
+        group.run(call_the_dead, 1)
+        before = group.run(open_sockets)
+        group.run(call_the_dead, 200)
+        assert group.run(open_sockets) < before + 10
+
+
+def time_out() -> None:
+    from torch_rpc_ext.errors import CallTimeoutError
+
+    with pytest.raises(CallTimeoutError) as raised:
+        rpc.rpc_sync("worker1", f.nothing, timeout=1.5)
+    assert raised.value.worker == "worker1"
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_a_stopped_worker_is_not_dead() -> None:
+    with Group(2, options={"keepalive": 0.5}) as group:
+        group.run(check_alive, "worker1")
+        group[1].signal(signal.SIGSTOP)
+        group.run(time_out)
+        group[1].signal(signal.SIGCONT)
+        group.run(check_alive, "worker1")

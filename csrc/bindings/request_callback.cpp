@@ -1,0 +1,73 @@
+#include "bindings/request_callback.h"
+
+#include "agent/rpc_error.h"
+
+#include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/distributed/rpc/script_remote_call.h>
+
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::bindings {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<rpc::JitFuture>;
+using Streams = std::vector<c10::Stream>;
+
+class GuardedCallback final : public rpc::RequestCallbackImpl {
+ public:
+  GuardedCallback(agent::AllowList allowed, std::string worker)
+      : allowed_(std::move(allowed)), worker_(std::move(worker)) {}
+
+  FuturePtr processScriptCall(
+      rpc::RpcCommandBase& command,
+      const Streams& streams) const override {
+    const auto& call = static_cast<rpc::ScriptCall&>(command);
+    return allowed_.allows(call)
+        ? RequestCallbackImpl::processScriptCall(command, streams)
+        : refusal(call);
+  }
+
+  FuturePtr processScriptRemoteCall(
+      rpc::RpcCommandBase& command,
+      const Streams& streams) const override {
+    const auto& call = static_cast<rpc::ScriptRemoteCall&>(command);
+    // The error becomes the RRef's value, as one that a function raises:
+    // upstream's user of an RRef whose creation fails says "timed out".
+    return allowed_.allows(call)
+        ? RequestCallbackImpl::processScriptRemoteCall(command, streams)
+        : assignOwnerRRef(call.retRRefId(), call.retForkId(), refusal(call));
+  }
+
+ private:
+  FuturePtr refusal(const rpc::ScriptCall& call) const {
+    auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    const std::string name = agent::nameOf(call);
+    future->setError(
+        std::make_exception_ptr(
+            agent::RpcError(
+                base::ErrorKind::kRefused,
+                worker_,
+                "worker \"" + worker_ + "\" refused " + name + ": it " +
+                    agent::kNotAllowed +
+                    " (an option of UcxRpcBackendOptions)")));
+    return future;
+  }
+
+  const agent::AllowList allowed_;
+  const std::string worker_;
+};
+
+} // namespace
+
+std::unique_ptr<rpc::RequestCallback> makeRequestCallback(
+    agent::AllowList allowed,
+    std::string worker) {
+  return std::make_unique<GuardedCallback>(
+      std::move(allowed), std::move(worker));
+}
+
+} // namespace torch_rpc_ext::bindings

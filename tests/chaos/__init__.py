@@ -1,0 +1,1 @@
+"""Groups under load while workers are killed, stopped, delayed and restarted at random."""

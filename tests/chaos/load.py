@@ -1,0 +1,197 @@
+"""What the workers do meanwhile: calls of all kinds to random others, each one checked."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+
+#: Time-out of every call, s, and how much later it may end at most.
+TIMEOUT = 2.0
+GRACE = 2.0
+THREADS = 2
+BULK = 300_000  # elements; more than travels inside of a message
+#: What upstream says of an RRef whose creation failed, in a plain RuntimeError.
+RREF_TIMED_OUT = "timed out, and it is possible that the RRef on the owner node does not exist"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as its caller saw it. Times are of CLOCK_MONOTONIC, the same for all processes."""
+
+    kind: str
+    targets: tuple[str, ...]
+    start: float
+    end: float
+    outcome: str
+
+
+@dataclass
+class Report:
+    """What one worker did in one round."""
+
+    calls: list[Call] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Clock:
+    """Knows how long this process has not run: a caller that is stopped cannot be on time."""
+
+    STEP = 0.05
+
+    def __init__(self) -> None:
+        self.lost = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+        self._thread.start()
+
+    def _tick(self) -> None:
+        before = time.monotonic()
+        while not self._done.wait(self.STEP):
+            now = time.monotonic()
+            self.lost += max(0.0, now - before - 2 * self.STEP)
+            before = now
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def relay(to: str, value: int) -> int:
+    """A call within a call."""
+    return int(rpc.rpc_sync(to, f.identity, args=(value,), timeout=TIMEOUT / 2))
+
+
+def _small(source: random.Random, to: str, via: str) -> bool:
+    value = source.randrange(1 << 30)
+    return bool(rpc.rpc_sync(to, f.identity, args=(value,), timeout=TIMEOUT) == value)
+
+
+def _builtins(source: random.Random, to: str, via: str) -> bool:
+    value = source.randrange(1000)
+    futures = [
+        rpc.rpc_async(to, torch.add, args=(torch.full((8,), float(i)), value), timeout=TIMEOUT)
+        for i in range(8)
+    ]
+    results: list[torch.Tensor] = []
+    problem: Exception | None = None
+    for future in futures:
+        try:
+            results.append(future.wait())
+        except RuntimeError as error:
+            problem = error  # all must end
+    if problem is not None:
+        raise problem
+    return all(bool((r == i + value).all()) for i, r in enumerate(results))
+
+
+def _bulk(source: random.Random, to: str, via: str) -> bool:
+    value = float(source.randrange(1000))
+    tensor = torch.full((BULK,), value)
+    back = rpc.rpc_sync(to, f.times, args=(tensor, 2.0), timeout=TIMEOUT)
+    return bool((back == 2 * value).all())
+
+
+def _rref(source: random.Random, to: str, via: str) -> bool:
+    value = source.randrange(1 << 30)
+    rref = rpc.remote(to, f.identity, args=(value,), timeout=TIMEOUT)
+    return bool(rref.to_here(timeout=TIMEOUT) == value)
+
+
+def _nested(source: random.Random, to: str, via: str) -> bool:
+    value = source.randrange(1 << 30)
+    return bool(rpc.rpc_sync(via, relay, args=(to, value), timeout=TIMEOUT) == value)
+
+
+Kind = Callable[[random.Random, str, str], bool]
+#: Each with the number of time-outs that may pass one after the other.
+KINDS: dict[str, tuple[Kind, int]] = {
+    "small": (_small, 1),
+    "builtins": (_builtins, 1),
+    "bulk": (_bulk, 1),
+    "rref": (_rref, 2),
+    "nested": (_nested, 1),
+}
+
+
+def run(others: list[str], seconds: float, seed: int) -> Report:
+    """Call for so long from several threads; every call is checked."""
+    clock, report, lock = Clock(), Report(), threading.Lock()
+    end = time.monotonic() + seconds
+
+    def work(number: int) -> None:
+        source = random.Random(f"{seed}/{number}")
+        while time.monotonic() < end:
+            call, wrong = _one(source, others, clock)
+            with lock:
+                report.calls.append(call)
+                report.wrong.extend(wrong)
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds + 4 * (TIMEOUT + GRACE) + clock.lost)
+        if thread.is_alive():
+            report.wrong.append("a call does not end")
+    clock.stop()
+    return report
+
+
+def _one(source: random.Random, others: list[str], clock: Clock) -> tuple[Call, list[str]]:
+    from torch_rpc_ext.errors import RpcError
+
+    kind = source.choice(list(KINDS))
+    function, timeouts = KINDS[kind]
+    to, via = source.choice(others), source.choice(others)
+    targets = (to, via) if kind == "nested" else (to,)
+    start, lost = time.monotonic(), clock.lost
+    wrong: list[str] = []
+    try:
+        outcome = "right" if function(source, to, via) else "WRONG"
+    except RpcError as error:
+        outcome = type(error).__name__
+    except RuntimeError as error:
+        outcome = "RRef timed out" if RREF_TIMED_OUT in str(error) else "UNTYPED"
+        if outcome == "UNTYPED":
+            wrong.append(f"{kind} to {targets}: untyped {error!r}")
+    stop = time.monotonic()
+    took = stop - start - (clock.lost - lost)
+    if outcome == "WRONG":
+        wrong.append(f"{kind} to {targets}: a wrong result")
+    if took > timeouts * TIMEOUT + GRACE:
+        wrong.append(f"{kind} to {targets}: ended after {took:.1f} s with {outcome}")
+    return Call(kind, targets, start, stop, outcome), wrong
+
+
+def serves(others: list[str]) -> None:
+    """All answer, those that have come back too."""
+    for other in others:
+        assert rpc.rpc_sync(other, f.name_here, timeout=20) == other
+
+
+def footprint() -> dict[str, float]:
+    """What this process holds, at rest."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    status = Path("/proc/self/status").read_text()
+    threads = int(status.partition("Threads:")[2].split()[0])
+    debug: Any = rpc.api._get_current_rpc_agent().get_debug_info()
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": threads,
+        "pending": float(debug["agent.pending_calls"]),
+    }

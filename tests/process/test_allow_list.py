@@ -1,0 +1,304 @@
+"""The option allow_list: what is listed runs, all else is refused by name and does not run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import autograd, rpc
+
+from tests.process import functions as f
+from tests.process import service
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("has no allow-list")
+
+SERVICE = ["tests.process.service", "torch.add"]
+#: worker1 offers something, worker0 is a client without a list.
+OPTIONS: list[dict[str, Any]] = [{}, {"allow_list": SERVICE}]
+
+
+def refused(call: Callable[[], Any], what: str) -> None:
+    """The error is typed, and says who refused what, and by which option."""
+    from torch_rpc_ext.errors import RefusedError
+
+    with pytest.raises(RefusedError) as raised:
+        call()
+    for word in (what, "worker1", "allow_list"):
+        assert word in str(raised.value), str(raised.value)
+    assert raised.value.worker == "worker1"
+
+
+def sync(fn: Any, *args: Any) -> Any:
+    return rpc.rpc_sync("worker1", fn, args=args, timeout=20)
+
+
+def remote(fn: Any, *args: Any) -> Any:
+    return rpc.remote("worker1", fn, args=args, timeout=20).to_here(timeout=20)
+
+
+def still_serves() -> None:
+    assert sync(service.add, 1, 2) == 3
+
+
+class Reduced:
+    """Pickles as what a hostile peer writes."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+    def __call__(self) -> None:
+        """So that it is taken for a function."""
+
+
+def serve_listed() -> None:
+    assert sync(service.add, 1, 2) == 3
+    assert sync(service.add, torch.ones(2), torch.ones(2)).sum() == 4
+    assert sync(torch.add, torch.ones(2), 1).sum() == 4
+    assert sync(service.script_add, torch.ones(2), torch.ones(2)).sum() == 4
+    for fn in (service.add, torch.add, service.script_add):
+        assert remote(fn, torch.ones(2), torch.ones(2)).sum() == 4
+    future = rpc.rpc_async("worker1", service.add, args=([1, {2: (3, {4})}], [b"x", 1j]))
+    assert future.wait() == [1, {2: (3, {4})}, b"x", 1j]
+    with pytest.raises(ValueError, match="no such"):
+        sync(service.fail, "no such")
+    with pytest.raises(AttributeError, match="only_here"):
+        sync(only_here)
+
+
+def only_here() -> None:
+    """Said to be in the service, and is not."""
+
+
+only_here.__module__ = service.__name__
+
+
+def test_what_is_listed_runs() -> None:
+    service_only_here = service.__dict__.get("only_here")
+    assert service_only_here is None
+    with Group(2, options=OPTIONS) as group:
+        group.run(with_only_here, "serve_listed")
+
+
+def with_only_here(name: str) -> None:
+    service.only_here = only_here  # type: ignore[attr-defined]
+    globals()[name]()
+
+
+def refuse_targets() -> None:
+    refused(lambda: sync(os.system, "true"), "posix.system")
+    refused(lambda: sync(f.identity, 1), "tests.process.functions.identity")
+    refused(lambda: sync(torch.mul, torch.ones(2), 2), "aten::mul")
+    refused(
+        lambda: sync(f.script_add, torch.ones(2), torch.ones(2)),
+        "tests.process.functions.script_add",
+    )
+    refused(lambda: rpc.rpc_async("worker1", eval, args=("1",)).wait(), "builtins.eval")
+    for what, fn in (
+        ("tests.process.functions.identity", f.identity),
+        ("aten::neg", torch.neg),
+        ("tests.process.functions.script_add", f.script_add),
+    ):
+        args = (torch.ones(2),) * (2 if fn is f.script_add else 1)
+        refused(lambda fn=fn, args=args: remote(fn, *args), what)
+    with autograd.context():
+        ones = torch.ones(2, requires_grad=True)
+        refused(lambda: sync(torch.mul, ones, 2), "aten::mul")
+        refused(lambda: sync(f.identity, ones), "tests.process.functions.identity")
+    still_serves()
+
+
+def test_what_is_not_listed_is_refused() -> None:
+    with Group(2, options=OPTIONS) as group:
+        group.run(refuse_targets)
+
+
+def refuse_arguments(path: str) -> None:
+    refused(lambda: sync(service.add, service.Evil(path), 1), "posix.system")
+    refused(lambda: remote(service.add, service.Evil(path), 1), "posix.system")
+    refused(lambda: sync(service.add, Reduced(eval, ("1",)), 1), "builtins.eval")
+    still_serves()
+
+
+def test_a_pickle_that_runs_a_command(tmp_path: Path) -> None:
+    with Group(2, options=OPTIONS) as group:
+        group.run(refuse_arguments, str(tmp_path / "evil"))
+    assert not list(tmp_path.iterdir()), "the command ran"
+
+
+def named(module: str, name: str) -> bytes:
+    """A request's pickle that calls a global by module and dotted name."""
+    return b"\x80\x04" + _text(module) + _text(name) + b"\x93)R."
+
+
+def _text(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def build(module: str, name: str) -> bytes:
+    """A request's pickle that sets an attribute of a global: (None, {"x": 1}) by BUILD."""
+    body = _text(module) + _text(name) + b"\x93" + b"N}" + _text("step") + b"K\x05s\x86b."
+    return b"\x80\x04" + body
+
+
+def send(payload: bytes) -> None:
+    """Send a pickle as a request for a Python function."""
+    from torch._C import _distributed_rpc as native
+
+    future = native._invoke_rpc_python_udf(  # type: ignore[attr-defined]
+        rpc.get_worker_info("worker1"), payload, [], 20.0, False
+    )
+    future.wait()
+
+
+def refuse_tricks() -> None:
+    here = service.__name__
+    for module, name in (
+        (here, "os.system"),
+        (here, "run_command"),
+        (here, "add.__globals__"),
+        (here, "Counter.__subclasses__"),
+        (here, "Counter.count.__globals__"),
+        ("builtins", "exec"),
+        ("no_such_module", "x"),
+        ("torch.distributed.rpc.internal", "_InternalRPCPickler.serialize"),
+        ("torch.distributed.rpc.internal", "sys"),
+    ):
+        refused(lambda module=module, name=name: send(named(module, name)), f"{module}.{name}")
+    # getattr is there, for methods of listed classes only.
+    for owner, name in (
+        (service.add, "__globals__"),
+        (service.Counter, "__subclasses__"),
+        (service.Counter, "_reset"),
+        (service.Counter, "step"),
+        ((), "__class__"),
+    ):
+        refused(lambda o=owner, n=name: sync(service.add, Reduced(getattr, (o, n)), 1), name)
+    assert sync(Reduced(getattr, (service.Counter(), "count"))) == 1
+    # The state of instances may be set, that of classes and functions not.
+    for module, name in ((here, "Counter"), (here, "add"), ("torch_rpc_ext.errors", "RpcError")):
+        refused(lambda module=module, name=name: send(build(module, name)), "a change of a")
+    still_serves()
+
+
+def test_ways_around_it() -> None:
+    with Group(2, options=OPTIONS) as group:
+        group.run(refuse_tricks)
+        assert group[1].run(step) == 1
+
+
+def step() -> int:
+    return service.Counter.step
+
+
+def use_rrefs() -> None:
+    counter = rpc.remote("worker1", service.Counter)
+    assert counter.rpc_sync().count() == 1
+    assert counter.rpc_async().count().wait() == 2
+    assert counter.remote().count().to_here() == 3
+    refused(lambda: counter.rpc_sync()._reset(), "_reset")
+    assert counter.rpc_sync().count() == 4
+    with autograd.context() as context:
+        x = torch.ones(2, requires_grad=True)
+        loss = sync(service.add, x, x).sum() + remote(torch.add, x, x).sum()
+        autograd.backward(context, [loss])
+        assert autograd.get_gradients(context)[x].sum() == 8
+
+
+def use_remote_module() -> None:
+    from torch.distributed.nn.api.remote_module import RemoteModule
+    from torch.distributed.optim import DistributedOptimizer
+
+    module: Any = RemoteModule("worker1/cpu", service.Double)
+    assert module.forward(torch.ones(2)).sum() == 4
+    with autograd.context() as context:
+        autograd.backward(context, [module.forward(torch.ones(2)).sum()])
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.5)
+        optimizer.step(context)
+    assert module.forward(torch.ones(2)).sum() == 2
+    other: Any = RemoteModule("worker1/cpu", torch.nn.Linear, args=(1, 1))
+    refused(lambda: other.get_module_rref().to_here(), "Linear")
+
+
+def test_upstreams_own_protocol_works() -> None:
+    """RRefs, autograd, RemoteModule, optimizers; all three workers shut down together."""
+    allow = [*SERVICE, "torch.optim.SGD"]
+    with Group(3, options={"allow_list": allow}) as group:
+        group.run(use_rrefs)
+        group.run(use_remote_module)
+
+
+def take_evil_answer() -> None:
+    # Upstream makes a RuntimeError of whatever is wrong with an answer.
+    with pytest.raises(RuntimeError, match='worker "worker1" refused posix.system.*allow_list'):
+        sync(service.call_back, "worker0")
+    still_serves()
+
+
+def test_answers_are_checked_too() -> None:
+    with Group(2, options=OPTIONS) as group:
+        group.run(take_evil_answer)
+
+
+def refuse_all_but_data(tensor: Tensor) -> None:
+    refused(lambda: sync(service.add, tensor, 1), "tests.process.service.add")
+    refused(lambda: sync(torch.add, tensor, 1), "aten::add")
+
+
+def test_an_empty_list_allows_nothing() -> None:
+    with Group(2, options=[{}, {"allow_list": []}]) as group:
+        group.run(refuse_all_but_data, torch.ones(2))
+
+
+def test_a_dynamic_group() -> None:
+    with Group(2, options={"allow_list": ["tests.process.service.add"]}, dynamic=True) as group:
+        group.run(still_serves)
+        group.run(refuse_one)
+        for worker in group:
+            worker.run(rpc.shutdown)
+
+
+def refuse_one() -> None:
+    refused(lambda: sync(service.fail, "x"), "tests.process.service.fail")
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ("no_such_module.add", "no_such_module"),
+        ("tests.process.service.ad", "ad"),
+        ("aten::no_such", "no operator"),
+        ("tests.process.service.__name__", "a str"),
+        ("not a name", "not a name"),
+    ],
+)
+def test_an_entry_that_names_nothing(entry: str, word: str) -> None:
+    with Group(2, init=False) as group:
+        calls = [
+            group[0].init(2, rpc_timeout=10),
+            group[1].init(2, rpc_timeout=10, allow_list=[entry]),
+        ]
+        with pytest.raises(ValueError) as raised:
+            calls[1].result(30)
+        assert "allow_list" in str(raised.value) and word in str(raised.value)
+        with pytest.raises(RuntimeError, match="allow_list"):
+            calls[0].result(30)
+
+
+def test_wrong_types_are_refused() -> None:
+    from torch_rpc_ext import UcxRpcBackendOptions
+
+    with pytest.raises(TypeError, match="allow_list must be a list"):
+        UcxRpcBackendOptions(allow_list="os.system")
+    with pytest.raises(ValueError, match="each entry of allow_list must not be empty"):
+        UcxRpcBackendOptions(allow_list=[""])
+    assert UcxRpcBackendOptions(allow_list=["a.b"]).allow_list == ("a.b",)
