@@ -120,6 +120,9 @@ void Worker::finish() {
     mutex_.unlock();
     for (auto& task : deferred) {
       task->run();
+      // Here and not under the lock: what it held may be the last reference to
+      // a tensor, and run any code.
+      task.reset();
     }
     if (!hasOperations_.load(std::memory_order_acquire) || !mutex_.try_lock()) {
       return;
