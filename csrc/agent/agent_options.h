@@ -27,8 +27,8 @@ struct AgentOptions {
   int numWorkerThreads = 16;
   float rpcTimeoutSeconds = 60;
   uint64_t receiveCacheBytes = uint64_t{4} << 30;
-  // Storages up to this size travel inside the frame, larger ones as bulk.
   double receiveCacheIdleSeconds = 30;
+  // Storages up to this size travel inside the frame, larger ones as bulk.
   uint64_t inlineBytes = 16 << 10;
   transport::ucx::Options transport;
   AllowList allowed;

@@ -48,7 +48,7 @@ void deleteBlock(void* block) {
   delete static_cast<Block*>(block);
 }
 
-c10::Storage adoptBlock(memory::BufferCache::Block block) {
+c10::Storage adoptBlock(Block block) {
   auto owner = std::make_unique<Block>(std::move(block));
   void* const data = owner->data();
   const size_t size = owner->size();

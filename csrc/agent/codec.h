@@ -76,13 +76,12 @@ class Decoder {
     return view_.header();
   }
 
+  // May give the memory of a bulk buffer: then its span is null.
+  using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
   // Memory for the bulk, in the order in which it was sent; `announced` are
   // the sizes that the transport will deliver. To be called once, also when
   // there is none. Fails with kInvalid when they are not those of the head,
   // with kOverloaded when there is no memory.
-  // What `adopt` returns for a bulk buffer becomes its memory; its span is
-  // null.
-  using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
