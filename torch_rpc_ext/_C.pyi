@@ -1,8 +1,10 @@
 # ruff: noqa: N999  the underscore is the convention for extension modules
 """Types of the C++ extension (csrc/bindings)."""
 
+from typing import Any
+
 import torch
-from torch._C._distributed_rpc import RpcAgent, WorkerInfo
+from torch._C._distributed_rpc import PyRRef, RpcAgent, WorkerInfo
 
 WIRE_VERSION: int
 
@@ -46,6 +48,7 @@ class UcxAgent(RpcAgent):
     def describe_peers(self) -> list[dict[str, str]]: ...
     def leak(self) -> None: ...
 
+def watch_creation(rref: PyRRef[Any]) -> None: ...
 def ucx_version() -> str: ...
 def ucx_library_path() -> str: ...
 def ucx_transports() -> list[tuple[str, str, str]]: ...

@@ -8,7 +8,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
   completes. Here the waiting thread takes the answer from the network itself: that spares a
   hand-off between threads, and Ctrl-C ends the wait.
 - api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
-  a RuntimeError of the error's text upstream. Here it is the error, of its class.
+  a RuntimeError of the error's text upstream, and one whose creation fails later marks a wrong RRef
+  (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
@@ -34,7 +35,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exceptions, _state, errors
+from torch_rpc_ext import _exceptions, _native, _state, errors
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -125,7 +126,11 @@ def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **
 def _typed(invoke: Callable[..., Any]) -> Callable[..., Any]:
     def invoke_typed(to: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return invoke(to, *args, **kwargs)
+            rref = invoke(to, *args, **kwargs)
+            _native.load().watch_creation(rref)
+            return rref
+        except errors.RpcError:
+            raise
         except RuntimeError as error:
             worker = getattr(to, "name", to)
             typed = errors.from_text(str(error), worker)

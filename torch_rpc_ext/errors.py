@@ -43,11 +43,11 @@ class ShutDownError(RpcError):
 
 # As csrc/base/error.cpp calls the kinds, and upstream time-outs (rpc_agent.h, RPCErrorType).
 _KINDS: tuple[tuple[str, type[RpcError]], ...] = (
-    ("RPCErr:1:", CallTimeoutError),
     ("failed (peer lost)", PeerLostError),
     ("failed (refused)", RefusedError),
     ("failed (overloaded)", OverloadedError),
     ("failed (shut down)", ShutDownError),
+    ("RPCErr:1:", CallTimeoutError),
 )
 
 

@@ -70,7 +70,46 @@ std::string scriptFunction(std::string_view bytes) {
   return std::string(bytes.substr(begin, end - begin));
 }
 
+// The kind of message inside of one that adds something to it, such as the
+// context of autograd, or 0; takes what was added off `bytes`. It stands at the
+// end, as a pickle that begins with the kind, then its size in 8 bytes.
+// Source: torch/csrc/distributed/rpc/utils.cpp, writeWrappedPayload().
+int unwrap(std::string_view& bytes) {
+  // PROTO 2, MARK, BININT2
+  constexpr std::string_view kBegin = "\x80\x02(M";
+  uint64_t size = 0;
+  if (bytes.size() < sizeof(size)) {
+    return 0;
+  }
+  for (const char c : bytes.substr(bytes.size() - sizeof(size))) {
+    size = size << 8 | static_cast<unsigned char>(c);
+  }
+  bytes.remove_suffix(sizeof(size));
+  if (size > bytes.size()) {
+    return 0;
+  }
+  const std::string_view added = bytes.substr(bytes.size() - size);
+  bytes.remove_suffix(size);
+  if (!added.starts_with(kBegin) || added.size() < kBegin.size() + 2) {
+    return 0;
+  }
+  return static_cast<unsigned char>(added[kBegin.size()]) |
+      static_cast<unsigned char>(added[kBegin.size() + 1]) << 8;
+}
+
 } // namespace
+
+bool createsRRef(const Message& message) {
+  int type = message.type();
+  const auto& payload = message.payload();
+  std::string_view bytes(payload.data(), payload.size());
+  while (type == MessageType::FORWARD_AUTOGRAD_REQ ||
+         type == MessageType::RUN_WITH_PROFILING_REQ) {
+    type = unwrap(bytes);
+  }
+  return type == MessageType::PYTHON_REMOTE_CALL ||
+      type == MessageType::SCRIPT_REMOTE_CALL;
+}
 
 std::string labelOf(const Message& message) {
   const auto& payload = message.payload();

@@ -11,6 +11,10 @@ namespace torch_rpc_ext::agent {
 // texts must not cost anything on calls that succeed.
 std::string labelOf(const torch::distributed::rpc::Message& message);
 
+// Whether it is rpc.remote(), within distributed autograd and under a profiler
+// too.
+bool createsRRef(const torch::distributed::rpc::Message& message);
+
 // "PYTHON_CALL", "RREF_USER_DELETE", ...: the names that upstream's fault
 // injection knows; empty for a number that is no message type.
 std::string nameOf(torch::distributed::rpc::MessageType type);

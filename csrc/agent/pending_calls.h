@@ -31,6 +31,7 @@ struct PendingCall {
   Clock::time_point sentAt;
   Executor::RequestScopePtr scope; // of the request that made the call
   bool counted = true; // part of what shutdown waits for
+  bool createsRRef = false;
 };
 
 // The calls of this worker that are under way, and their deadlines.

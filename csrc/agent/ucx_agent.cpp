@@ -27,8 +27,16 @@ struct LastCall {
 };
 thread_local LastCall lastCall;
 
-// Completes a future, which runs its callbacks. Those of upstream's RRefs throw
-// when the creation of one has failed; without this the process would end.
+// Upstream's callback for the creation of an RRef lets go of the RRef for one
+// type of error only; for any other it throws, and the RRef waits for ever.
+rpc::RPCErrorType typeOf(const PendingCall& call, base::ErrorKind kind) {
+  return kind == base::ErrorKind::kTimedOut || call.createsRRef
+      ? rpc::RPCErrorType::TIMEOUT
+      : rpc::RPCErrorType::UNKNOWN_ERROR;
+}
+
+// Completes a future, which runs its callbacks. Some of upstream's throw when
+// the call has failed; without this the process would end.
 template <typename F>
 void settle(const PendingCall& call, F&& complete) {
   try {
@@ -150,6 +158,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
   call.worker = to.name_;
   call.label = labelOf(*message);
+  call.createsRRef = createsRRef(*message);
   call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout
       ? getRpcTimeout()
       : toMilliseconds(rpcTimeoutSeconds);
@@ -264,8 +273,10 @@ void UcxAgent::finish(
   std::exception_ptr raised =
       exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
   if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
-    const std::string text(
-        message->payload().begin(), message->payload().end());
+    std::string text(message->payload().begin(), message->payload().end());
+    if (call.createsRRef) {
+      text = rpc::makeRPCError(text, rpc::RPCErrorType::TIMEOUT);
+    }
     raised = text.find(kNotAllowed) != std::string::npos
         ? std::make_exception_ptr(
               RpcError(base::ErrorKind::kRefused, call.worker, text))
@@ -301,7 +312,7 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
             " ms) and will now be marked with an error: ",
             what,
             " has not answered"),
-        rpc::RPCErrorType::TIMEOUT);
+        typeOf(call, error.kind));
   } else if (error.message.starts_with("RPCErr:")) {
     text = error.message; // already in upstream's form (fault injection)
   } else {
@@ -314,7 +325,7 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
     }
     text = rpc::makeRPCError(
         what + " failed (" + base::toString(error.kind) + "): " + why,
-        rpc::RPCErrorType::UNKNOWN_ERROR);
+        typeOf(call, error.kind));
   }
   settle(call, [&] {
     call.future->setError(

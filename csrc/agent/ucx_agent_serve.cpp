@@ -159,10 +159,10 @@ void UcxAgent::trim() {
       ? base::Timer::Clock::duration::zero()
       : toDuration(options_.receiveCacheIdleSeconds);
   cache_->trim(idle);
-  remote_->trim(idle);
+  const bool more = remote_->trim(idle);
   trimming_.store(false);
   const auto stats = cache_->stats();
-  if (stats.idleBlocks + stats.usedBlocks != 0) {
+  if (more || stats.idleBlocks + stats.usedBlocks != 0) {
     trimLater();
   }
 }

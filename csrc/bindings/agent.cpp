@@ -7,6 +7,7 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace torch_rpc_ext::bindings {
@@ -128,6 +129,27 @@ void bindOptions(py::module_& module) {
           });
 }
 
+// Marks an RRef once its creation fails; raises the error where it has failed
+// already.
+void watchCreation(const rpc::PyRRef& python) {
+  const auto future = python.getFuture();
+  const auto rref =
+      c10::static_intrusive_pointer_cast<rpc::RRef>(python.toIValue().toRRef());
+  py::gil_scoped_release release;
+  if (future->completed()) {
+    if (future->hasError()) {
+      compat::failedToCreate(*rref);
+      std::rethrow_exception(future->exception_ptr());
+    }
+    return;
+  }
+  future->addCallback([rref](rpc::JitFuture& done) {
+    if (done.hasError()) {
+      compat::failedToCreate(*rref);
+    }
+  });
+}
+
 std::vector<std::map<std::string, std::string>> describePeers(
     const UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
@@ -144,7 +166,10 @@ std::vector<std::map<std::string, std::string>> describePeers(
 } // namespace
 
 void bindAgent(py::module_& module) {
+  compat::keepRRefErrorsHarmless();
+  compat::beginRRefIdsAtRandom();
   bindOptions(module);
+  module.def("watch_creation", &watchCreation, py::arg("rref"));
   module.def(
       "prepare_reinit",
       [](int64_t /*rank*/) { compat::forgetAutogradWorker(); },

@@ -6,9 +6,12 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <random>
+#include <stdexcept>
 #include <vector>
 
 namespace torch_rpc_ext::compat {
@@ -43,6 +46,11 @@ TORCH_RPC_EXT_EXPOSE(
     RRefDestroyed,
     torch::distributed::rpc::RRefContext,
     destroyed_)
+TORCH_RPC_EXT_EXPOSE(
+    RRefNextLocalId,
+    torch::distributed::rpc::RRefContext,
+    nextLocalId_)
+TORCH_RPC_EXT_EXPOSE(RRefTimedOut, torch::distributed::rpc::RRef, timedOut_)
 
 #undef TORCH_RPC_EXT_EXPOSE
 
@@ -95,6 +103,37 @@ inline void renewRRefContext(
       context.*privateMember(RRefAgent{}));
   held = agent;
   context.*privateMember(RRefDestroyed{}) = false;
+}
+
+// An id is the worker's, then a counter from 0: a worker that comes back would
+// make the ids of its former life again, and be given the values that the
+// others still hold for those. To be called once, before the first RRef.
+inline void beginRRefIdsAtRandom() {
+  std::random_device source;
+  // 2^32 RRefs until the next start.
+  const int64_t start = static_cast<int64_t>(source() & 0x3fffffff) << 32;
+  *privateMember(RRefNextLocalId{}) = start;
+}
+
+// RRef::handleError() keeps its handlers in a static table, and those hold the
+// `this` of the first RRef that ever failed: every later time-out of an RRef's
+// creation writes into that one, which is long freed. Here the first one is an
+// RRef that lives for ever; failedToCreate() marks the right one. To be called
+// before the first RRef.
+inline void keepRRefErrorsHarmless() {
+  namespace rpc = torch::distributed::rpc;
+  const rpc::RRefId id(/*createdOn=*/0, /*localId=*/-1);
+  static auto* const first =
+      new c10::intrusive_ptr<rpc::UserRRef>(c10::make_intrusive<rpc::UserRRef>(
+          /*ownerId=*/0, id, id, at::AnyClassType::get()));
+  (*first)->handleError(
+      rpc::RPCErrorType::TIMEOUT,
+      *c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get()));
+}
+
+// What RRef::handleError() should have done.
+inline void failedToCreate(torch::distributed::rpc::RRef& rref) {
+  rref.*privateMember(RRefTimedOut{}) = true;
 }
 
 } // namespace torch_rpc_ext::compat

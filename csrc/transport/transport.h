@@ -140,8 +140,11 @@ class Context {
       const std::string& address,
       const std::string& hello) = 0;
 
-  // Gives memory back that has not been used for `age`.
-  virtual void trim(std::chrono::steady_clock::duration /*age*/) {}
+  // Gives memory back that has not been used for `age`. Returns whether there
+  // is more, that may be unused later.
+  virtual bool trim(std::chrono::steady_clock::duration /*age*/) {
+    return false;
+  }
 
   // Closes all connections, waits a bounded time for what was sent to leave,
   // fires all callbacks. No Handler method runs after it returns. Idempotent.

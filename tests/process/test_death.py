@@ -115,14 +115,18 @@ def test_graceful_shutdown_after_a_death_is_bounded() -> None:
         group[1].kill()
         start = time.monotonic()
         calls = [group[rank].start(shutdown_error) for rank in (0, 2)]
-        texts = [call.result(30) for call in calls]
-        assert time.monotonic() - start < 10, texts
+        texts = [call.result(60) for call in calls]
+        # Two waits, upstream's and ours, and room for a loaded machine.
+        assert time.monotonic() - start < 2 * SHUTDOWN_TIMEOUT + QUICK, texts
         assert any("worker1" in text for text in texts), texts
+
+
+SHUTDOWN_TIMEOUT = 4.0
 
 
 def shutdown_error() -> str:
     try:
-        rpc.shutdown(timeout=8)
+        rpc.shutdown(timeout=SHUTDOWN_TIMEOUT)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -306,6 +310,39 @@ def test_killed_while_it_creates_rrefs() -> None:
             call.result(30)
         group[0].run(check_alive, "worker2")
         group.close(gently=False)
+
+
+def create_rrefs_too_late() -> None:
+    rrefs = [rpc.remote("worker1", f.sleep, args=(0.5,), timeout=0.1) for _ in range(3)]
+    for rref in rrefs:
+        with pytest.raises(RuntimeError, match="has not answered"):
+            rref._get_future().wait()
+        with pytest.raises(RuntimeError, match="timed out"):
+            rref.to_here(timeout=10)
+    right = rpc.remote("worker1", f.identity, args=(1,))
+    assert right.to_here() == 1
+
+
+@needs_ucx("marks the first one only, for each of them (static handlers of RRef::handleError)")
+def test_each_rref_whose_creation_timed_out_says_so() -> None:
+    with Group(2) as group:
+        group.run(create_rrefs_too_late)
+
+
+def lose_an_rref() -> None:
+    rref = rpc.remote("worker1", f.kill_self)
+    with pytest.raises(RuntimeError):
+        rref.to_here()
+
+
+@needs_ucx("an RRef that was never confirmed is waited for")
+def test_leaving_after_an_rref_failed_is_quick() -> None:
+    with Group(2, dynamic=True) as group:
+        group[1].killed = True
+        group[0].run(lose_an_rref)
+        start = time.monotonic()
+        group[0].run(rpc.shutdown)
+        assert time.monotonic() - start < 5 * QUICK
 
 
 def open_sockets() -> int:

@@ -91,3 +91,24 @@ def test_a_restarted_worker_takes_its_name_again() -> None:
         assert group.run(f.nested, 4, 2) == 4
         again.run(leave)
         group[0].run(leave)
+
+
+kept: list[Any] = []
+
+
+def keep_values_at(to: str, values: range) -> list[int]:
+    rrefs = [rpc.remote(to, f.identity, args=(value,)) for value in values]
+    kept.extend(rrefs)
+    return [rref.to_here() for rref in rrefs]
+
+
+@needs_ucx("gives both lives' RRefs the same ids")
+def test_rrefs_of_two_lives_are_told_apart() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        assert group[1].run(keep_values_at, "worker0", range(5)) == [0, 1, 2, 3, 4]
+        group[1].kill()
+        again = group.add("worker1", 1)
+        # worker0 still holds the former values.
+        assert again.run(keep_values_at, "worker0", range(10, 15)) == [10, 11, 12, 13, 14]
+        group.close(gently=False)

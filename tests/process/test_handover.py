@@ -222,6 +222,9 @@ def memory_mapped() -> int:
 
 def check_idle_memory_is_given_back() -> None:
     check_is_handed_over()
+    kept = rpc.rpc_sync("worker1", f.identity, args=(numbers(1),))
+    time.sleep(1.0)  # nothing else is left when this goes
+    del kept
     deadline = time.monotonic() + 10
     while memory_mapped() or rpc.rpc_sync("worker1", memory_mapped):
         assert time.monotonic() < deadline, "idle memory is still mapped"

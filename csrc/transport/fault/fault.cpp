@@ -79,8 +79,8 @@ class FaultContext final : public Context, public Handler {
       override {
     return outer(inner_->connect(address, hello));
   }
-  void trim(std::chrono::steady_clock::duration age) override {
-    inner_->trim(age);
+  bool trim(std::chrono::steady_clock::duration age) override {
+    return inner_->trim(age);
   }
   void stop() override {
     inner_->stop();

@@ -321,6 +321,9 @@ void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
 }
 
 void UcxConnection::establish(Preamble peer) {
+  if (state_ == ConnectionState::kClosed) {
+    return; // the answer to the peer could not be sent
+  }
   peer_ = std::move(peer);
   const auto& self = context_->process();
   whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)

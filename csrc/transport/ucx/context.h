@@ -34,8 +34,8 @@ class UcxContext final : public Context,
       override;
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override;
-  void trim(std::chrono::steady_clock::duration age) override {
-    maps_.trim(age);
+  bool trim(std::chrono::steady_clock::duration age) override {
+    return maps_.trim(age) != 0;
   }
   void stop() override;
 

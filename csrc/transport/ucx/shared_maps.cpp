@@ -77,6 +77,7 @@ class SharedMaps::State {
   Map take(int32_t pid, const BulkEntry& entry) {
     {
       std::lock_guard lock(mutex_);
+      ++used_;
       const auto found =
           std::find_if(idle_.begin(), idle_.end(), [&](const Map& map) {
             return map.pid == pid && map.region == entry.region &&
@@ -89,7 +90,12 @@ class SharedMaps::State {
         return map;
       }
     }
-    return mapRegion(pid, entry);
+    const Map map = mapRegion(pid, entry);
+    if (map.data == nullptr) {
+      std::lock_guard lock(mutex_);
+      --used_;
+    }
+    return map;
   }
 
   void giveBack(Map map) {
@@ -97,6 +103,7 @@ class SharedMaps::State {
     map.unusedSince = Clock::now();
     {
       std::lock_guard lock(mutex_);
+      --used_;
       idle_.push_back(map);
       idleBytes_ += map.size;
       auto end = idle_.begin();
@@ -109,9 +116,11 @@ class SharedMaps::State {
     unmap(surplus);
   }
 
+  // Returns how many are left.
   template <typename Predicate>
-  void drop(Predicate&& unwanted) {
+  size_t drop(Predicate&& unwanted) {
     std::vector<Map> surplus;
+    size_t left = 0;
     {
       std::lock_guard lock(mutex_);
       const auto rest = std::stable_partition(
@@ -123,8 +132,10 @@ class SharedMaps::State {
       for (const Map& map : surplus) {
         idleBytes_ -= map.size;
       }
+      left = idle_.size() + used_;
     }
     unmap(surplus);
+    return left;
   }
 
  private:
@@ -137,6 +148,7 @@ class SharedMaps::State {
   std::mutex mutex_;
   std::vector<Map> idle_; // by age, the oldest first
   size_t idleBytes_ = 0;
+  size_t used_ = 0;
 };
 
 SharedMaps::SharedMaps() : state_(std::make_shared<State>()) {}
@@ -155,9 +167,10 @@ void SharedMaps::forget(int32_t pid) {
   state_->drop([pid](const Map& map) { return map.pid == pid; });
 }
 
-void SharedMaps::trim(Clock::duration age) {
+size_t SharedMaps::trim(Clock::duration age) {
   const auto before = Clock::now() - age;
-  state_->drop([before](const Map& map) { return map.unusedSince <= before; });
+  return state_->drop(
+      [before](const Map& map) { return map.unusedSince <= before; });
 }
 
 } // namespace torch_rpc_ext::transport::ucx

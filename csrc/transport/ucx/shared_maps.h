@@ -3,6 +3,7 @@
 #include "transport/ucx/protocol.h"
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -28,7 +29,8 @@ class SharedMaps {
   // Unmaps what is unused of a process.
   void forget(int32_t pid);
   // Unmaps what has not been used for `age`: its owner may be done with it.
-  void trim(std::chrono::steady_clock::duration age);
+  // Returns how many maps are left, those in use too.
+  size_t trim(std::chrono::steady_clock::duration age);
 
  private:
   class State;
