@@ -1,3 +1,4 @@
+#include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
 #include "bindings/bindings.h"
 #include "bindings/python_thread.h"
@@ -9,6 +10,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <mutex>
 
 namespace torch_rpc_ext::bindings {
 
@@ -48,6 +51,10 @@ std::shared_ptr<UcxAgent> makeAgent(
     const std::string& name,
     rpc::worker_id_t id,
     bool isStatic) {
+  if (!isStatic) {
+    static std::once_flag once;
+    std::call_once(once, compat::beginRRefIdsAtRandom);
+  }
   std::shared_ptr<UcxAgent> agent(
       new UcxAgent(
           options,
@@ -129,6 +136,19 @@ void bindOptions(py::module_& module) {
           });
 }
 
+// An error that remote() raises. Time-outs, and faults injected by tests, show
+// where the RRef is used, as upstream's do.
+bool isRaised(const rpc::JitFuture& future) {
+  try {
+    std::rethrow_exception(future.exception_ptr());
+  } catch (const agent::RpcError& error) {
+    return error.kind() != base::ErrorKind::kTimedOut &&
+        rpc::getRPCErrorType(future) != rpc::RPCErrorType::INTENTIONAL_FAILURE;
+  } catch (...) {
+    return false;
+  }
+}
+
 // Marks an RRef once its creation fails; raises the error where it has failed
 // already.
 void watchCreation(const rpc::PyRRef& python) {
@@ -139,7 +159,9 @@ void watchCreation(const rpc::PyRRef& python) {
   if (future->completed()) {
     if (future->hasError()) {
       compat::failedToCreate(*rref);
-      std::rethrow_exception(future->exception_ptr());
+      if (isRaised(*future)) {
+        std::rethrow_exception(future->exception_ptr());
+      }
     }
     return;
   }
@@ -167,7 +189,6 @@ std::vector<std::map<std::string, std::string>> describePeers(
 
 void bindAgent(py::module_& module) {
   compat::keepRRefErrorsHarmless();
-  compat::beginRRefIdsAtRandom();
   bindOptions(module);
   module.def("watch_creation", &watchCreation, py::arg("rref"));
   module.def(

@@ -107,7 +107,8 @@ inline void renewRRefContext(
 
 // An id is the worker's, then a counter from 0: a worker that comes back would
 // make the ids of its former life again, and be given the values that the
-// others still hold for those. To be called once, before the first RRef.
+// others still hold for those. To be called once, before the first RRef of a
+// process whose name may have had another life.
 inline void beginRRefIdsAtRandom() {
   std::random_device source;
   // 2^32 RRefs until the next start.

@@ -1,28 +1,122 @@
 #include "transport/fault/fault.h"
 
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 namespace torch_rpc_ext::transport::fault {
 
 namespace {
 
-class FaultConnection final : public Connection {
+// Runs things later, on a thread of its own; what is left at stop() at once.
+class Delayer {
  public:
-  FaultConnection(ConnectionPtr inner, const Rule& rule)
-      : inner_(std::move(inner)), rule_(rule) {}
+  ~Delayer() {
+    stop();
+  }
+
+  void after(double seconds, base::TaskPtr task) {
+    std::lock_guard lock(mutex_);
+    if (!thread_.joinable() && !stopped_) {
+      thread_ = std::thread([this] { work(); });
+    }
+    waiting_.emplace(
+        Clock::now() +
+            std::chrono::duration_cast<Clock::duration>(
+                std::chrono::duration<double>(seconds)),
+        std::move(task));
+    changed_.notify_all();
+  }
+
+  void stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stopped_ = true;
+      changed_.notify_all();
+    }
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    while (!stopped_ || !waiting_.empty()) {
+      if (waiting_.empty()) {
+        changed_.wait(lock);
+        continue;
+      }
+      const auto due = waiting_.begin()->first;
+      if (!stopped_ && Clock::now() < due) {
+        changed_.wait_until(lock, due);
+        continue;
+      }
+      base::TaskPtr task = std::move(waiting_.begin()->second);
+      waiting_.erase(waiting_.begin());
+      lock.unlock();
+      task->run();
+      task.reset();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::multimap<Clock::time_point, base::TaskPtr> waiting_;
+  bool stopped_ = false;
+  std::thread thread_;
+};
+
+class FaultConnection final
+    : public Connection,
+      public std::enable_shared_from_this<FaultConnection> {
+ public:
+  FaultConnection(ConnectionPtr inner, const Rule& rule, Delayer& delayer)
+      : inner_(std::move(inner)), rule_(rule), delayer_(delayer) {}
 
   void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
       override {
     const Fault fault = rule_({head.data(), head.size()});
-    if (fault.delaySeconds > 0) {
-      // On the sender's thread, as upstream's faulty agent does.
-      std::this_thread::sleep_for(
-          std::chrono::duration<double>(fault.delaySeconds));
+    if (fault.delaySeconds <= 0) {
+      sendNow(fault, std::move(head), std::move(bulk), std::move(callback));
+      return;
     }
+    delayer_.after(
+        fault.delaySeconds,
+        base::makeTask([self = shared_from_this(),
+                        fault,
+                        head = std::move(head),
+                        bulk = std::move(bulk),
+                        callback = std::move(callback)]() mutable {
+          self->sendNow(
+              fault, std::move(head), std::move(bulk), std::move(callback));
+        }));
+  }
+  void close() override {
+    inner_->close();
+  }
+  bool closed() const override {
+    return inner_->closed();
+  }
+  PathInfo path() const override {
+    return inner_->path();
+  }
+
+ private:
+  void sendNow(
+      const Fault& fault,
+      base::Buffer head,
+      std::vector<BulkSpan> bulk,
+      Callback callback) {
     switch (fault.kind) {
       case Fault::Kind::kNone:
         inner_->send(std::move(head), std::move(bulk), std::move(callback));
@@ -45,19 +139,10 @@ class FaultConnection final : public Connection {
         return;
     }
   }
-  void close() override {
-    inner_->close();
-  }
-  bool closed() const override {
-    return inner_->closed();
-  }
-  PathInfo path() const override {
-    return inner_->path();
-  }
 
- private:
   const ConnectionPtr inner_;
   const Rule& rule_;
+  Delayer& delayer_;
 };
 
 // Stands between the inner transport and the owner, on both sides, and
@@ -83,6 +168,7 @@ class FaultContext final : public Context, public Handler {
     return inner_->trim(age);
   }
   void stop() override {
+    delayer_.stop();
     inner_->stop();
   }
 
@@ -113,13 +199,14 @@ class FaultContext final : public Context, public Handler {
     std::lock_guard lock(mutex_);
     ConnectionPtr& connection = outer_[inner.get()];
     if (connection == nullptr) {
-      connection = std::make_shared<FaultConnection>(inner, rule_);
+      connection = std::make_shared<FaultConnection>(inner, rule_, delayer_);
     }
     return connection;
   }
 
   const std::shared_ptr<Context> inner_;
   const Rule rule_;
+  Delayer delayer_;
   Handler* handler_ = nullptr;
   std::mutex mutex_;
   std::unordered_map<Connection*, ConnectionPtr> outer_;
