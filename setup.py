@@ -51,7 +51,7 @@ def extension(root: Path) -> CppExtension:
         library_dirs=[str(root / "lib")],
         # Found at run time without LD_LIBRARY_PATH or rpath: the package loads the
         # UCX that the user chose before it loads this module (_native.py).
-        extra_link_args=["-l:libucp.so.0", "-l:libuct.so.0", "-l:libucs.so.0"],
+        extra_link_args=["-l:libucp.so.0", "-l:libuct.so.0", "-l:libucs.so.0", "-lcrypto"],
         extra_compile_args=[
             "-std=c++20",
             "-O2",

@@ -19,10 +19,11 @@ from torch_rpc_ext import (
     _members,
     _native,
     _rendezvous,
+    _secret,
     _state,
     _store,
 )
-from torch_rpc_ext._option_table import DEFAULT_RPC_TIMEOUT, default_init_timeout
+from torch_rpc_ext._option_table import DEFAULT_RPC_TIMEOUT, ENCRYPTION, default_init_timeout
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
@@ -155,6 +156,7 @@ def _open(
         incarnation=secrets.token_hex(8),
         host=_members.host_identity(),
         pid=os.getpid(),
+        secret=_secret.fingerprint(_secret.own(options)),
     )
     session = _state.Session(agent, me, options, given_options, store, interface, allowed)
     _lifecycle.open_session(session)
@@ -174,6 +176,7 @@ def _agent_options(
         "use_cma": options.use_cma,
         "use_shared_memory": options.use_shared_memory,
         "keepalive": options.keepalive,
+        "encryption": ENCRYPTION.index(options.encryption),
         "receive_cache_bytes": options.receive_cache_bytes,
         "receive_cache_idle": options.receive_cache_idle,
         "max_message_bytes": options.max_message_bytes,
@@ -207,7 +210,8 @@ def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
     """Give the agent its group."""
     with session.lock:
         session.members = dict(group.members)
-        session.agent.set_group(group.id, [member.row() for member in group.members.values()])
+        rows = [member.row() for member in group.members.values()]
+        session.agent.set_group(group.id, rows, _secret.own(session.options) or group.secret)
         reverse, devices = _members.device_tables(session.me, session.members)
         if devices and torch.cuda.is_available():
             # Others may send CUDA tensors before the user's code has touched CUDA here.

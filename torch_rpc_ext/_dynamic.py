@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext import _state, errors
+from torch_rpc_ext import _secret, _state, errors
 from torch_rpc_ext._members import Member, device_tables, is_alive, validate
 from torch_rpc_ext._rendezvous import PREFIX, Group
 from torch_rpc_ext._store import describe
@@ -54,54 +54,60 @@ class Directory:
         """
         for _ in range(_TRIES):
             before = self._read_text()
-            group_id, members = _parse(before)
+            group = _parse(before)
+            members = group.members
             if not members:
-                group_id = new_id
+                group = Group(new_id, members, _secret.draw())
             _evict_dead_twins(me, members)
             members[me.name] = me
             # In the order of joining the newcomer is last, so errors name it.
             validate(list(members.values()), is_static=False)
-            if self._swap(before, group_id, members):
-                return Group(group_id, members)
+            if self._swap(before, group):
+                return group
         raise errors.RpcError(f"Too many workers change the group at {describe(self._store)}.")
 
     def leave(self, me: Member) -> None:
         """Take a worker out, unless another incarnation of it has come already."""
         for _ in range(_TRIES):
             before = self._read_text()
-            group_id, members = _parse(before)
-            there = members.get(me.name)
+            group = _parse(before)
+            there = group.members.get(me.name)
             if there is None or there.incarnation != me.incarnation:
                 return
-            del members[me.name]
-            if self._swap(before, group_id, members):
+            del group.members[me.name]
+            if self._swap(before, group):
                 return
 
     def read(self) -> Group:
         """Return the group as it is now."""
-        return Group(*_parse(self._read_text()))
+        return _parse(self._read_text())
 
     def _read_text(self) -> str:
         if not self._store.check([_KEY]):
             return ""
         return str(self._store.get(_KEY).decode())
 
-    def _swap(self, before: str, group_id: bytes, members: dict[str, Member]) -> bool:
+    def _swap(self, before: str, group: Group) -> bool:
         after = json.dumps(
             {
-                "group": base64.b64encode(group_id).decode(),
-                "members": [member.to_json() for member in members.values()],
+                "group": base64.b64encode(group.id).decode(),
+                "secret": base64.b64encode(group.secret).decode(),
+                "members": [member.to_json() for member in group.members.values()],
             }
         )
         return bool(self._store.compare_set(_KEY, before, after).decode() == after)
 
 
-def _parse(text: str) -> tuple[bytes, dict[str, Member]]:
+def _parse(text: str) -> Group:
     if not text:
-        return b"", {}
+        return Group(b"", {}, b"")
     fields = json.loads(text)
     members = [Member.from_json(entry) for entry in fields["members"]]
-    return base64.b64decode(fields["group"]), {member.name: member for member in members}
+    return Group(
+        base64.b64decode(fields["group"]),
+        {member.name: member for member in members},
+        base64.b64decode(fields["secret"]),
+    )
 
 
 def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:

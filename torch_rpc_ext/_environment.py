@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 BACKEND = "TORCH_RPC_BACKEND"
 UCX = "TORCH_RPC_EXT_UCX"
+SECRET = "TORCH_RPC_EXT_SECRET"
+SECRET_FILE = "TORCH_RPC_EXT_SECRET_FILE"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,17 @@ VARIABLES: tuple[Variable, ...] = (
         UCX,
         "Which UCX to load; a system UCX may carry InfiniBand, the wheel does not.",
         "'wheel' (default), 'system', or the folder that holds libucp.so.0",
+    ),
+    Variable(
+        SECRET,
+        "The group's secret, where the options secret and secret_file are not given. Other users "
+        "of the machine can often see a process's variables: a file is better.",
+        "16 bytes or more",
+    ),
+    Variable(
+        SECRET_FILE,
+        "File that holds the group's secret, readable for its owner only.",
+        "a path",
     ),
     Variable(
         "TORCH_RPC_EXT_LOG",

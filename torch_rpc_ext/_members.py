@@ -42,6 +42,7 @@ class Member:
         host: tells machines (and pid namespaces) apart.
         pid: its process.
         incarnation: random; tells a restarted worker from the one before it.
+        secret: fingerprint of the secret that it was given, '' for the store's.
         package: version of torch_rpc_ext, for messages.
     """
 
@@ -56,6 +57,7 @@ class Member:
     incarnation: str
     host: str
     pid: int
+    secret: str = ""
     package: str = __version__
 
     def to_json(self) -> str:
@@ -95,6 +97,7 @@ class Member:
                 incarnation=str(fields["incarnation"]),
                 host=str(fields["host"]),
                 pid=int(fields["pid"]),
+                secret=str(fields["secret"]),
                 package=str(fields["package"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -168,6 +171,13 @@ def validate(members: Sequence[Member], *, is_static: bool) -> None:
                 "install the same torch_rpc_ext everywhere.",
                 worker=member.name,
             )
+        if member.secret != first.secret:
+            raise errors.RefusedError(
+                f"Worker {member.name} has {_described(member)}, worker {first.name} "
+                f"{_described(first)}: give all workers of a group the same one (option secret or "
+                "secret_file), or none of them.",
+                worker=member.name,
+            )
         if member.world_size != first.world_size:
             raise errors.RpcError(
                 f"Worker {member.name} was started with world_size={member.world_size}, worker "
@@ -181,6 +191,11 @@ def validate(members: Sequence[Member], *, is_static: bool) -> None:
         {member.name: member.devices for member in members},
         is_static_group=is_static,
     )
+
+
+def _described(member: Member) -> str:
+    # A fingerprint tells nobody the secret.
+    return f"the secret with fingerprint {member.secret}" if member.secret else "no secret"
 
 
 def device_tables(

@@ -115,6 +115,34 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def secret(name: str, value: Any) -> bytes | None:
+    """Accept text or bytes; how long it is is looked at when the agent starts."""
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode()
+    raise TypeError(f"{name} must be a str or bytes, got {type(value).__name__}")  # never the value
+
+
+def optional_path(name: str, value: Any) -> str | None:
+    """Accept a path."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {value!r}")
+    return os.fspath(value)
+
+
+ENCRYPTION = ("off", "between_hosts", "on")  # in the order of csrc's enum
+
+
+def encryption(name: str, value: Any) -> str:
+    """Accept one of ENCRYPTION."""
+    if value not in ENCRYPTION:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, ENCRYPTION))}, got {value!r}")
+    return str(value)
+
+
 def interface(name: str, value: Any) -> tuple[str, ...]:
     """Accept an interface's name or IP address, several of them comma-separated or as a list.
 
@@ -270,6 +298,29 @@ OPTIONS: tuple[Option, ...] = (
         at_least_100_ms,
         "s",
         "After how long a silent worker on another host is suspected to be dead.",
+    ),
+    Option(
+        "secret",
+        None,
+        secret,
+        "",
+        "What the workers of a group must know to speak to each other, 16 bytes or more, the same "
+        "for all. By default rank 0 draws one and the store gives it out. See "
+        "[security.md](security.md).",
+    ),
+    Option(
+        "secret_file",
+        None,
+        optional_path,
+        "",
+        "A file that holds it, readable for its owner only.",
+    ),
+    Option(
+        "encryption",
+        "off",
+        encryption,
+        "",
+        "Which connections are encrypted: `'off'`, `'between_hosts'` or `'on'`.",
     ),
     Option(
         "receive_cache_bytes",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_rpc_ext import errors
+from torch_rpc_ext import _secret, errors
 from torch_rpc_ext._members import Member, is_alive, validate
 from torch_rpc_ext._store import Deadline, describe, poll
 
@@ -39,10 +39,12 @@ class Group:
     Attributes:
         id: random bytes; tells this group from any other.
         members: by name.
+        secret: the one that the store gives out.
     """
 
     id: bytes
     members: dict[str, Member]
+    secret: bytes
 
 
 def claim_kind(store: Any, *, is_static: bool) -> None:
@@ -99,7 +101,11 @@ class Rendezvous:
             raise errors.RpcError(str(blob["error"]))
         members = [Member.from_json(text) for text in blob["members"]]
         validate(members, is_static=True)
-        return Group(bytes.fromhex(self._id), {member.name: member for member in members})
+        return Group(
+            bytes.fromhex(self._id),
+            {member.name: member for member in members},
+            bytes.fromhex(blob["secret"]),
+        )
 
     def confirm_start(self) -> None:
         """Wait until every worker's agent runs.
@@ -224,7 +230,10 @@ class Rendezvous:
             problem = self._late([r for r in range(self._world_size) if r not in found], "joined")
         blob: dict[str, Any] = {"error": problem}
         if not problem:
-            blob = {"members": [found[rank] for rank in range(self._world_size)]}
+            blob = {
+                "members": [found[rank] for rank in range(self._world_size)],
+                "secret": _secret.draw().hex(),
+            }
         self._store.set(self._key("group", self._id), json.dumps(blob))
 
     def _take(self, me: Member, rank: int, text: str, found: dict[int, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ipaddress
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         use_cma: copy bulk data directly between processes of one host.
         use_shared_memory: use shared memory between processes of one host.
         keepalive: after how long a silent worker elsewhere is suspected to be dead, s.
+        secret: what the workers of a group must know to speak to each other, 16 bytes or more;
+            by default rank 0 draws one and the store gives it out.
+        secret_file: a file that holds it, readable for its owner only.
+        encryption: which connections are encrypted: 'off', 'between_hosts' or 'on'.
         receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
             of the machine's memory, whichever is less.
         receive_cache_idle: after how long unused some of it is given back, s.
@@ -65,6 +70,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     use_cma: bool
     use_shared_memory: bool
     keepalive: float
+    secret: bytes | None
+    secret_file: str | None
+    encryption: str
     receive_cache_bytes: int
     receive_cache_idle: float
     max_message_bytes: int
@@ -87,6 +95,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         use_cma: bool = True,
         use_shared_memory: bool = True,
         keepalive: float = 2.0,
+        secret: str | bytes | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+        encryption: str = "off",
         receive_cache_bytes: int | None = None,
         receive_cache_idle: float = 30.0,
         max_message_bytes: int = 0,
@@ -109,6 +120,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "use_cma": use_cma,
             "use_shared_memory": use_shared_memory,
             "keepalive": keepalive,
+            "secret": secret,
+            "secret_file": secret_file,
+            "encryption": encryption,
             "receive_cache_bytes": (
                 table.default_receive_cache()
                 if receive_cache_bytes is None
@@ -139,7 +153,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     def __repr__(self) -> str:
         shown = [*table.BY_NAME, "device_maps", "devices"]
-        return f"UcxRpcBackendOptions({', '.join(f'{n}={getattr(self, n)!r}' for n in shown)})"
+        values = {name: getattr(self, name) for name in shown}
+        if values["secret"] is not None:
+            values["secret"] = "..."  # options end up in logs
+        return f"UcxRpcBackendOptions({', '.join(f'{n}={v!r}' for n, v in values.items())})"
 
     def __copy__(self) -> UcxRpcBackendOptions:
         # pybind11 objects cannot be copied by copy.copy's default.

@@ -72,7 +72,7 @@ Peers::Peers(
       remote_(std::move(remote)),
       loopback_(std::move(loopback)) {}
 
-std::string Peers::hello() const {
+std::string Peers::introduction() const {
   Hello hello = self_;
   hello.group = membership_.group();
   return encode(hello);
@@ -103,8 +103,8 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
       return it->second.connection;
     }
   }
-  auto made = self ? loopback_->connect(loopback_->address(), hello())
-                   : remote_->connect(member->second, hello());
+  auto made = self ? loopback_->connect(loopback_->address(), introduction())
+                   : remote_->connect(member->second, introduction());
   std::lock_guard lock(mutex_);
   if (made->closed()) {
     // It failed at once, and its onClosed() is over: the call that is sent on
@@ -142,7 +142,7 @@ base::Result<Hello> Peers::check(const std::string& bytes) const {
   return hello;
 }
 
-base::Result<std::string> Peers::onAccept(
+base::Error Peers::onAccept(
     const transport::ConnectionPtr& connection,
     const std::string& bytes) {
   auto peer = check(bytes);
@@ -158,7 +158,7 @@ base::Result<std::string> Peers::onAccept(
   if (own == nullptr || own->closed()) {
     own = connection;
   }
-  return hello();
+  return {};
 }
 
 base::Error Peers::onConnected(

@@ -45,7 +45,8 @@ class Peers {
   transport::ConnectionPtr connection(worker_id_t id);
 
   // What Handler asks when a peer introduces itself.
-  base::Result<std::string> onAccept(
+  std::string introduction() const;
+  base::Error onAccept(
       const transport::ConnectionPtr& connection,
       const std::string& hello);
   base::Error onConnected(
@@ -80,7 +81,6 @@ class Peers {
   };
 
   base::Result<Hello> check(const std::string& bytes) const;
-  std::string hello() const;
 
   const Membership& membership_;
   const Hello self_;

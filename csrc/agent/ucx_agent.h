@@ -83,6 +83,12 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   Membership& membership() {
     return membership_;
   }
+  // What all members share, before the first connection: the group's id, and
+  // the secret that lets them in.
+  void setGroup(const std::string& id, const std::string& secret) {
+    membership_.setGroup(id);
+    remote_->setSecret(secret);
+  }
   void setDeviceMaps(
       std::unordered_map<std::string, rpc::DeviceMap> deviceMaps,
       std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps,
@@ -133,7 +139,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   struct Waiter;
 
   // ---- transport::Handler ----
-  base::Result<std::string> onAccept(
+  std::string introduction() override;
+  base::Error onAccept(
       const transport::ConnectionPtr& connection,
       const std::string& hello) override;
   base::Error onConnected(

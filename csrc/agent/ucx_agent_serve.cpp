@@ -34,7 +34,11 @@ struct UcxAgent::Arrival {
 
 // ---- transport::Handler ----------------------------------------------------
 
-base::Result<std::string> UcxAgent::onAccept(
+std::string UcxAgent::introduction() {
+  return peers_.introduction();
+}
+
+base::Error UcxAgent::onAccept(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
   return peers_.onAccept(connection, hello);

@@ -32,4 +32,18 @@ void log(LogLevel level, const std::string& line) {
   (void)!write(STDERR_FILENO, text.data(), text.size());
 }
 
+void LimitedLog::operator()(LogLevel level, const std::string& line) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_) {
+    ++leftOut_;
+    return;
+  }
+  log(level,
+      leftOut_ == 0
+          ? line
+          : line + " (and " + std::to_string(leftOut_) + " lines like this)");
+  leftOut_ = 0;
+  next_ = now + std::chrono::seconds(1);
+}
+
 } // namespace torch_rpc_ext::base

@@ -97,6 +97,15 @@ void bindOptions(py::module_& module) {
       .TORCH_RPC_EXT_FIELD("use_cma", transport, useCma, bool)
       .TORCH_RPC_EXT_FIELD(
           "use_shared_memory", transport, useSharedMemory, bool)
+      .def_property(
+          "encryption",
+          [](const AgentOptions& o) {
+            return static_cast<int>(o.transport.encryption);
+          },
+          [](AgentOptions& o, int value) {
+            o.transport.encryption =
+                static_cast<transport::ucx::Encryption>(value);
+          })
       .TORCH_RPC_EXT_FIELD("keepalive", transport, keepaliveSeconds, double)
       .TORCH_RPC_EXT_FIELD(
           "max_message_bytes", transport, maxFrameBytes, uint64_t)
@@ -213,15 +222,16 @@ void bindAgent(py::module_& module) {
           [](UcxAgent& self,
              const py::bytes& group,
              const std::vector<
-                 std::tuple<std::string, rpc::worker_id_t, py::bytes>>&
-                 members) {
-            self.membership().setGroup(group);
+                 std::tuple<std::string, rpc::worker_id_t, py::bytes>>& members,
+             const py::bytes& secret) {
+            self.setGroup(group, secret);
             for (const auto& [name, id, address] : members) {
               self.membership().add(name, id, address);
             }
           },
           py::arg("group"),
-          py::arg("members"))
+          py::arg("members"),
+          py::arg("secret"))
       .def(
           "add_member",
           [](UcxAgent& self,

@@ -102,9 +102,12 @@ class Handler {
  public:
   virtual ~Handler() = default;
 
-  // A peer wants to connect and says `hello`. Returns the hello to answer with,
-  // or an error whose text the peer will see.
-  virtual base::Result<std::string> onAccept(
+  // What a peer that connects gets as the answer to its `hello`.
+  virtual std::string introduction() = 0;
+
+  // A peer has connected, has proved that it may, and says `hello`. An error
+  // refuses it; the peer will see the text.
+  virtual base::Error onAccept(
       const ConnectionPtr& connection,
       const std::string& hello) = 0;
 
@@ -130,6 +133,10 @@ class Context {
 
   // What others pass to connect(): opaque bytes, valid until stop().
   virtual std::string address() const = 0;
+
+  // What peers must know to connect, and this one to be let in. Before the
+  // first connection.
+  virtual void setSecret(const std::string& /*secret*/) {}
 
   // Begins to deliver to `handler`. Both outlive stop().
   virtual void

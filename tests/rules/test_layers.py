@@ -16,7 +16,7 @@ RANKS = {
     "wire": 1,
     "metrics": 1,
     "memory": 2,
-    "security": 2,
+    "crypto": 1,
     "transport": 3,
     "compat": 3,  # how torch is made inside; beside the transport, which may not include it
     "agent": 4,
@@ -28,6 +28,7 @@ ONLY_IN = {
     "uct/": ("transport/ucx",),
     "ucs/": ("transport/ucx",),
     "uct.h": ("transport/ucx",),
+    "openssl/": ("crypto",),
     "cuda.h": ("memory",),
     "cuda_runtime": ("memory",),
     "torch/csrc/distributed/rpc/": ("compat", "agent", "bindings"),
@@ -38,7 +39,7 @@ ONLY_IN = {
     "torch/extension.h": ("compat", "agent", "bindings"),
 }
 #: The transport moves opaque bytes: it can be tested without torch and without our wire format.
-NOT_IN_TRANSPORT = ("torch/", "ATen/", "c10/", "wire/", "security/")
+NOT_IN_TRANSPORT = ("torch/", "ATen/", "c10/", "wire/")
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 

@@ -164,6 +164,9 @@ class FaultContext final : public Context, public Handler {
       override {
     return outer(inner_->connect(address, hello));
   }
+  void setSecret(const std::string& secret) override {
+    inner_->setSecret(secret);
+  }
   bool trim(std::chrono::steady_clock::duration age) override {
     return inner_->trim(age);
   }
@@ -172,7 +175,10 @@ class FaultContext final : public Context, public Handler {
     inner_->stop();
   }
 
-  base::Result<std::string> onAccept(
+  std::string introduction() override {
+    return handler_->introduction();
+  }
+  base::Error onAccept(
       const ConnectionPtr& connection,
       const std::string& hello) override {
     return handler_->onAccept(outer(connection), hello);

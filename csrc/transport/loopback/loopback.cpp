@@ -245,15 +245,16 @@ ConnectionPtr LoopbackContext::connect(
   auto peer = other->makeConnection();
   mine->join(peer);
   peer->join(mine);
-  auto answer = theirs->onAccept(peer, hello);
-  run(base::makeTask([this, mine, answer]() mutable {
+  const base::Error refused = theirs->onAccept(peer, hello);
+  const std::string answer = theirs->introduction();
+  run(base::makeTask([this, mine, refused, answer]() mutable {
     Handler* own = handler();
     if (own == nullptr) {
       return;
     }
-    const base::Error error = answer.ok()
-        ? own->onConnected(mine, answer.value())
-        : base::Error{base::ErrorKind::kRefused, answer.error().message};
+    const base::Error error = refused
+        ? base::Error{base::ErrorKind::kRefused, refused.message}
+        : own->onConnected(mine, answer);
     if (error) {
       mine->end(error);
     }

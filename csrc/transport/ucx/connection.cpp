@@ -2,6 +2,7 @@
 
 #include "base/log.h"
 #include "transport/ucx/context.h"
+#include "transport/ucx/sealed_bulk.h"
 #include "transport/ucx/status.h"
 
 #include <sys/syscall.h>
@@ -27,8 +28,6 @@ const char* toString(ConnectionState state) {
 
 namespace {
 
-// A peer that floods us before it has introduced itself is none.
-constexpr size_t kMaxEarlyMessages = 4096;
 // More than this the peer gets back at once.
 constexpr uint64_t kMaxLazyBytes = 16u << 20;
 
@@ -38,15 +37,18 @@ struct ActiveSend {
   base::Buffer data;
 };
 
+uint64_t plainChunkCount(const std::vector<base::MutableSpan>& into) {
+  uint64_t chunks = 0;
+  for (const auto& span : into) {
+    chunks += chunkCount(span.size);
+  }
+  return chunks;
+}
+
 void onActiveSent(void* request, ucs_status_t status, void* argument) {
   std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
   ucp_request_free(request);
   send->connection->onSent(status);
-}
-
-void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) {
-  static_cast<UcxConnection*>(argument)->fail(
-      toError(status, "the connection broke"));
 }
 
 void onEndpointClosed(void* request, ucs_status_t, void* argument) {
@@ -63,7 +65,8 @@ UcxConnection::UcxConnection(
     bool initiator)
     : context_(std::move(context)),
       localToken_(localToken),
-      initiator_(initiator) {}
+      initiator_(initiator),
+      transfers_(context_->worker()) {}
 
 // ---- any thread ------------------------------------------------------------
 
@@ -185,23 +188,28 @@ void UcxConnection::pull(
   request.firstSpan = first;
   request.spanCount = static_cast<uint32_t>(into.size());
   request.bulkAddress = bulk.value()->address();
-  uint64_t chunks = 0;
-  for (const auto& span : into) {
-    chunks += chunkCount(span.size);
-  }
-  request.tag = bulk.value()->reserveTags(chunks);
+  const bool sealed = !bulkReceiveKey_.empty();
+  request.tag = bulk.value()->reserveTags(
+      sealed ? sealedChunkCount(into) : plainChunkCount(into));
   // The receive may end before its id is known here, so the callback carries a
   // cell for the id.
   auto id = std::make_shared<std::atomic<uint64_t>>(0);
   auto self = shared_from_this();
-  const uint64_t receive = bulk.value()->receive(
-      request.tag,
-      into,
+  Callback ended =
       [self, id, callback = std::move(callback)](const base::Error& error) {
         self->context_->worker().post(
             base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
         callback(error);
-      });
+      };
+  const uint64_t receive = sealed
+      ? receiveSealed(
+            *bulk.value(),
+            context_->runner(),
+            bulkReceiveKey_,
+            request.tag,
+            into,
+            std::move(ended))
+      : bulk.value()->receive(request.tag, into, std::move(ended));
   id->store(receive);
   context_->worker().post(
       base::makeTask(
@@ -278,76 +286,6 @@ void UcxConnection::deferCallback(Callback callback, base::Error error) {
   }
 }
 
-base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
-  ucp_ep_params_t params{};
-  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
-      UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(workerAddress.data());
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler.cb = onEndpointError;
-  params.err_handler.arg = this;
-  const ucs_status_t status =
-      ucp_ep_create(context_->worker().get(), &params, &endpoint_);
-  context_->worker().needProgress();
-  if (status == UCS_OK) {
-    return {};
-  }
-  // Whatever UCX calls it: there is no way to this peer now.
-  return {
-      base::ErrorKind::kPeerLost,
-      std::string("cannot connect: ") + ucs_status_string(status) +
-          (status == UCS_ERR_UNREACHABLE
-               ? " (shared memory wants the same host and ipc namespace, TCP "
-                 "an interface with an IPv4 or a global IPv6 address)"
-               : " (has the worker ended?)")};
-}
-
-void UcxConnection::sendPreamble(
-    FrameKind kind,
-    uint64_t token,
-    const std::string& hello) {
-  Preamble preamble;
-  preamble.token = localToken_;
-  preamble.process = context_->process();
-  preamble.address = context_->workerAddress();
-  preamble.hello = hello;
-  sendActive({.kind = kind, .token = token}, encode(preamble));
-}
-
-void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
-  base::Buffer text(std::min<size_t>(why.size(), 512));
-  std::memcpy(text.data(), why.data(), text.size());
-  sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));
-}
-
-void UcxConnection::establish(Preamble peer) {
-  if (state_ == ConnectionState::kClosed) {
-    return; // the answer to the peer could not be sent
-  }
-  peer_ = std::move(peer);
-  const auto& self = context_->process();
-  whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)
-                                         : "switched off by option";
-  cmaUsable_ = whyNoCma_.empty();
-  exposesMemory_ =
-      context_->options().useCma && sharesPids(self, peer_.process);
-  if (sharesPids(self, peer_.process)) {
-    watchProcess();
-    if (!cmaUsable_ && context_->options().useCma) {
-      base::log(
-          base::LogLevel::kWarning,
-          "large tensors from process " + std::to_string(peer_.process.pid) +
-              " go through UCX instead of direct copies: " + whyNoCma_);
-    }
-  }
-  setState(ConnectionState::kOpen);
-  while (!unsent_.empty() && state_ == ConnectionState::kOpen) {
-    Unsent frame = std::move(unsent_.front());
-    unsent_.pop_front();
-    sendNow(std::move(frame));
-  }
-}
-
 // UCX does not notice the death of a peer whose parent has not reaped it.
 void UcxConnection::watchProcess() {
   pidFd_ = static_cast<int>(syscall(SYS_pidfd_open, peer_.process.pid, 0));
@@ -376,6 +314,16 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
   if (!acknowledgements_.empty()) {
     header.acknowledged = acknowledgements_.back();
     acknowledgements_.pop_back();
+  }
+  if (channel_ != nullptr) {
+    auto sealed =
+        channel_->seal(peer_.token, header, {data.data(), data.size()});
+    if (!sealed.ok()) {
+      fail(sealed.error());
+      return;
+    }
+    header = sealed.value().header;
+    data = std::move(sealed.value().data);
   }
   auto send = std::make_unique<ActiveSend>(
       ActiveSend{shared_from_this(), std::move(data)});
@@ -451,107 +399,83 @@ void UcxConnection::sendNow(Unsent frame) {
   if (frame.head.size() != 0) {
     std::memcpy(data.data() + tableBytes, frame.head.data(), frame.head.size());
   }
-  header.transfer = nextTransfer_++;
-  Transfer& transfer = transfers_[header.transfer];
-  transfer.callback = std::move(frame.callback);
+  Transfers::Spans spans;
+  base::Buffer bigFrame;
   if (big) {
     // The frame itself becomes the first span.
     header.kind = FrameKind::kBigFrame;
-    transfer.data = std::move(data);
-    const base::ConstSpan all{transfer.data.data(), transfer.data.size()};
-    transfer.spans.push_back(all);
+    bigFrame = std::move(data);
+    const base::ConstSpan all{bigFrame.data(), bigFrame.size()};
+    spans.push_back(all);
     const BulkEntry entry = entryOf({all, {}});
     data = base::Buffer(sizeof(entry));
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
-  transfer.spans.insert(
-      transfer.spans.end(), frame.bulk.begin(), frame.bulk.end());
+  spans.insert(spans.end(), frame.bulk.begin(), frame.bulk.end());
+  header.transfer = transfers_.add(
+      std::move(bigFrame), std::move(spans), std::move(frame.callback));
   sendActive(header, std::move(data));
-}
-
-void UcxConnection::keepEarly(const FrameHeader& header, base::ConstSpan data) {
-  if (early_.size() >= kMaxEarlyMessages) {
-    fail({base::ErrorKind::kInvalid, "the peer speaks before it is known"});
-    return;
-  }
-  base::Buffer bytes(data.size);
-  if (data.size != 0) {
-    std::memcpy(bytes.data(), data.data, data.size);
-  }
-  early_.emplace_back(header, std::move(bytes));
 }
 
 void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
   auto request = parsePullRequest(data);
-  auto it = transfers_.find(id);
-  if (!request.ok() || it == transfers_.end()) {
+  const Transfers::Spans* const all = transfers_.find(id);
+  if (!request.ok() || all == nullptr) {
     fail(
         {base::ErrorKind::kInvalid,
          "the peer asked for bulk that does not exist"});
     return;
   }
-  Transfer& transfer = it->second;
   const PullRequest& pull = request.value();
-  if (pull.firstSpan > transfer.spans.size() ||
-      pull.spanCount > transfer.spans.size() - pull.firstSpan) {
+  if (pull.firstSpan > all->size() ||
+      pull.spanCount > all->size() - pull.firstSpan) {
     fail(
         {base::ErrorKind::kInvalid,
          "the peer asked for bulk spans that do not exist"});
     return;
   }
-  ++transfer.sending;
-  std::vector<base::ConstSpan> spans(
-      transfer.spans.begin() + pull.firstSpan,
-      transfer.spans.begin() + pull.firstSpan + pull.spanCount);
+  transfers_.sendBegins(id);
+  const auto begin = all->begin() + pull.firstSpan;
   context_->worker().defer(
-      base::makeTask(
-          [self = shared_from_this(), id, pull, spans = std::move(spans)] {
-            auto finished = [self, id](const base::Error& error) {
-              self->context_->worker().post(base::makeTask([self, id, error] {
-                auto found = self->transfers_.find(id);
-                if (found == self->transfers_.end()) {
-                  return;
-                }
-                --found->second.sending;
-                if (error && !found->second.done) {
-                  found->second.done = true;
-                  found->second.error = error;
-                }
-                self->finishTransfer(id);
-              }));
-            };
-            auto bulk = self->context_->bulk();
-            if (!bulk.ok()) {
-              finished(bulk.error());
-              return;
-            }
-            bulk.value()->send(pull.bulkAddress, pull.tag, spans, finished);
+      base::makeTask([self = shared_from_this(),
+                      id,
+                      pull,
+                      spans = Transfers::Spans(begin, begin + pull.spanCount)] {
+        self->sendBulk(pull, spans, [self, id](const base::Error& error) {
+          self->context_->worker().post(base::makeTask([self, id, error] {
+            self->transfers_.sendEnds(id, error);
           }));
+        });
+      }));
+}
+
+void UcxConnection::sendBulk(
+    const PullRequest& pull,
+    std::vector<base::ConstSpan> spans,
+    Callback callback) {
+  auto bulk = context_->bulk();
+  if (!bulk.ok()) {
+    callback(bulk.error());
+  } else if (bulkSendKey_.empty()) {
+    bulk.value()->send(
+        pull.bulkAddress, pull.tag, std::move(spans), std::move(callback));
+  } else {
+    sendSealed(
+        bulk.value(),
+        context_->runner(),
+        bulkSendKey_,
+        pull,
+        std::move(spans),
+        std::move(callback));
+  }
 }
 
 void UcxConnection::onDone(uint64_t id, base::Error error) {
-  auto it = transfers_.find(id & ~kAdopted);
-  if (it == transfers_.end()) {
-    return; // a late word about a transfer that has failed, or has ended
-  }
   if ((id & kAdopted) != 0) {
-    it->second.adopted = true;
-    return;
+    transfers_.adopted(id & ~kAdopted);
+  } else {
+    transfers_.done(id, std::move(error));
   }
-  it->second.done = true;
-  it->second.error = std::move(error);
-  finishTransfer(id);
-}
-
-void UcxConnection::finishTransfer(uint64_t id) {
-  auto it = transfers_.find(id);
-  // UCX may read the memory until its sends are complete, whatever the peer
-  // says.
-  if (it == transfers_.end() || !it->second.done || it->second.sending != 0) {
-    return;
-  }
-  deferCallback(std::move(it->second.callback), std::move(it->second.error));
-  transfers_.erase(it);
 }
 
 void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
@@ -570,16 +494,12 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
     deferCallback(std::move(frame.callback), error);
   }
   unsent_.clear();
-  for (auto it = transfers_.begin(); it != transfers_.end();) {
-    it->second.done = true;
-    it->second.error = error;
-    if (exposesMemory_ && memory == PeerMemory::kMayRead &&
-        !it->second.adopted) {
-      // A reader that is half-way must not see what comes there next.
-      context_->park(it->second.callback);
-    }
-    finishTransfer((it++)->first);
+  const bool readable = exposesMemory_ && memory == PeerMemory::kMayRead;
+  std::function<void(Callback)> park;
+  if (readable) {
+    park = [this](Callback callback) { context_->park(std::move(callback)); };
   }
+  transfers_.fail(error, park);
   if (!pulls_.empty()) {
     context_->worker().defer(
         base::makeTask([self, pulls = std::move(pulls_), error] {

@@ -1,15 +1,16 @@
 #pragma once
 
 #include "transport/transport.h"
+#include "transport/ucx/handshake.h"
 #include "transport/ucx/protocol.h"
+#include "transport/ucx/secure_channel.h"
+#include "transport/ucx/transfers.h"
 #include "transport/ucx/worker.h"
 
-#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -18,7 +19,7 @@ namespace torch_rpc_ext::transport::ucx {
 class UcxContext;
 
 enum class ConnectionState : uint8_t {
-  kOpening, // the preamble is sent, frames are kept
+  kOpening, // the handshake is under way, frames are kept
   kOpen,
   kClosed, // by us, by the peer or by an error: nothing is delivered any more
 };
@@ -72,11 +73,27 @@ class UcxConnection final : public Connection,
 
   // ---- under the lock ----
   base::Error openEndpoint(const std::string& workerAddress);
-  void sendPreamble(FrameKind kind, uint64_t token, const std::string& hello);
+  // The handshake, in the order of its messages: we open, ...
+  base::Error open(uint64_t door, const std::string& hello);
+  // ... the peer has opened, and may, ...
+  base::Error accept(
+      uint64_t door,
+      std::string opener,
+      Preamble peer,
+      const std::string& hello);
+  // ... the peer has accepted, ...
+  base::Error onAccepted(const Signed& accepter);
+  // ... the peer has confirmed. From the last two on frames flow.
+  base::Error onConfirm(base::ConstSpan proof);
   void sendRefusal(uint64_t token, const std::string& why);
-  // The peer introduced itself: from here on frames flow.
-  void establish(Preamble peer);
-  // Messages that arrived before the peer's introduction, in their order.
+  // The message inside of one that is encrypted.
+  base::Result<SecureChannel::Opened> unseal(
+      const FrameHeader& header,
+      base::ConstSpan data);
+  bool encrypted() const {
+    return channel_ != nullptr;
+  }
+  // Messages that overtook the end of the handshake, in their order.
   using EarlyMessages = std::vector<std::pair<FrameHeader, base::Buffer>>;
   void keepEarly(const FrameHeader& header, base::ConstSpan data);
   EarlyMessages takeEarly() {
@@ -108,10 +125,7 @@ class UcxConnection final : public Connection,
   }
   // The peer may still be reading our memory.
   bool lending() const {
-    return std::any_of(
-        transfers_.begin(), transfers_.end(), [](const auto& entry) {
-          return !entry.second.adopted;
-        });
+    return transfers_.lending();
   }
 
  private:
@@ -120,22 +134,19 @@ class UcxConnection final : public Connection,
     std::vector<BulkSpan> bulk;
     Callback callback;
   };
-  // Memory that the peer may still read.
-  struct Transfer {
-    base::Buffer data; // of a big frame
-    std::vector<base::ConstSpan> spans;
-    Callback callback;
-    bool done = false; // the peer has said so
-    bool adopted = false; // the peer keeps it, and reads nothing of ours
-    base::Error error;
-    uint32_t sending = 0; // pulls that the bulk channel still serves
-  };
 
+  std::string introduce(const std::string& hello);
+  base::Error prepareKeys();
+  base::Error agreeOnEncryption(std::unique_ptr<SecureChannel>& channel);
+  void establish();
   void sendNow(Unsent frame);
   void sendActive(FrameHeader header, base::Buffer data);
   void setState(ConnectionState state);
   void deferCallback(Callback callback, base::Error error);
-  void finishTransfer(uint64_t id);
+  void sendBulk(
+      const PullRequest& pull,
+      std::vector<base::ConstSpan> spans,
+      Callback callback);
   void pull(
       uint64_t transfer,
       uint32_t first,
@@ -152,15 +163,20 @@ class UcxConnection final : public Connection,
   std::atomic<int> deliveries_{1}; // one is the open connection itself
   base::Error ending_; // written before deliveries_ can reach 0
   ucp_ep_h endpoint_ = nullptr;
-  Preamble peer_; // once established
+  Preamble peer_; // once it has introduced itself
+  Transcript transcript_;
+  std::unique_ptr<crypto::KeyExchange> keyExchange_; // until established
+  std::unique_ptr<SecureChannel> channel_; // when encrypted
+  std::string bulkSendKey_; // not empty when encrypted
+  std::string bulkReceiveKey_;
   bool exposesMemory_ = false; // the peer may be able to read ours
   bool cmaUsable_ = false; // we can read the peer's
   std::string whyNoCma_;
   int pidFd_ = -1;
   std::deque<Unsent> unsent_;
   EarlyMessages early_;
-  uint64_t nextTransfer_ = 1;
-  std::unordered_map<uint64_t, Transfer> transfers_;
+  size_t earlyBytes_ = 0;
+  Transfers transfers_;
   std::vector<uint64_t> acknowledgements_; // transfers of the peer's
   bool acknowledgesSoon_ = false;
   std::unordered_set<uint64_t> pulls_; // receives on the bulk channel

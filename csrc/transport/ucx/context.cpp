@@ -21,6 +21,12 @@ namespace {
 constexpr int kDrainMilliseconds = 1000;
 // How long a peer waits at most to have its memory back after we have read it.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
+// How long a handshake may take: on a loaded machine a peer may be slow, and a
+// stranger gets no further than this.
+constexpr std::chrono::seconds kHandshakeTime{30};
+// Connections of peers that have not confirmed who they are. Only one who has
+// listened to a peer of ours, and repeats what it said, gets as far.
+constexpr size_t kMaxUnconfirmed = 4096;
 
 uint64_t randomToken() {
   std::random_device source;
@@ -96,6 +102,9 @@ void UcxContext::start(
   acknowledgeTimer_.emplace(poller, [this] {
     control_->post(base::makeTask([this] { acknowledgeNow(); }));
   });
+  openingTimer_.emplace(poller, [this] {
+    control_->post(base::makeTask([this] { expireOpening(); }));
+  });
 }
 
 std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
@@ -103,7 +112,34 @@ std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
   auto connection =
       std::make_shared<UcxConnection>(shared_from_this(), token, initiator);
   connections_.emplace(token, connection);
+  const auto deadline = base::Timer::Clock::now() + kHandshakeTime;
+  if (opening_.empty()) {
+    openingTimer_->set(deadline);
+  }
+  opening_.emplace_back(deadline, connection);
   return connection;
+}
+
+void UcxContext::expireOpening() {
+  const auto now = base::Timer::Clock::now();
+  while (!opening_.empty() && opening_.front().first <= now) {
+    const auto connection = opening_.front().second.lock();
+    opening_.pop_front();
+    if (connection && connection->state() == ConnectionState::kOpening) {
+      connection->fail(
+          {base::ErrorKind::kPeerLost,
+           "no answer to the introduction within " +
+               std::to_string(kHandshakeTime.count()) +
+               " s (a worker that hangs, or knows another secret)"});
+    }
+  }
+  if (!opening_.empty()) {
+    openingTimer_->set(opening_.front().first);
+  }
+}
+
+void UcxContext::setSecret(const std::string& secret) {
+  control_->runLocked([&] { groupKey_ = ucx::groupKey(secret); });
 }
 
 ConnectionPtr UcxContext::connect(
@@ -124,11 +160,15 @@ ConnectionPtr UcxContext::connect(
       return;
     }
     auto& [door, worker] = parsed.value();
-    if (base::Error error = connection->openEndpoint(worker)) {
-      connection->fail(std::move(error));
-      return;
+    base::Error error = groupKey_.empty()
+        ? base::Error{base::ErrorKind::kRefused, "this worker has no secret"}
+        : connection->openEndpoint(worker);
+    if (!error) {
+      error = connection->open(door, hello);
     }
-    connection->sendPreamble(FrameKind::kOpen, door, hello);
+    if (error) {
+      connection->fail(std::move(error));
+    }
   }));
   return connection;
 }
@@ -170,6 +210,7 @@ void UcxContext::stop() {
     return;
   }
   acknowledgeTimer_->stop();
+  openingTimer_->stop();
   control_->runLocked([this] { acknowledgeNow(); });
   // Peers that still read our memory get a moment to end.
   control_->progressUntil(
@@ -240,14 +281,42 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
   if (!connection) {
     return; // a late frame of a closed connection, or a stranger's
   }
-  if (connection->state() == ConnectionState::kOpening &&
-      header.kind != FrameKind::kOpened && header.kind != FrameKind::kRefused) {
-    // UCX does not promise the order of messages, least of all while it is
-    // connecting: what overtook the kOpened waits for it.
-    connection->keepEarly(header, data);
+  switch (header.kind) {
+    case FrameKind::kOpened:
+    case FrameKind::kConfirm:
+    case FrameKind::kRefused:
+      onHandshake(connection, header, data);
+      break;
+    default:
+      if (connection->state() == ConnectionState::kOpening) {
+        // UCX does not promise the order of messages, least of all while it is
+        // connecting: what overtook the handshake waits for its end.
+        connection->keepEarly(header, data);
+      } else {
+        onFrameOf(connection, header, data);
+      }
+  }
+}
+
+void UcxContext::onFrameOf(
+    const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
+    base::ConstSpan data) {
+  if (!connection->encrypted() && header.kind != FrameKind::kSealed) {
+    onConnectionMessage(connection, header, data);
     return;
   }
-  onConnectionMessage(connection, header, data);
+  auto opened = header.kind == FrameKind::kSealed
+      ? connection->unseal(header, data)
+      : base::Error{
+            base::ErrorKind::kInvalid,
+            "a plain message on an encrypted connection"};
+  if (!opened.ok()) {
+    // Not the end of the connection: a stranger could end it then.
+    refusals_(base::LogLevel::kWarning, "dropped: " + opened.error().message);
+    return;
+  }
+  onConnectionMessage(connection, opened.value().header, opened.value().data());
 }
 
 void UcxContext::onConnectionMessage(
@@ -258,12 +327,6 @@ void UcxContext::onConnectionMessage(
     connection->onDone(header.acknowledged, {});
   }
   switch (header.kind) {
-    case FrameKind::kOpened:
-      onOpened(connection, data);
-      break;
-    case FrameKind::kRefused:
-      connection->fail({base::ErrorKind::kRefused, toText(data)});
-      break;
     case FrameKind::kFrame:
       onFrame(connection, header, data);
       break;
@@ -285,70 +348,96 @@ void UcxContext::onConnectionMessage(
           PeerMemory::kFree);
       break;
     case FrameKind::kOpen:
-      break;
+    case FrameKind::kOpened:
+    case FrameKind::kRefused:
+    case FrameKind::kConfirm:
+    case FrameKind::kSealed:
+      break; // not inside of another
   }
 }
 
 void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
-  if (header.token != doorToken_) {
-    base::log(
-        base::LogLevel::kWarning,
-        "refused a connection that does not know this worker's address token");
+  const auto refuse = [this](const std::string& why) {
+    refusals_(
+        base::LogLevel::kWarning, "refused a connection: the other end " + why);
+  };
+  if (header.token != doorToken_ || groupKey_.empty()) {
+    refuse("does not know this worker's address token");
     return;
   }
-  auto preamble = parsePreamble(data);
+  if (header.version != kProtocolVersion) {
+    refuse(
+        "speaks version " + std::to_string(header.version) +
+        " of the torch_rpc_ext protocol, this worker version " +
+        std::to_string(kProtocolVersion) +
+        ": install the same torch_rpc_ext everywhere");
+    return;
+  }
+  auto opener = parseSigned(data);
+  if (!opener.ok() ||
+      !crypto::equal(
+          opener.value().proof,
+          proof(groupKey_, 1, {header.token, opener.value().preamble, {}}))) {
+    refuse("does not know this group's secret");
+    return;
+  }
+  const std::string& bytes = opener.value().preamble;
+  auto preamble = parsePreamble({bytes.data(), bytes.size()});
   if (!preamble.ok()) {
-    base::log(
-        base::LogLevel::kWarning,
-        "refused a connection: " + preamble.error().message);
+    refuse("sent a " + preamble.error().message);
     return;
   }
-  Preamble& peer = preamble.value();
+  if (opening_.size() >= kMaxUnconfirmed) {
+    refuse("is one of too many that have not confirmed who they are");
+    return;
+  }
   auto connection = makeConnection(/*initiator=*/false);
-  if (base::Error error = connection->openEndpoint(peer.address)) {
+  base::Error error = connection->openEndpoint(preamble.value().address);
+  if (error) {
     connection->fail(std::move(error));
     return;
   }
-  std::string why;
-  if (header.version != kProtocolVersion) {
-    why = "this worker speaks version " + std::to_string(kProtocolVersion) +
-        " of the torch_rpc_ext protocol, the peer version " +
-        std::to_string(header.version) +
-        ": install the same torch_rpc_ext everywhere";
-  } else {
-    auto answer = handler_->onAccept(connection, peer.hello);
-    if (answer.ok()) {
-      connection->sendPreamble(FrameKind::kOpened, peer.token, answer.value());
-      connection->establish(std::move(peer));
-      return;
-    }
-    why = answer.error().message;
+  const uint64_t token = preamble.value().token;
+  error = connection->accept(
+      header.token,
+      bytes,
+      std::move(preamble.value()),
+      handler_->introduction());
+  if (error) {
+    connection->sendRefusal(token, error.message);
+    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
   }
-  connection->sendRefusal(peer.token, why);
-  connection->fail(
-      {base::ErrorKind::kRefused, why}, PeerMemory::kFree, /*flush=*/true);
 }
 
-void UcxContext::onOpened(
+void UcxContext::onHandshake(
     const std::shared_ptr<UcxConnection>& connection,
+    const FrameHeader& header,
     base::ConstSpan data) {
-  if (!connection->initiator() ||
+  if (header.kind == FrameKind::kRefused) {
+    connection->fail({base::ErrorKind::kRefused, toText(data)});
+    return;
+  }
+  const bool accepted = header.kind == FrameKind::kOpened;
+  if (connection->initiator() != accepted ||
       connection->state() != ConnectionState::kOpening) {
     return;
   }
-  auto preamble = parsePreamble(data);
-  if (!preamble.ok()) {
-    connection->fail(preamble.error());
+  base::Error error;
+  if (accepted) {
+    auto accepter = parseSigned(data);
+    error = accepter.ok() ? connection->onAccepted(accepter.value())
+                          : accepter.error();
+  } else {
+    error = connection->onConfirm(data);
+  }
+  if (error) {
+    refusals_(
+        base::LogLevel::kWarning, "refused a connection: " + error.message);
+    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
     return;
   }
-  if (base::Error error =
-          handler_->onConnected(connection, preamble.value().hello)) {
-    connection->fail(std::move(error));
-    return;
-  }
-  connection->establish(std::move(preamble.value()));
   for (auto& [early, bytes] : connection->takeEarly()) {
-    onConnectionMessage(connection, early, {bytes.data(), bytes.size()});
+    onFrameOf(connection, early, {bytes.data(), bytes.size()});
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/log.h"
 #include "base/timer.h"
 #include "transport/transport.h"
 #include "transport/ucx/bulk_channel.h"
@@ -9,11 +10,13 @@
 #include "transport/ucx/worker.h"
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -34,6 +37,7 @@ class UcxContext final : public Context,
       override;
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override;
+  void setSecret(const std::string& secret) override;
   bool trim(std::chrono::steady_clock::duration age) override {
     return maps_.trim(age) != 0;
   }
@@ -57,6 +61,10 @@ class UcxContext final : public Context,
   }
   SharedMaps& maps() {
     return maps_;
+  }
+  // Under the lock; empty before there is a group.
+  const std::string& groupKey() const {
+    return groupKey_;
   }
   const ProcessIdentity& process() const {
     return process_;
@@ -97,13 +105,18 @@ class UcxContext final : public Context,
       size_t length,
       const ucp_am_recv_param_t* param);
   void onMessage(base::ConstSpan header, base::ConstSpan data);
+  void onFrameOf(
+      const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
+      base::ConstSpan data);
   void onConnectionMessage(
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
   void onOpen(const FrameHeader& header, base::ConstSpan data);
-  void onOpened(
+  void onHandshake(
       const std::shared_ptr<UcxConnection>& connection,
+      const FrameHeader& header,
       base::ConstSpan data);
   void onFrame(
       const std::shared_ptr<UcxConnection>& connection,
@@ -118,6 +131,7 @@ class UcxContext final : public Context,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries);
   void acknowledgeNow();
+  void expireOpening();
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
   std::shared_ptr<UcxConnection> makeConnection(bool initiator);
 
@@ -138,6 +152,13 @@ class UcxContext final : public Context,
   std::shared_ptr<BulkChannel> bulk_;
 
   // Under the control worker's lock.
+  std::string groupKey_;
+  base::LimitedLog refusals_;
+  // Connections that may still be opening, the oldest first.
+  std::deque<
+      std::pair<base::Timer::Clock::time_point, std::weak_ptr<UcxConnection>>>
+      opening_;
+  std::optional<base::Timer> openingTimer_;
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   size_t closing_ = 0;
   std::vector<Callback> parked_;

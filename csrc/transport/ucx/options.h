@@ -7,6 +7,13 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
+// When a connection is encrypted.
+enum class Encryption : uint8_t {
+  kOff = 0,
+  kBetweenHosts,
+  kOn,
+};
+
 // Everything the UCX transport can be told. Plain values: no UCX types here.
 struct Options {
   // IP interfaces that TCP may use; empty means all. RDMA devices that UCX
@@ -20,6 +27,7 @@ struct Options {
   bool useSharedMemory = true;
   bool useCma = true;
   double keepaliveSeconds = 2.0;
+  Encryption encryption = Encryption::kOff;
   uint64_t maxFrameBytes = 0; // head plus bulk; 0: no limit but memory
 };
 

@@ -38,7 +38,7 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
   header.acknowledged = reader.u64();
   if (reader.failed() || reader.remaining() != 0 ||
       kind < static_cast<uint16_t>(FrameKind::kOpen) ||
-      kind > static_cast<uint16_t>(FrameKind::kClose)) {
+      kind > static_cast<uint16_t>(FrameKind::kSealed)) {
     return malformed("frame header");
   }
   header.kind = static_cast<FrameKind>(kind);
@@ -47,7 +47,9 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
 
 base::Buffer encode(const Preamble& preamble) {
   base::Buffer buffer(
-      5 * 8 + 4 + 2 * 4 + preamble.address.size() + preamble.hello.size());
+      5 * 8 + 4 + 1 + 4 * 4 + preamble.challenge.size() +
+      preamble.keyShare.size() + preamble.address.size() +
+      preamble.hello.size());
   base::ByteWriter writer(buffer);
   writer.u64(preamble.token);
   writer.u64(preamble.process.bootId);
@@ -55,6 +57,9 @@ base::Buffer encode(const Preamble& preamble) {
   writer.u64(preamble.process.nonceAddress);
   writer.u64(preamble.process.nonce);
   writer.u32(static_cast<uint32_t>(preamble.process.pid));
+  writer.u8(static_cast<uint8_t>(preamble.encryption));
+  putText(writer, preamble.challenge);
+  putText(writer, preamble.keyShare);
   putText(writer, preamble.address);
   putText(writer, preamble.hello);
   return buffer;
@@ -69,12 +74,17 @@ base::Result<Preamble> parsePreamble(base::ConstSpan bytes) {
   preamble.process.nonceAddress = reader.u64();
   preamble.process.nonce = reader.u64();
   preamble.process.pid = static_cast<int32_t>(reader.u32());
+  const uint8_t encryption = reader.u8();
+  preamble.challenge = takeText(reader, kChallengeBytes);
+  preamble.keyShare = takeText(reader, kKeyShareBytes);
   preamble.address = takeText(reader, kMaxAddressBytes);
   preamble.hello = takeText(reader, kMaxHelloBytes);
   if (reader.failed() || reader.remaining() != 0 || preamble.token == 0 ||
-      preamble.address.empty()) {
+      preamble.address.empty() ||
+      encryption > static_cast<uint8_t>(Encryption::kOn)) {
     return malformed("introduction of a peer");
   }
+  preamble.encryption = static_cast<Encryption>(encryption);
   return preamble;
 }
 

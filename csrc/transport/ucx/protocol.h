@@ -4,14 +4,17 @@
 // everything; its UCX header is a FrameHeader, its data depends on the kind:
 //
 //   kind      token of      data
-//   kOpen     the address   Preamble of the one who connects
-//   kOpened   the opener    Preamble of the one who accepts
+//   kOpen     the address   Preamble of the one who connects, proof
+//   kOpened   the opener    Preamble of the one who accepts, proof
+//   kConfirm  the accepter  proof (handshake.h)
 //   kRefused  the opener    text: why
 //   kFrame    the receiver  count x BulkEntry, then the head
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans through UCX
 //   kDone     the receiver  nothing (status 0), or the reason of the refusal
 //   kClose    the receiver  nothing
+//   kSealed   the receiver  any of those from kFrame on, encrypted
+//                           (secure_channel.h); `transfer` is its number
 //
 // A token is 64 random bits that the receiver drew for this connection; bytes
 // without a known token are dropped unread. Bulk is moved by the receiver: it
@@ -24,6 +27,7 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "transport/ucx/cma.h"
+#include "transport/ucx/options.h"
 
 #include <cstdint>
 #include <string>
@@ -32,11 +36,13 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 2;
+constexpr uint16_t kProtocolVersion = 3;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
 constexpr size_t kMaxAddressBytes = 16u << 10;
+constexpr size_t kChallengeBytes = 16;
+constexpr size_t kKeyShareBytes = 32;
 constexpr uint32_t kMaxBulkSpans = 1u << 20;
 
 enum class FrameKind : uint16_t {
@@ -48,6 +54,8 @@ enum class FrameKind : uint16_t {
   kPull,
   kDone,
   kClose,
+  kConfirm,
+  kSealed,
 };
 
 struct FrameHeader {
@@ -70,6 +78,9 @@ static_assert(sizeof(BulkEntry) == 32);
 
 // Both ends introduce themselves with it.
 struct Preamble {
+  std::string challenge; // fresh random bytes
+  std::string keyShare; // empty where there is no encryption
+  Encryption encryption = Encryption::kOff;
   uint64_t token = 0; // what the other side must put on its frames
   ProcessIdentity process;
   std::string address; // of the UCX worker

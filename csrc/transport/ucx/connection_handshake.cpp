@@ -1,0 +1,253 @@
+// UcxConnection, its beginning: the endpoint and the handshake.
+
+#include "base/log.h"
+#include "transport/ucx/connection.h"
+#include "transport/ucx/context.h"
+#include "transport/ucx/status.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+namespace {
+
+// A peer that floods us before it has confirmed who it is is none.
+constexpr size_t kMaxEarlyMessages = 4096;
+constexpr size_t kMaxEarlyBytes = 16u << 20;
+
+void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) {
+  static_cast<UcxConnection*>(argument)->fail(
+      toError(status, "the connection broke"));
+}
+
+bool wants(Encryption policy, bool sameHost) {
+  return policy == Encryption::kOn ||
+      (policy == Encryption::kBetweenHosts && !sameHost);
+}
+
+} // namespace
+
+base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
+      UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(workerAddress.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = onEndpointError;
+  params.err_handler.arg = this;
+  const ucs_status_t status =
+      ucp_ep_create(context_->worker().get(), &params, &endpoint_);
+  context_->worker().needProgress();
+  if (status == UCS_OK) {
+    return {};
+  }
+  // Whatever UCX calls it: there is no way to this peer now.
+  return {
+      base::ErrorKind::kPeerLost,
+      std::string("cannot connect: ") + ucs_status_string(status) +
+          (status == UCS_ERR_UNREACHABLE
+               ? " (shared memory wants the same host and ipc namespace, TCP "
+                 "an interface with an IPv4 or a global IPv6 address)"
+               : " (has the worker ended?)")};
+}
+
+std::string UcxConnection::introduce(const std::string& hello) {
+  Preamble preamble;
+  preamble.token = localToken_;
+  preamble.process = context_->process();
+  preamble.address = context_->workerAddress();
+  preamble.hello = hello;
+  preamble.challenge = crypto::randomBytes(kChallengeBytes);
+  preamble.encryption = context_->options().encryption;
+  if (keyExchange_ != nullptr) {
+    preamble.keyShare = keyExchange_->publicKey();
+  }
+  const base::Buffer bytes = encode(preamble);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+base::Error UcxConnection::prepareKeys() {
+  if (context_->options().encryption == Encryption::kOff) {
+    return {};
+  }
+  auto exchange = crypto::KeyExchange::create();
+  if (!exchange.ok()) {
+    return exchange.error();
+  }
+  keyExchange_ = std::move(exchange.value());
+  return {};
+}
+
+base::Error UcxConnection::open(uint64_t door, const std::string& hello) {
+  if (base::Error error = prepareKeys()) {
+    return error;
+  }
+  transcript_.door = door;
+  transcript_.opener = introduce(hello);
+  sendActive(
+      {.kind = FrameKind::kOpen, .token = door},
+      withProof(
+          transcript_.opener, proof(context_->groupKey(), 1, transcript_)));
+  return {};
+}
+
+base::Error UcxConnection::accept(
+    uint64_t door,
+    std::string opener,
+    Preamble peer,
+    const std::string& hello) {
+  if (base::Error error = prepareKeys()) {
+    return error;
+  }
+  peer_ = std::move(peer);
+  transcript_.door = door;
+  transcript_.opener = std::move(opener);
+  transcript_.accepter = introduce(hello);
+  std::unique_ptr<SecureChannel> channel;
+  if (base::Error error = agreeOnEncryption(channel)) {
+    return error;
+  }
+  sendActive(
+      {.kind = FrameKind::kOpened, .token = peer_.token},
+      withProof(
+          transcript_.accepter, proof(context_->groupKey(), 2, transcript_)));
+  channel_ = std::move(channel);
+  return {};
+}
+
+base::Error UcxConnection::onAccepted(const Signed& accepter) {
+  transcript_.accepter = accepter.preamble;
+  if (!crypto::equal(
+          accepter.proof, proof(context_->groupKey(), 2, transcript_))) {
+    return {
+        base::ErrorKind::kRefused,
+        "the other end does not know this group's secret"};
+  }
+  auto preamble =
+      parsePreamble({accepter.preamble.data(), accepter.preamble.size()});
+  if (!preamble.ok()) {
+    return preamble.error();
+  }
+  peer_ = std::move(preamble.value());
+  std::unique_ptr<SecureChannel> channel;
+  if (base::Error error = agreeOnEncryption(channel)) {
+    return error;
+  }
+  if (base::Error error =
+          context_->handler().onConnected(shared_from_this(), peer_.hello)) {
+    return error;
+  }
+  sendActive(
+      {.kind = FrameKind::kConfirm, .token = peer_.token},
+      withProof({}, proof(context_->groupKey(), 3, transcript_)));
+  channel_ = std::move(channel);
+  establish();
+  return {};
+}
+
+base::Error UcxConnection::onConfirm(base::ConstSpan bytes) {
+  const std::string given(static_cast<const char*>(bytes.data), bytes.size);
+  if (!crypto::equal(given, proof(context_->groupKey(), 3, transcript_))) {
+    return {
+        base::ErrorKind::kRefused,
+        "the other end does not know this group's secret"};
+  }
+  if (base::Error error =
+          context_->handler().onAccept(shared_from_this(), peer_.hello)) {
+    sendRefusal(peer_.token, error.message);
+    return error;
+  }
+  establish();
+  return {};
+}
+
+base::Error UcxConnection::agreeOnEncryption(
+    std::unique_ptr<SecureChannel>& channel) {
+  const bool sameHost = context_->process().bootId == peer_.process.bootId;
+  const bool mine = wants(context_->options().encryption, sameHost);
+  const bool theirs = wants(peer_.encryption, sameHost);
+  if (!mine && !theirs) {
+    keyExchange_.reset();
+    return {};
+  }
+  if (keyExchange_ == nullptr || peer_.keyShare.empty()) {
+    return {
+        base::ErrorKind::kRefused,
+        mine ? "this worker wants encryption, and the other one has it "
+               "switched off (option encryption)"
+             : "the other worker wants encryption, and this one has it "
+               "switched off (option encryption)"};
+  }
+  auto shared = keyExchange_->agree(peer_.keyShare);
+  keyExchange_.reset();
+  if (!shared.ok()) {
+    return shared.error();
+  }
+  const SessionKeys keys =
+      deriveKeys(context_->groupKey(), transcript_, shared.value());
+  channel = std::make_unique<SecureChannel>(keys, initiator_);
+  bulkSendKey_ = initiator_ ? keys.bulkFromOpener : keys.bulkFromAccepter;
+  bulkReceiveKey_ = initiator_ ? keys.bulkFromAccepter : keys.bulkFromOpener;
+  return {};
+}
+
+void UcxConnection::establish() {
+  if (state_ == ConnectionState::kClosed) {
+    return; // the last message of the handshake could not be sent
+  }
+  const auto& self = context_->process();
+  whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)
+                                         : "switched off by option";
+  cmaUsable_ = whyNoCma_.empty();
+  exposesMemory_ =
+      context_->options().useCma && sharesPids(self, peer_.process);
+  if (sharesPids(self, peer_.process)) {
+    watchProcess();
+    if (!cmaUsable_ && context_->options().useCma) {
+      base::log(
+          base::LogLevel::kWarning,
+          "large tensors from process " + std::to_string(peer_.process.pid) +
+              " go through UCX instead of direct copies: " + whyNoCma_);
+    }
+  }
+  setState(ConnectionState::kOpen);
+  while (!unsent_.empty() && state_ == ConnectionState::kOpen) {
+    Unsent frame = std::move(unsent_.front());
+    unsent_.pop_front();
+    sendNow(std::move(frame));
+  }
+}
+
+void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
+  base::Buffer text(std::min<size_t>(why.size(), 512));
+  std::memcpy(text.data(), why.data(), text.size());
+  sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));
+}
+
+void UcxConnection::keepEarly(const FrameHeader& header, base::ConstSpan data) {
+  earlyBytes_ += data.size;
+  if (early_.size() >= kMaxEarlyMessages || earlyBytes_ > kMaxEarlyBytes) {
+    fail({base::ErrorKind::kInvalid, "the peer speaks before it is known"});
+    return;
+  }
+  base::Buffer bytes(data.size);
+  if (data.size != 0) {
+    std::memcpy(bytes.data(), data.data, data.size);
+  }
+  early_.emplace_back(header, std::move(bytes));
+}
+
+base::Result<SecureChannel::Opened> UcxConnection::unseal(
+    const FrameHeader& header,
+    base::ConstSpan data) {
+  if (channel_ == nullptr) {
+    return base::Error{
+        base::ErrorKind::kInvalid,
+        "an encrypted message on a plain connection"};
+  }
+  return channel_->open(header, data);
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,90 @@
+#include "transport/ucx/transfers.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+uint64_t Transfers::add(base::Buffer data, Spans spans, Callback callback) {
+  const uint64_t id = next_++;
+  Transfer& transfer = transfers_[id];
+  transfer.data = std::move(data);
+  transfer.spans = std::move(spans);
+  transfer.callback = std::move(callback);
+  return id;
+}
+
+const Transfers::Spans* Transfers::find(uint64_t id) const {
+  auto it = transfers_.find(id);
+  return it == transfers_.end() ? nullptr : &it->second.spans;
+}
+
+void Transfers::sendBegins(uint64_t id) {
+  ++transfers_.at(id).sends;
+}
+
+void Transfers::sendEnds(uint64_t id, const base::Error& error) {
+  auto it = transfers_.find(id);
+  if (it == transfers_.end()) {
+    return;
+  }
+  --it->second.sends;
+  if (error && !it->second.done) {
+    it->second.done = true;
+    it->second.error = error;
+  }
+  finish(it);
+}
+
+void Transfers::adopted(uint64_t id) {
+  auto it = transfers_.find(id);
+  if (it != transfers_.end()) {
+    it->second.adopted = true;
+  }
+}
+
+void Transfers::done(uint64_t id, base::Error error) {
+  auto it = transfers_.find(id);
+  if (it != transfers_.end()) {
+    it->second.done = true;
+    it->second.error = std::move(error);
+    finish(it);
+  }
+}
+
+void Transfers::fail(
+    const base::Error& error,
+    const std::function<void(Callback)>& park) {
+  for (auto it = transfers_.begin(); it != transfers_.end();) {
+    it->second.done = true;
+    it->second.error = error;
+    if (park && !it->second.adopted) {
+      // A reader that is half-way must not see what comes there next.
+      park(it->second.callback);
+    }
+    finish(it++);
+  }
+}
+
+bool Transfers::lending() const {
+  return std::any_of(
+      transfers_.begin(), transfers_.end(), [](const auto& entry) {
+        return !entry.second.adopted;
+      });
+}
+
+void Transfers::finish(Map::iterator it) {
+  Transfer& transfer = it->second;
+  if (!transfer.done || transfer.sends != 0) {
+    return;
+  }
+  if (transfer.callback) {
+    worker_.defer(
+        base::makeTask(
+            [callback = std::move(transfer.callback),
+             error = std::move(transfer.error)] { callback(error); }));
+  }
+  transfers_.erase(it);
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,71 @@
+#pragma once
+
+#include "base/buffer.h"
+#include "base/error.h"
+#include "transport/transport.h"
+#include "transport/ucx/worker.h"
+
+#include <cstdint>
+#include <functional>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// The bulk of messages that the peer of one connection has not yet taken.
+//
+// Owns: what their callbacks hold, which is the memory that the peer reads.
+// Thread: under the control worker's lock.
+class Transfers {
+ public:
+  using Spans = std::vector<base::ConstSpan>;
+
+  explicit Transfers(Worker& worker) : worker_(worker) {}
+
+  // Lends `spans`; `data`, which they may point into, lives as long. Returns
+  // the number by which the peer asks for them. `callback` fires when the peer
+  // needs them no more.
+  uint64_t add(base::Buffer data, Spans spans, Callback callback);
+
+  // Null for a number that does not exist, or has ended.
+  const Spans* find(uint64_t id) const;
+
+  // Around a send through UCX, which may read the memory until it ends,
+  // whatever the peer says.
+  void sendBegins(uint64_t id);
+  void sendEnds(uint64_t id, const base::Error& error);
+
+  // The peer keeps the memory for now, and reads nothing of ours.
+  void adopted(uint64_t id);
+  // The peer needs it no more. A late word about one that has ended is none.
+  void done(uint64_t id, base::Error error);
+
+  // The connection is over. What the peer may still be reading goes to `park`
+  // (null: it cannot be reading), the rest is released.
+  void fail(
+      const base::Error& error,
+      const std::function<void(Callback)>& park);
+
+  // The peer may still be reading our memory.
+  bool lending() const;
+
+ private:
+  struct Transfer {
+    base::Buffer data;
+    Spans spans;
+    Callback callback;
+    bool done = false;
+    bool adopted = false;
+    base::Error error;
+    uint32_t sends = 0;
+  };
+  using Map = std::unordered_map<uint64_t, Transfer>;
+
+  void finish(Map::iterator it);
+
+  Worker& worker_;
+  uint64_t next_ = 1;
+  Map transfers_;
+};
+
+} // namespace torch_rpc_ext::transport::ucx
