@@ -93,18 +93,25 @@ class _Calls:
     def failure(self) -> GroupError:
         """Make the error of what has failed until now."""
         function = getattr(self.function, "__name__", repr(self.function))
-        each = "; ".join(
-            f"{name}: {type(error).__name__}: {str(error).strip()}"
-            for name, error in self.errors.items()
-        )
+        failed = {name: self.errors[name] for name in self.names if name in self.errors}
+        each = "; ".join(f"{name}: {_in_short(error)}" for name, error in failed.items())
         error = GroupError(
-            f"{self.what} of {function}: {len(self.errors)} of {len(self.workers)} workers "
-            f"failed: {each}",
-            self.errors,
+            f"{self.what} of {function}: {len(failed)} of {len(set(self.names))} workers failed: "
+            f"{each}",
+            failed,
             self.results,
         )
-        error.__cause__ = next(iter(self.errors.values()))
+        error.__cause__ = next(iter(failed.values()))
         return error
+
+
+def _in_short(error: BaseException) -> str:
+    """Return one line of an error, whose text may be a remote traceback."""
+    # str() of a KeyError is the repr() of its text.
+    whole = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
+    # TENSORPIPE adds where it was raised here.
+    lines = whole.split("\n\nAt:\n")[0].strip().splitlines() or [""]
+    return lines[-1] if "Traceback" in whole else f"{type(error).__name__}: {lines[0]}"
 
 
 def gather(

@@ -91,7 +91,7 @@ def fail_on(names: list[str], seconds: float = 0) -> str:
     """Raises there, and takes its time elsewhere."""
     name = str(rpc.get_worker_info().name)
     if name in names:
-        raise KeyError(f"not on {name}")
+        raise LookupError(f"not on {name}")
     time.sleep(seconds)
     return name
 

@@ -63,10 +63,21 @@ class BatchedFunction(RemoteFunction[..., Any]):
     def _request(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        bound = self.signature.bind(*args, **kwargs)
+        return enqueue, (self, self._items(args, kwargs)), {}
+
+    def _items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return one item for each argument.
+
+        Raises:
+            TypeError: they do not fit the function.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__qualname__}(): {error}") from None
         # Once a call has left out a default another could not be put beside it.
         bound.apply_defaults()
-        return enqueue, (self, bound.args), {}
+        return bound.args
 
 
 def batched(
@@ -198,13 +209,13 @@ def enqueue(function: Any, args: tuple[Any, ...]) -> Future[Any]:
     """
     if not isinstance(function, BatchedFunction):
         raise TypeError(f"not a batched remote function: {function!r}")
-    function.signature.bind(*args)
+    items = function._items(args, {})
     with _lock:
         batcher = _batchers.get(function)
         # Its thread does not live on in the child of a fork.
         if batcher is None or not batcher.thread.is_alive():
             batcher = _batchers[function] = _Batcher(function)
-    return batcher.add(args)
+    return batcher.add(items)
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:
