@@ -21,25 +21,25 @@ from ._types import Signature
 # {rest_arguments} are without the first. rpc_function, rpc_reduce, rpc_types: see generate().
 _METHODS = {
     "sync": """
-def sync(to: str, {parameters}rpc_timeout: float = -1.0) -> rpc_result:
-    return rpc.rpc_sync(to, rpc_function, ({arguments}), {{}}, rpc_timeout)
+def sync(rpc_to: str, {parameters}rpc_timeout: float = -1.0) -> rpc_result:
+    return rpc_api.rpc_sync(rpc_to, rpc_function, ({arguments}), {{}}, rpc_timeout)
 """,
     "async_": """
-def async_(to: str, {parameters}rpc_timeout: float = -1.0) -> Future[rpc_result]:
-    return rpc.rpc_async(to, rpc_function, ({arguments}), {{}}, rpc_timeout)
+def async_(rpc_to: str, {parameters}rpc_timeout: float = -1.0) -> Future[rpc_result]:
+    return rpc_api.rpc_async(rpc_to, rpc_function, ({arguments}), {{}}, rpc_timeout)
 """,
     "remote": """
-def remote(to: str, {parameters}rpc_timeout: float = -1.0) -> RRef[rpc_result]:
-    return rpc.remote(to, rpc_function, ({arguments}), {{}}, rpc_timeout)
+def remote(rpc_to: str, {parameters}rpc_timeout: float = -1.0) -> RRef[rpc_result]:
+    return rpc_api.remote(rpc_to, rpc_function, ({arguments}), {{}}, rpc_timeout)
 """,
     "gather": """
-def gather(workers: List[str], {parameters}rpc_timeout: float = -1.0) -> List[rpc_result]:
-    if len(workers) == 0:
+def gather(rpc_workers: List[str], {parameters}rpc_timeout: float = -1.0) -> List[rpc_result]:
+    if len(rpc_workers) == 0:
         raise ValueError("gather needs a list of one worker or more, got none")
     rpc_futures: List[Future[rpc_result]] = []
-    for rpc_worker in workers:
+    for rpc_worker in rpc_workers:
         rpc_futures.append(
-            rpc.rpc_async(rpc_worker, rpc_function, ({arguments}), {{}}, rpc_timeout)
+            rpc_api.rpc_async(rpc_worker, rpc_function, ({arguments}), {{}}, rpc_timeout)
         )
     rpc_results: List[rpc_result] = []
     for rpc_future in rpc_futures:
@@ -47,34 +47,34 @@ def gather(workers: List[str], {parameters}rpc_timeout: float = -1.0) -> List[rp
     return rpc_results
 """,
     "broadcast": """
-def broadcast(workers: List[str], {parameters}rpc_timeout: float = -1.0) -> None:
-    if len(workers) == 0:
+def broadcast(rpc_workers: List[str], {parameters}rpc_timeout: float = -1.0) -> None:
+    if len(rpc_workers) == 0:
         raise ValueError("broadcast needs a list of one worker or more, got none")
     rpc_futures: List[Future[rpc_result]] = []
-    for rpc_worker in workers:
+    for rpc_worker in rpc_workers:
         rpc_futures.append(
-            rpc.rpc_async(rpc_worker, rpc_function, ({arguments}), {{}}, rpc_timeout)
+            rpc_api.rpc_async(rpc_worker, rpc_function, ({arguments}), {{}}, rpc_timeout)
         )
     for rpc_future in rpc_futures:
         rpc_future.wait()
 """,
     "map_reduce": """
 def map_reduce(
-    workers: List[str], items: List[rpc_item], {rest}rpc_timeout: float = -1.0
+    rpc_workers: List[str], rpc_items: List[rpc_item], {rest}rpc_timeout: float = -1.0
 ) -> rpc_result:
-    if len(workers) == 0:
+    if len(rpc_workers) == 0:
         raise ValueError("map_reduce needs a list of one worker or more, got none")
-    if len(items) == 0:
+    if len(rpc_items) == 0:
         raise ValueError("map_reduce needs one item or more, got none")
     rpc_futures: List[Future[rpc_result]] = []
-    for rpc_i in range(len(items)):
-        if rpc_i >= len(workers):
-            rpc_futures[rpc_i - len(workers)].wait()
+    for rpc_i in range(len(rpc_items)):
+        if rpc_i >= len(rpc_workers):
+            rpc_futures[rpc_i - len(rpc_workers)].wait()
         rpc_futures.append(
-            rpc.rpc_async(
-                workers[rpc_i % len(workers)],
+            rpc_api.rpc_async(
+                rpc_workers[rpc_i % len(rpc_workers)],
                 rpc_function,
-                (items[rpc_i], {rest_arguments}),
+                (rpc_items[rpc_i], {rest_arguments}),
                 {{}},
                 rpc_timeout,
             )
@@ -116,7 +116,7 @@ def generate(
     )
     variables: dict[str, Any] = {
         "__name__": __name__,
-        "rpc": rpc,
+        "rpc_api": rpc,
         "rpc_function": function,
         "rpc_reduce": reduce,
         # A name that stands for None counts as undefined.

@@ -17,10 +17,8 @@ _RULE = (
     "TorchScript knows Tensor, int, float, complex, bool, str, torch.device, None, and List, Dict, "
     "Tuple, Optional, Union, NamedTuple, RRef, Future and script classes of these"
 )
-#: Names of the parameters that the methods of a remote function add.
-RESERVED = ("to", "workers", "items", "rpc_timeout")
-#: Names within the generated functions (_source.py) begin so.
-RESERVED_PREFIX = "rpc_"
+#: The names that the methods of a remote function add to its own (_source.py) begin so.
+RESERVED = "rpc_"
 
 
 class NotScriptableError(TypeError):
@@ -70,10 +68,9 @@ def _check_kind(parameter: inspect.Parameter, what: str) -> None:
         raise NotScriptableError(
             f"{what} is keyword-only, which TorchScript cannot pass on; leave out the '*'"
         )
-    if parameter.name in RESERVED or parameter.name.startswith(RESERVED_PREFIX):
+    if parameter.name.startswith(RESERVED):
         raise NotScriptableError(
-            f"{what}: this name is taken; {', '.join(RESERVED)} and names that begin with "
-            f"{RESERVED_PREFIX} are of the remote function's methods"
+            f"{what}: names that begin with {RESERVED} are taken by the remote function's methods"
         )
 
 

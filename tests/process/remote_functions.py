@@ -67,6 +67,17 @@ def scripted_user(to: str, workers: list[str], x: Tensor) -> list[Tensor]:
     ]
 
 
+@scripting.script
+def own_names(to: str, workers: list[str], items: int, rpc: int) -> str:
+    """Its arguments have the names of what the methods add, or nearly."""
+    return to + workers[0] + str(items + rpc)
+
+
+@torch.jit.script
+def scripted_own_names(to: str) -> list[str]:
+    return own_names.gather([to], "a", ["b"], 1, 2)
+
+
 @torch.jit.script
 def scripted_gather(workers: list[str], x: Tensor, timeout: float) -> list[Tensor]:
     return scale.gather(workers, x, rpc_timeout=timeout)

@@ -50,6 +50,9 @@ def check_from_python() -> None:
     first, second = split.sync("worker1", functions().Pair(ONE, 1), {"a": [1, 2]}, 10)
     assert first.tolist() == [2, 2] and second == 13
     assert functions().nothing.sync("worker1", ONE) is None
+    own_names = {"to": "a", "workers": ["b"], "items": 1, "rpc": 2}
+    assert functions().own_names.sync("worker1", **own_names) == "ab3"
+    assert functions().scripted_own_names("worker1") == ["ab3"]
 
 
 def check_from_torchscript() -> None:

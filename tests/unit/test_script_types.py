@@ -53,7 +53,7 @@ def keyword_only(x: Tensor, *, y: int) -> Tensor:
     return x
 
 
-def reserved(to: str, x: Tensor) -> Tensor:
+def reserved(rpc_to: str, x: Tensor) -> Tensor:
     return x
 
 
@@ -69,7 +69,7 @@ def reserved(to: str, x: Tensor) -> Tensor:
         (bad_result, r"bad_result: the result has type set\[int\]"),
         (variable, "variable: argument 'xs': TorchScript has no variable number"),
         (keyword_only, "keyword_only: argument 'y' is keyword-only"),
-        (reserved, "reserved: argument 'to': this name is taken"),
+        (reserved, "reserved: argument 'rpc_to': names that begin with rpc_ are taken"),
     ],
 )
 def test_what_torchscript_does_not_take(function: Callable[..., Any], text: str) -> None:
