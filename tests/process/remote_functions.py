@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -50,6 +51,17 @@ def spin(x: Tensor, rounds: int) -> Tensor:
 @scripting.script
 def nothing(x: Tensor) -> None:
     return None
+
+
+@scripting.script
+def chance() -> float:
+    return float(torch.rand(1, dtype=torch.float64))
+
+
+@torch.jit.script
+def scripted_twice(to: str) -> list[float]:
+    """The same call twice: TorchScript may not make one of them."""
+    return [chance.sync(to), chance.sync(to), chance.async_(to).wait(), chance.async_(to).wait()]
 
 
 @torch.jit.script
@@ -155,6 +167,21 @@ async def raise_async(text: str) -> None:
 @aio.remote
 async def unpicklable_async() -> Any:
     return lambda: None
+
+
+@aio.remote
+async def exit_async() -> None:
+    sys.exit(3)
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def exit_batch(inputs: list[int]) -> list[int]:
+    sys.exit(3)
+
+
+@scripting.remote
+def stop() -> None:
+    raise StopIteration("no more")
 
 
 @aio.remote

@@ -61,7 +61,17 @@ def check_errors() -> None:
         asyncio.run(m.nap.call("nobody", 0.0))
     with pytest.raises(AttributeError, match="pickle"):
         m.nap.sync(TO, 0.0, lambda: None)
-    assert m.nap.sync(TO, 0.0, "still there") == "still there"
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(m.stop.call(TO))
+    # sys.exit() is for neither process, nor for the other calls.
+    waiting = m.nap.async_(TO, 0.5, "still there")
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_async.sync(TO)
+    assert waiting.wait() == "still there"
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_batch.sync(TO, 1)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_batch.sync(TO, 1)
 
 
 def check_awaiting() -> None:

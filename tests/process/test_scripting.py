@@ -66,6 +66,7 @@ def check_from_torchscript() -> None:
         [3, 3, 3, 3],
         [40, 40],
     ]
+    assert len(set(functions().scripted_twice("worker1"))) == 4
     # The caller and the callee are both TorchScript.
     results = rpc.rpc_sync("worker1", functions().scripted_user, ("worker0", names, ONE))
     assert results[0].tolist() == [2, 2]

@@ -21,8 +21,11 @@ def fail(future: Future[Any], error: BaseException) -> None:
 
     Args:
         future: what an rpc.functions.async_execution function has returned.
-        error: what to raise.
+        error: what to raise. What is no Exception, such as SystemExit, arrives as RuntimeError: it
+            was not meant for the caller's process.
     """
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
     future.set_result(_remote_exception(error))
 
 

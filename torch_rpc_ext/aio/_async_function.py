@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import secrets
@@ -79,7 +80,8 @@ class AsyncFunction(RemoteFunction[P, T]):
             return result
         except asyncio.CancelledError:
             if not future.done():
-                rpc.rpc_async(to, _server.cancel, (request[1],))
+                with contextlib.suppress(RuntimeError):  # nobody is there any more
+                    rpc.rpc_async(to, _server.cancel, (request[1],))
             raise
 
 

@@ -149,7 +149,7 @@ class _Batcher:
             batch = self._next()
             try:
                 results = self._results(batch)
-            except Exception as error:  # noqa: BLE001  whatever the function raises
+            except BaseException as error:  # noqa: BLE001  SystemExit too: the thread goes on
                 results = [error] * len(batch)
             for call, result in zip(batch, results, strict=True):
                 if isinstance(result, BaseException):

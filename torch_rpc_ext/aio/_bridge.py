@@ -84,5 +84,10 @@ def _settle(waiter: asyncio.Future[T], done: Future[T]) -> None:
         return
     try:
         waiter.set_result(done.wait())
+    except StopIteration as error:
+        # Which no future of asyncio takes: as in a coroutine that raises it.
+        stopped = RuntimeError("the remote function raised StopIteration")
+        stopped.__cause__ = error
+        waiter.set_exception(stopped)
     except Exception as error:  # noqa: BLE001  whatever the remote function raised
         waiter.set_exception(error)

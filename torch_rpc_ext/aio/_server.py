@@ -8,7 +8,7 @@ is no `async def`, this would need the agent: it would have to look into its que
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import contextlib
 import threading
 from collections import OrderedDict
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
+from torch_rpc_ext import errors
 from torch_rpc_ext.aio._answers import fail
 from torch_rpc_ext.aio._bridge import Mailbox
 
@@ -43,8 +44,14 @@ class _Host:
         self._cancelled: OrderedDict[CallId, None] = OrderedDict()
         self._slots: dict[Any, asyncio.Semaphore] = {}
         # A daemon: rpc.shutdown() has waited for the calls, and the process may end.
-        self.thread = threading.Thread(target=self._loop.run_forever, name="rpc-aio", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="rpc-aio", daemon=True)
         self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # What a function raises by sys.exit() ends the loop's run, not the other calls.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
 
     def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -71,13 +78,12 @@ class _Host:
         task.add_done_callback(partial(self._finish, future, function, call))
 
     def _body(self, function: Any, args: Any, kwargs: Any) -> Any:
-        body = function.function(*args, **kwargs)
         if function.limit is None:
-            return body
+            return function.function(*args, **kwargs)
         slots = self._slots.get(function)
         if slots is None:
             slots = self._slots[function] = asyncio.Semaphore(function.limit)
-        return _in_turn(slots, body)
+        return _in_turn(slots, function, args, kwargs)
 
     def _finish(
         self, future: Future[Any], function: Any, call: CallId, task: asyncio.Task[Any]
@@ -102,21 +108,14 @@ class _Host:
             self._cancelled.popitem(last=False)
 
 
-async def _in_turn(slots: asyncio.Semaphore, body: Any) -> Any:
-    try:
-        await slots.acquire()
-    except asyncio.CancelledError:
-        body.close()  # has not begun, and will not
-        raise
-    try:
-        return await body
-    finally:
-        slots.release()
+async def _in_turn(slots: asyncio.Semaphore, function: Any, args: Any, kwargs: Any) -> Any:
+    async with slots:
+        return await function.function(*args, **kwargs)
 
 
 def _cancellation(function: Any) -> Exception:
     worker = rpc.get_worker_info().name
-    return concurrent.futures.CancelledError(f"{function.__qualname__} was cancelled on {worker}")
+    return errors.RpcError(f"{function.__qualname__} was cancelled on {worker}", worker=worker)
 
 
 _lock = threading.Lock()
