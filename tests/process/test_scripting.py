@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +14,8 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.group import Group, workers
-from tests.support.backend import ROOT, needs_ucx, on_ucx
+from tests.process.group import Group
+from tests.support.backend import needs_ucx, on_ucx
 
 ONE = torch.ones(2)
 
@@ -111,7 +107,7 @@ def check_only_defined_here() -> None:
 
 def check_no_gil() -> None:
     scale = functions().scale
-    rpc.rpc_sync("worker1", functions().hold_gil, (3,))
+    rpc.rpc_sync("worker1", functions().hold_gil, (2,))
     time.sleep(0.5)
     needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
     results = [scale.sync("worker1", ONE).sum() for _ in range(20)]
@@ -149,8 +145,13 @@ def test_torchscript(pair: Group, check: Any) -> None:
     pair.run(check)
 
 
-@workers(4)
 def test_calls_to_many() -> None:
+    with Group(4) as group:
+        group[0].run(check_calls_to_many)
+        group[0].run(check_errors_of_calls_to_many)
+
+
+def check_calls_to_many() -> None:
     from torch_rpc_ext import scripting
 
     m = functions()
@@ -181,8 +182,7 @@ def kept_group_error() -> type[Exception]:
     return scripting.GroupError if on_ucx() else RuntimeError
 
 
-@workers(4)
-def test_errors_of_calls_to_many() -> None:
+def check_errors_of_calls_to_many() -> None:
     from torch_rpc_ext import scripting
 
     m = functions()
@@ -239,24 +239,3 @@ def check_lost() -> None:
         m.whoami.gather(["worker1", "worker2"])
     assert isinstance(caught.value.errors["worker2"], errors.PeerLostError)
     assert m.whoami.first_of(["worker2", "worker1"]) == "worker1"
-
-
-def test_nothing_warns(tmp_path: Path) -> None:
-    script = tmp_path / "service.py"
-    script.write_text(
-        "from torch import Tensor, jit\n"
-        "from torch_rpc_ext import scripting\n"
-        "@scripting.script\n"
-        "def ours(x: Tensor) -> Tensor:\n"
-        "    return x\n"
-        "print('compiled', flush=True)\n"
-        "@jit.script\n"
-        "def not_ours(x: Tensor) -> Tensor:\n"
-        "    return x\n"
-    )
-    command = [sys.executable, "-W", "error:`torch.jit.script`:DeprecationWarning", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    assert ended.stdout == "compiled\n", ended.stderr
-    # Only for our own calls: what the user calls still says so to who wants to know.
-    assert "DeprecationWarning: `torch.jit.script` is deprecated" in ended.stderr

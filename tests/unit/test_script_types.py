@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,20 @@ def total(a: Tensor, b: Tensor) -> Tensor:
 
 
 scripted = scripting.script(identity)
+scripted_total = scripting.script(total)
+
+
+def uses_total(x: Tensor) -> Tensor:
+    return scripted_total.script(x, x) + scripted.async_("worker1", x).wait()
+
+
+def test_nothing_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scripting.script(uses_total)
+        # Only of our own calls: who calls torch's own is told as ever.
+        with pytest.raises(DeprecationWarning, match="torch.jit.script"):
+            torch.jit.script(total)
 
 
 def test_what_is_not_for_torchscript_says_so() -> None:
