@@ -68,6 +68,8 @@ _PROTOCOL = {
     "torch_rpc_ext._upstream_hooks": ("_restore_parameter", "_restore_compressed"),
     "torch_rpc_ext._exceptions": ("RemoteType",),
     "torch_rpc_ext._dynamic": ("member_joined", "member_left"),
+    "torch_rpc_ext.aio._server": ("run", "cancel"),
+    "torch_rpc_ext.aio._batch": ("enqueue",),
     "torch_rpc_ext.errors": (
         "RpcError",
         "PeerLostError",
@@ -154,6 +156,10 @@ class AllowList:
             target = pkgutil.resolve_name(entry)
         except (ImportError, AttributeError, ValueError) as problem:
             raise ValueError(f"allow_list: {entry!r} names nothing here: {problem}") from problem
+        if isinstance(target, ModuleType) and isinstance(
+            getattr(target, "script", None), torch.jit.ScriptFunction
+        ):
+            target = target.script  # a remote function of torch_rpc_ext.scripting
         if isinstance(target, ModuleType):
             self.modules.add(target.__name__)
             for function in vars(target).values():

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 #: What a case may need of a back end besides functions.
 RREFS, AUTOGRAD, HOSTS, GROUPS = "RRefs", "autograd", "two hosts", "start as a group"
-CALLERS = "callers but worker 0"
+CALLERS, REMOTE_FUNCTIONS = "callers but worker 0", "remote functions of torch_rpc_ext"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from benchmarks.backends.interface import (
     CALLERS,
     GROUPS,
     HOSTS,
+    REMOTE_FUNCTIONS,
     RREFS,
     Backend,
     Pending,
@@ -24,7 +25,7 @@ class TorchRpc(Backend):
     """What both share: all but the options."""
 
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
-    offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS, CALLERS})
+    offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS, CALLERS, REMOTE_FUNCTIONS})
     agent: ClassVar[str]
 
     @abstractmethod

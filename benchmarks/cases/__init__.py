@@ -9,6 +9,7 @@ from benchmarks.cases import (
     floods,
     hosts,
     mixed,
+    remote_functions,
     rrefs,
     startup,
     threads,
@@ -17,6 +18,17 @@ from benchmarks.cases.interface import Case
 
 CASES: dict[str, Case] = {
     case.name: case
-    for family in (calls, floods, threads, mixed, fans, rrefs, autograd, startup, hosts)
+    for family in (
+        calls,
+        floods,
+        threads,
+        mixed,
+        fans,
+        remote_functions,
+        rrefs,
+        autograd,
+        startup,
+        hosts,
+    )
     for case in family.CASES
 }

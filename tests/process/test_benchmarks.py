@@ -40,7 +40,7 @@ def test_grpc() -> None:
 
 def test_torch_backends_side_by_side() -> None:
     both = [Contender(name, name) for name in ("ucx", "tensorpipe")]
-    check(run(both, "builtin-ops-4m", "rref", "autograd"))
+    check(run(both, "builtin-ops-4m", "rref", "autograd", "batches", "script-loop"))
 
 
 def test_workers_of_another_tree() -> None:

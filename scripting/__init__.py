@@ -1,0 +1,34 @@
+"""Remote functions, TorchScript ones among them, and calls to several workers.
+
+::
+
+    from torch_rpc_ext import scripting
+
+    @scripting.script
+    def add(x: Tensor, y: float) -> Tensor:
+        return x + y
+
+    add.sync("worker1", x, 2.0)  # also within TorchScript
+    add.gather(["worker1", "worker2"], x, 2.0)
+
+Works over any back end of torch.distributed.rpc.
+"""
+
+from torch_rpc_ext._group_calls import GroupError, broadcast, first_of, gather, map_reduce
+from torch_rpc_ext._remote_function import RemoteFunction
+
+from ._plain import remote
+from ._script import NotScriptableError, ScriptRemoteFunction, script
+
+__all__ = [
+    "GroupError",
+    "NotScriptableError",
+    "RemoteFunction",
+    "ScriptRemoteFunction",
+    "broadcast",
+    "first_of",
+    "gather",
+    "map_reduce",
+    "remote",
+    "script",
+]

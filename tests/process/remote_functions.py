@@ -1,0 +1,243 @@
+"""Remote functions of torch_rpc_ext.scripting and torch_rpc_ext.aio that the tests call."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from torch_rpc_ext import aio, scripting
+
+WORKERS = ["worker0", "worker1", "worker2", "worker3"]
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+def larger(a: Tensor, b: Tensor) -> Tensor:
+    return torch.maximum(a, b)
+
+
+@scripting.script(reduce=larger)
+def scale(x: Tensor, factor: float = 2.0) -> Tensor:
+    if x.numel() == 3:
+        raise ValueError("three are too many")
+    return x * factor
+
+
+@scripting.script
+def split(pair: Pair, more: dict[str, list[int]], maybe: int | None = None) -> Pair:
+    """Types of all kinds."""
+    extra = 0 if maybe is None else maybe
+    return Pair(pair.first + 1, pair.second + len(more["a"]) + extra)
+
+
+@scripting.script
+def spin(x: Tensor, rounds: int) -> Tensor:
+    for _ in range(rounds):
+        x = x + 1
+    return x
+
+
+@scripting.script
+def nothing(x: Tensor) -> None:
+    return None
+
+
+@scripting.script
+def chance() -> float:
+    return float(torch.rand(1, dtype=torch.float64))
+
+
+@torch.jit.script
+def scripted_twice(to: str) -> list[float]:
+    """The same call twice: TorchScript may not make one of them."""
+    return [chance.sync(to), chance.sync(to), chance.async_(to).wait(), chance.async_(to).wait()]
+
+
+@torch.jit.script
+def scripted_user(to: str, workers: list[str], x: Tensor) -> list[Tensor]:
+    """Calls remote functions in all ways, from within TorchScript."""
+    nothing.broadcast(workers, x)
+    future = scale.async_(to, x, 5.0)
+    return [
+        scale.sync(to, x, rpc_timeout=20.0),
+        future.wait(),
+        scale.remote(to, x).to_here(),
+        scale.script(x, 7.0),
+        torch.stack(scale.gather(workers, x, factor=3.0)),
+        scale.map_reduce(workers, [x, x * 4, x * 2, x, x * 3], 10.0),
+    ]
+
+
+@scripting.script
+def own_names(to: str, workers: list[str], items: int, rpc: int) -> str:
+    """Its arguments have the names of what the methods add, or nearly."""
+    return to + workers[0] + str(items + rpc)
+
+
+@torch.jit.script
+def scripted_own_names(to: str) -> list[str]:
+    return own_names.gather([to], "a", ["b"], 1, 2)
+
+
+@torch.jit.script
+def scripted_gather(workers: list[str], x: Tensor, timeout: float) -> list[Tensor]:
+    return scale.gather(workers, x, rpc_timeout=timeout)
+
+
+@torch.jit.script
+def scripted_spin(workers: list[str], x: Tensor, rounds: int, timeout: float) -> None:
+    spin.broadcast(workers, x, rounds, rpc_timeout=timeout)
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@scripting.remote(reduce=add)
+def whoami(prefix: str = "") -> str:
+    return prefix + str(rpc.get_worker_info().name)
+
+
+@scripting.remote
+def fail_on(names: list[str], seconds: float = 0) -> str:
+    """Raises there, and takes its time elsewhere."""
+    name = str(rpc.get_worker_info().name)
+    if name in names:
+        raise LookupError(f"not on {name}")
+    time.sleep(seconds)
+    return name
+
+
+@scripting.remote(reduce=add)
+def characters(item: str, suffix: str) -> str:
+    time.sleep(0.02 * (item == "a"))  # the first is the slowest
+    if item == "?":
+        raise ValueError("no such character")
+    return item + suffix
+
+
+def hold_gil(seconds: int) -> None:
+    """Holds the GIL in a thread of its own, from a moment after this returned."""
+
+    def hold() -> None:
+        time.sleep(0.2)
+        ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the GIL, unlike CDLL
+
+    threading.Thread(target=hold).start()
+
+
+RAN: list[Any] = []
+
+
+@aio.remote
+async def nap(seconds: float, value: Any = None) -> Any:
+    RAN.append(value)
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        RAN.append(f"cancelled {value}")
+        raise
+    return value
+
+
+@aio.remote(limit=1)
+async def one_at_a_time(seconds: float, value: Any) -> Any:
+    RAN.append(value)
+    await asyncio.sleep(seconds)
+    return value
+
+
+@aio.remote
+async def raise_async(text: str) -> None:
+    await asyncio.sleep(0)
+    raise KeyError(text)
+
+
+@aio.remote
+async def unpicklable_async() -> Any:
+    return lambda: None
+
+
+@aio.remote
+async def exit_async() -> None:
+    sys.exit(3)
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def exit_batch(inputs: list[int]) -> list[int]:
+    sys.exit(3)
+
+
+@scripting.remote
+def stop() -> None:
+    raise StopIteration("no more")
+
+
+@aio.remote
+async def thread_name() -> str:
+    return threading.current_thread().name
+
+
+@aio.remote
+async def ask_next(hops: int) -> list[str]:
+    """Calls itself, back and forth."""
+    here = str(rpc.get_worker_info().name)
+    other = "worker1" if here == "worker0" else "worker0"
+    return [here, *(await ask_next.call(other, hops - 1) if hops else [])]
+
+
+def ran() -> list[Any]:
+    values, RAN[:] = RAN[:], []
+    return values
+
+
+@aio.batched(max_size=8, max_wait=0.05)
+def double(inputs: list[Tensor]) -> Tensor:
+    RAN.append(len(inputs))
+    return torch.stack(inputs) * 2
+
+
+@aio.batched(max_size=4, max_wait=10.0)
+def label(texts: list[str], numbers: list[int]) -> list[Any]:
+    """Per-call errors; a batch is full or waits."""
+    return [
+        ValueError(f"{number} is odd") if number % 2 else f"{text}{number}"
+        for text, number in zip(texts, numbers, strict=True)
+    ]
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def miscount(inputs: list[int]) -> list[int]:
+    return [*inputs, 0]
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def no_list(inputs: list[int]) -> Any:
+    return 7
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def raise_batch(inputs: list[int]) -> list[int]:
+    raise KeyError(f"batch of {len(inputs)}")
+
+
+@aio.batched(max_size=2, max_wait=0.01)
+def unpicklable_batch(inputs: list[int]) -> list[Any]:
+    return [lambda: None for _ in inputs]
+
+
+@aio.batched(max_size=1, max_wait=0, max_queue=3)
+def slow_batch(inputs: list[int]) -> list[int]:
+    time.sleep(0.5)
+    return inputs

@@ -1,0 +1,257 @@
+"""torch_rpc_ext.aio: async def functions, futures to await, cancellation, batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process import remote_functions as m
+from tests.process.group import Group
+from tests.support.backend import needs_ucx, on_ucx
+
+TO = "worker1"
+
+
+def kept(error: type[Exception]) -> type[Exception]:
+    """As what an error arrives: upstream keeps no types but ValueError and TypeError."""
+    return error if on_ucx() else RuntimeError
+
+
+def check_all_ways() -> None:
+    assert m.nap.sync(TO, 0.0, value="a") == "a"
+    assert m.nap.async_(TO, 0.0, "b").wait() == "b"
+    assert m.nap.remote(TO, 0.0, "c").to_here() == "c"
+    assert asyncio.run(m.nap.call(TO, 0.0, "d")) == "d"
+    assert asyncio.run(m.nap(0.0, "here")) == "here"
+    assert m.nap.gather(["worker0", TO], 0.0, "e") == ["e", "e"]
+    assert m.nap.sync(TO, 0.0, {"t": torch.ones(2)})["t"].tolist() == [1, 1]
+    assert m.thread_name.sync(TO) == "rpc-aio"
+    assert m.ask_next.sync(TO, 4) == ["worker1", "worker0"] * 2 + ["worker1"]
+    with pytest.raises(Exception, match="RPCErr:1"):
+        m.nap.sync(TO, 1.0, rpc_timeout=0.2)
+
+
+def check_thousands() -> None:
+    async def main() -> list[int]:
+        return list(await asyncio.gather(*(m.nap.call(TO, 0.2, i) for i in range(1000))))
+
+    start = time.monotonic()
+    assert asyncio.run(main()) == list(range(1000))
+    # One after the other, or 8 at a time (num_worker_threads), they would take 200 or 25 s.
+    assert time.monotonic() - start < 15
+    rpc.rpc_sync(TO, m.ran)
+
+
+def check_errors() -> None:
+    with pytest.raises(kept(KeyError), match="some text"):
+        m.raise_async.sync(TO, "some text")
+    with pytest.raises(kept(KeyError), match="worker1"):
+        asyncio.run(m.raise_async.call(TO, "some text"))
+    with pytest.raises(TypeError, match=r"nap\(\) missing 1 required"):
+        m.nap.sync(TO)
+    with pytest.raises(Exception, match="pickle"):
+        m.unpicklable_async.sync(TO)
+    with pytest.raises(RuntimeError, match="nobody"):
+        asyncio.run(m.nap.call("nobody", 0.0))
+    with pytest.raises(AttributeError, match="pickle"):
+        m.nap.sync(TO, 0.0, lambda: None)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(m.stop.call(TO))
+    # sys.exit() is for neither process, nor for the other calls.
+    waiting = m.nap.async_(TO, 0.5, "still there")
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_async.sync(TO)
+    assert waiting.wait() == "still there"
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_batch.sync(TO, 1)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        m.exit_batch.sync(TO, 1)
+
+
+def check_awaiting() -> None:
+    from torch_rpc_ext import aio
+
+    async def main() -> None:
+        add = rpc.rpc_async(TO, torch.add, (torch.ones(2), 1))
+        failing = rpc.rpc_async(TO, f.raise_value_error)
+        assert (await aio.as_asyncio(add)).tolist() == [2, 2]
+        with pytest.raises(ValueError, match="the value was wrong"):
+            await aio.as_asyncio(failing)
+        # The loop goes on meanwhile.
+        slow = asyncio.ensure_future(aio.as_asyncio(rpc.rpc_async(TO, f.sleep, (0.5,))))
+        ticks = 0
+        while not slow.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        assert ticks > 5
+        given_up = aio.as_asyncio(rpc.rpc_async(TO, f.sleep, (0.2,)))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(given_up, 0.05)
+
+    asyncio.run(main())
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        aio.as_asyncio(torch.futures.Future())
+    # An answer that comes when the loop is closed is nobody's.
+    time.sleep(0.3)
+    assert rpc.rpc_sync(TO, f.identity, (1,)) == 1
+
+
+async def cancelled(call: Any, after: float) -> None:
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(after)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def check_cancellation() -> None:
+    rpc.rpc_sync(TO, m.ran)
+
+    async def not_begun() -> None:
+        running = asyncio.ensure_future(m.one_at_a_time.call(TO, 0.5, "first"))
+        await asyncio.sleep(0.1)
+        await cancelled(m.one_at_a_time.call(TO, 0.0, "dropped"), 0.1)
+        assert await running == "first"
+        assert await m.one_at_a_time.call(TO, 0.0, "last") == "last"
+
+    asyncio.run(not_begun())
+    assert rpc.rpc_sync(TO, m.ran) == ["first", "last"]
+
+    asyncio.run(cancelled(m.nap.call(TO, 30.0, "begun"), 0.3))
+    end = time.monotonic() + 10
+    seen: list[Any] = []
+    while "cancelled begun" not in seen and time.monotonic() < end:
+        seen += rpc.rpc_sync(TO, m.ran)
+        time.sleep(0.02)
+    assert seen == ["begun", "cancelled begun"]
+
+
+def check_cancellation_that_comes_first() -> None:
+    """Before its call, as it may when two threads take them from the network."""
+    from torch_rpc_ext.aio import _server
+
+    rpc.rpc_sync(TO, m.ran)
+    target, request, _ = m.nap._request((0.0, "late"), {})
+    rpc.rpc_sync(TO, _server.cancel, (request[1],))
+    with pytest.raises(Exception, match="nap was cancelled on worker1"):
+        rpc.rpc_sync(TO, target, request)
+    assert rpc.rpc_sync(TO, m.ran) == []
+
+
+def check_batches() -> None:
+    rpc.rpc_sync(TO, m.ran)
+    futures = [m.double.async_(TO, torch.tensor([i])) for i in range(64)]
+    assert [int(future.wait()) for future in futures] == [2 * i for i in range(64)]
+    sizes = rpc.rpc_sync(TO, m.ran)
+    assert sum(sizes) == 64 and max(sizes) <= 8 and len(sizes) < 40, sizes
+    # By time: one alone does not wait for others for ever.
+    assert m.double.sync(TO, torch.tensor([3])).tolist() == [6]
+    assert asyncio.run(m.double.call(TO, torch.tensor([4]))).tolist() == [8]
+    assert m.double([torch.ones(1)]).tolist() == [[2]], "called itself it runs here"
+    assert m.double.remote(TO, torch.ones(1)).to_here().tolist() == [2]
+
+
+def check_batch_by_size_and_errors_per_call() -> None:
+    # max_wait is 10 s: it is the fourth that starts the batch.
+    start = time.monotonic()
+    futures = [m.label.async_(TO, "n", number) for number in (2, 3)]
+    futures += [m.label.async_(TO, texts="m", numbers=number) for number in (4, 5)]
+    assert futures[0].wait() == "n2" and futures[2].wait() == "m4"
+    for place, number in ((1, 3), (3, 5)):
+        with pytest.raises(ValueError, match=f"{number} is odd"):
+            futures[place].wait()
+    assert time.monotonic() - start < 8
+
+
+def check_bad_batches() -> None:
+    from torch_rpc_ext.aio import _batch
+
+    with pytest.raises(ValueError, match="batch function miscount returned 2 results for 1 calls"):
+        m.miscount.sync(TO, 1)
+    with pytest.raises(TypeError, match="batch function no_list returned a int"):
+        m.no_list.sync(TO, 1)
+    with pytest.raises(kept(KeyError), match="batch of 1"):
+        m.raise_batch.sync(TO, 1)
+    with pytest.raises(Exception, match="pickle"):
+        m.unpicklable_batch.sync(TO, 1)
+    with pytest.raises(Exception, match="pickle"):
+        m.unpicklable_batch.sync(TO, 1)
+    with pytest.raises(TypeError, match=r"label\(\): missing.*'numbers'"):
+        m.label.sync(TO, "text")
+    # Nor can a peer break a batch of others by such a request.
+    with pytest.raises(TypeError, match="numbers"):
+        rpc.rpc_sync(TO, _batch.enqueue, (m.label, ("text",)))
+    with pytest.raises(TypeError, match="not a batched"):
+        rpc.rpc_sync(TO, _batch.enqueue, (time.sleep, (1,)))
+
+
+def check_back_pressure() -> None:
+    from torch_rpc_ext import errors
+
+    futures = [m.slow_batch.async_(TO, i) for i in range(12)]
+    answers: list[Any] = []
+    for future in futures:
+        try:
+            answers.append(future.wait())
+        except kept(errors.OverloadedError) as error:
+            assert "slow_batch waiting, its max_queue" in str(error)
+            answers.append(None)
+    served = [answer for answer in answers if answer is not None]
+    # One runs, three wait; more only if the thread was faster than the calls came.
+    assert 3 <= len(served) <= 8 and answers.count(None) >= 4
+    assert m.slow_batch.sync(TO, 5) == 5
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_all_ways,
+        check_thousands,
+        check_errors,
+        check_awaiting,
+        check_cancellation,
+        check_cancellation_that_comes_first,
+        check_batches,
+        check_batch_by_size_and_errors_per_call,
+        check_bad_batches,
+        check_back_pressure,
+    ],
+)
+def test_aio(pair: Group, check: Any) -> None:
+    pair.run(check)
+
+
+@needs_ucx("has no allow_list")
+def test_allow_list() -> None:
+    allowed = [
+        {},
+        {
+            "allow_list": [
+                "tests.process.remote_functions.nap",
+                "tests.process.remote_functions.double",
+                "tests.process.remote_functions.scale",
+            ]
+        },
+    ]
+    with Group(2, options=allowed) as group:
+        group.run(check_allowed)
+
+
+def check_allowed() -> None:
+    from torch_rpc_ext import errors
+
+    assert m.nap.sync(TO, 0.0, "a") == "a"
+    assert asyncio.run(m.nap.call(TO, 0.0, "b")) == "b"
+    assert m.double.sync(TO, torch.ones(1)).tolist() == [2]
+    assert m.scale.sync(TO, torch.ones(1)).tolist() == [2]
+    for refused in (m.thread_name, m.slow_batch, m.whoami):
+        with pytest.raises(errors.RefusedError, match=refused.__name__):
+            refused.sync(TO, *([1] if refused is m.slow_batch else []))
+    with pytest.raises(errors.RefusedError, match="spin"):
+        m.spin.sync(TO, torch.ones(1), 1)

@@ -1,0 +1,121 @@
+"""The decorator for `async def` functions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar, overload
+
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext._remote_function import DEFAULT_TIMEOUT, RemoteFunction
+from torch_rpc_ext.aio import _server
+from torch_rpc_ext.aio._bridge import as_asyncio
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Names the calls of this process, together with a count.
+_process = secrets.randbits(63)
+_count = itertools.count()
+
+
+class AsyncFunction(RemoteFunction[P, T]):
+    """An `async def` function with methods that call it on other workers.
+
+    There it runs on one event loop of the whole process, beside thousands of others; what it does
+    between two awaits holds all of them up. Distributed autograd does not see it. Called itself,
+    it runs here, and must be awaited.
+
+    Args:
+        function: an `async def` at the top level of its module.
+        limit: so many run at once on a callee, others wait their turn; None for any number.
+        reduce: for map_reduce(): makes one result of two.
+
+    Raises:
+        TypeError: no such function.
+        ValueError: a limit under 1.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, Coroutine[Any, Any, T]],
+        *,
+        limit: int | None = None,
+        reduce: Callable[[T, T], T] | None = None,
+    ) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"aio.remote is for async def functions, got {function!r}; use scripting.remote "
+                "for others"
+            )
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be 1 or more, got {limit!r}")
+        super().__init__(function, reduce=reduce)  # type: ignore[arg-type]  # of what it awaits
+        self.limit = limit
+
+    def _request(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return _server.run, (self, (_process, next(_count)), args, kwargs), {}
+
+    async def call(
+        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+    ) -> T:
+        """Call it there; for `await` in asyncio.
+
+        When it is cancelled (Task.cancel(), asyncio.timeout()) the callee is told: a call that has
+        not begun there never does, one that has gets asyncio.CancelledError at its next await.
+        """
+        target, request, _ = self._request(args, kwargs)
+        future = rpc.rpc_async(to, target, request, timeout=rpc_timeout)
+        try:
+            result: T = await as_asyncio(future)
+            return result
+        except asyncio.CancelledError:
+            if not future.done():
+                with contextlib.suppress(RuntimeError):  # nobody is there any more
+                    rpc.rpc_async(to, _server.cancel, (request[1],))
+            raise
+
+
+@overload
+def remote(function: Callable[P, Coroutine[Any, Any, T]], /) -> AsyncFunction[P, T]: ...
+
+
+@overload
+def remote(
+    *, limit: int | None = None, reduce: Callable[[T, T], T] | None = None
+) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], AsyncFunction[P, T]]: ...
+
+
+def remote(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    limit: int | None = None,
+    reduce: Callable[..., Any] | None = None,
+) -> Any:
+    """Give an `async def` function methods that call it on other workers; a decorator.
+
+    Args:
+        function: an `async def` at the top level of a module that callees can import.
+        limit: so many run at once on a callee, others wait their turn; None for any number.
+        reduce: for map_reduce(): makes one result of two.
+
+    Returns:
+        An AsyncFunction; without `function`, a decorator that makes one.
+
+    Raises:
+        TypeError: the function cannot be one; the text says why.
+        ValueError: a limit under 1.
+    """
+    if function is None:
+        return lambda decorated: AsyncFunction(decorated, limit=limit, reduce=reduce)
+    return AsyncFunction(function, limit=limit, reduce=reduce)

@@ -1,0 +1,223 @@
+"""The decorator for functions that take many calls at once."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import rpc as _untyped_rpc
+from torch.futures import Future
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._remote_function import RemoteFunction
+from torch_rpc_ext.aio._answers import fail
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+
+class BatchedFunction(RemoteFunction[..., Any]):
+    """A function of lists, with methods that call it on other workers with one item each.
+
+    The callee collects calls, of whichever callers, and runs the function with lists of their
+    arguments, one list for each argument. Its results go back one to each caller. Called itself,
+    it is the function of lists, and runs here.
+
+    Args:
+        function: takes one list or more, of equal length; returns as many results, in the same
+            order, as a list, a tuple or a tensor's rows. A result that is an exception is raised
+            for its caller alone; what the function raises, for all of the batch.
+        max_size: most calls in a batch.
+        max_wait: how long the first call of a batch waits for others, s.
+        max_queue: so many calls may wait; further ones get OverloadedError at once.
+
+    Raises:
+        TypeError: no such function.
+        ValueError: a number out of range, named.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, max_size: int, max_wait: float, max_queue: int
+    ) -> None:
+        super().__init__(function)
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{function.__qualname__} is an async def; a batch function runs in a thread of "
+                "its own, so make it a plain one"
+            )
+        for parameter in self.signature.parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY or parameter.kind is parameter.VAR_KEYWORD:
+                raise TypeError(
+                    f"{function.__qualname__}: argument {parameter.name!r} is keyword-only; a "
+                    "batch function takes lists by position"
+                )
+        _check_at_least("max_size", max_size, 1)
+        _check_at_least("max_wait", max_wait, 0)
+        _check_at_least("max_queue", max_queue, 1)
+        self.max_size, self.max_wait, self.max_queue = max_size, max_wait, max_queue
+
+    def _request(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        return enqueue, (self, self._items(args, kwargs)), {}
+
+    def _items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return one item for each argument.
+
+        Raises:
+            TypeError: they do not fit the function.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__qualname__}(): {error}") from None
+        # Once a call has left out a default another could not be put beside it.
+        bound.apply_defaults()
+        return bound.args
+
+
+def batched(
+    *, max_size: int = 32, max_wait: float = 0.005, max_queue: int = 1024
+) -> Callable[[Callable[..., Any]], BatchedFunction]:
+    """Group concurrent calls of a function into one execution; a decorator.
+
+    Args:
+        max_size: most calls in a batch.
+        max_wait: how long the first call of a batch waits for others, s.
+        max_queue: so many calls may wait at a callee; further ones get OverloadedError at once,
+            which RetryPolicy calls again.
+
+    Returns:
+        A decorator that makes a BatchedFunction.
+
+    Raises:
+        TypeError: the function cannot be one; the text says why.
+        ValueError: a number out of range, named.
+    """
+    return lambda function: BatchedFunction(
+        function, max_size=max_size, max_wait=max_wait, max_queue=max_queue
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    args: tuple[Any, ...]
+    future: Future[Any] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class _Batcher:
+    """Collects the calls of one function at the callee and runs them.
+
+    Owns: the queue and the thread that runs the function.
+    Thread Safety: add() from any thread.
+    """
+
+    def __init__(self, function: BatchedFunction) -> None:
+        self._function = function
+        self._queue: deque[_Call] = deque()
+        self._changed = threading.Condition()
+        self.thread = threading.Thread(
+            target=self._run, name=f"rpc-batch-{function.__name__}", daemon=True
+        )
+        self.thread.start()
+
+    def add(self, args: tuple[Any, ...]) -> Future[Any]:
+        function, call = self._function, _Call(args)
+        with self._changed:
+            waiting = len(self._queue)
+            if waiting < function.max_queue:
+                self._queue.append(call)
+                # The thread waits for the first, and then for the one that fills the batch.
+                if waiting + 1 in (1, function.max_size):
+                    self._changed.notify()
+                return call.future
+        worker = rpc.get_worker_info().name
+        text = (
+            f'worker "{worker}" has {waiting} calls of {function.__qualname__} waiting, its '
+            "max_queue; call again later"
+        )
+        fail(call.future, errors.OverloadedError(text, worker=worker))
+        return call.future
+
+    def _run(self) -> None:
+        while True:
+            batch = self._next()
+            try:
+                results = self._results(batch)
+            except BaseException as error:  # noqa: BLE001  SystemExit too: the thread goes on
+                results = [error] * len(batch)
+            for call, result in zip(batch, results, strict=True):
+                if isinstance(result, BaseException):
+                    fail(call.future, result)
+                else:
+                    call.future.set_result(result)
+
+    def _next(self) -> list[_Call]:
+        size = self._function.max_size
+        with self._changed:
+            while not self._queue:
+                self._changed.wait()
+            end = self._queue[0].arrived + self._function.max_wait
+            while len(self._queue) < size:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
+
+    def _results(self, batch: list[_Call]) -> list[Any]:
+        function = self._function
+        columns = [list(column) for column in zip(*(call.args for call in batch), strict=True)]
+        returned = function.function(*columns)
+        try:
+            results = list(returned)
+        except TypeError as error:
+            raise TypeError(
+                f"batch function {function.__qualname__} returned a {type(returned).__name__}; it "
+                "must return a list of one result for each call"
+            ) from error
+        if len(results) != len(batch):
+            raise ValueError(
+                f"batch function {function.__qualname__} returned {len(results)} results for "
+                f"{len(batch)} calls; it must return one for each, in their order"
+            )
+        return results
+
+
+_lock = threading.Lock()
+_batchers: dict[BatchedFunction, _Batcher] = {}
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def enqueue(function: Any, args: tuple[Any, ...]) -> Future[Any]:
+    """Put a call into the next batch; called remotely.
+
+    Args:
+        function: the BatchedFunction.
+        args: one item for each of its arguments.
+
+    Returns:
+        A future of the call's result.
+
+    Raises:
+        TypeError: another kind of function, or a wrong number of arguments.
+    """
+    if not isinstance(function, BatchedFunction):
+        raise TypeError(f"not a batched remote function: {function!r}")
+    items = function._items(args, {})
+    with _lock:
+        batcher = _batchers.get(function)
+        # Its thread does not live on in the child of a fork.
+        if batcher is None or not batcher.thread.is_alive():
+            batcher = _batchers[function] = _Batcher(function)
+    return batcher.add(items)
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be {least} or more, got {value!r}")

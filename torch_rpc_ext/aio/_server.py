@@ -1,0 +1,159 @@
+"""The callee's side of `async def` functions: an event loop in a thread of its own.
+
+The RPC threads only hand requests over, through rpc.functions.async_execution: a call that waits
+holds none of them, and a cancellation is not held up by the calls before it. For a function that
+is no `async def`, this would need the agent: it would have to look into its queue of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from torch.distributed import rpc as _untyped_rpc
+from torch.futures import Future
+
+from torch_rpc_ext import errors
+from torch_rpc_ext.aio._answers import fail
+from torch_rpc_ext.aio._bridge import Mailbox
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+CallId = tuple[int, int]
+
+# A cancellation may come before its call, as other threads take it from the network. It also may
+# come after the call's end, so the list of these must not grow: the oldest are forgotten.
+_CANCELLATIONS_KEPT = 10_000
+
+
+class _Host:
+    """Runs coroutines for callers.
+
+    Owns: the thread and its event loop. All but start() and cancel() is the loop's.
+    Thread Safety: start() and cancel() from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._mailbox = Mailbox(self._loop)
+        self._tasks: dict[CallId, asyncio.Task[Any]] = {}
+        self._cancelled: OrderedDict[CallId, None] = OrderedDict()
+        self._slots: dict[Any, asyncio.Semaphore] = {}
+        # A daemon: rpc.shutdown() has waited for the calls, and the process may end.
+        self.thread = threading.Thread(target=self._run, name="rpc-aio", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # What a function raises by sys.exit() ends the loop's run, not the other calls.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
+    def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._mailbox.post(partial(self._start, future, function, call, args, kwargs))
+        return future
+
+    def cancel(self, call: CallId) -> None:
+        self._mailbox.post(partial(self._cancel, call))
+
+    def _start(
+        self, future: Future[Any], function: Any, call: CallId, args: Any, kwargs: Any
+    ) -> None:
+        if call in self._cancelled:
+            del self._cancelled[call]
+            fail(future, _cancellation(function))
+            return
+        try:
+            body = self._body(function, args, kwargs)
+        except Exception as error:  # noqa: BLE001  arguments that do not fit
+            fail(future, error)
+            return
+        task = self._loop.create_task(body)
+        self._tasks[call] = task
+        task.add_done_callback(partial(self._finish, future, function, call))
+
+    def _body(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function.limit is None:
+            return function.function(*args, **kwargs)
+        slots = self._slots.get(function)
+        if slots is None:
+            slots = self._slots[function] = asyncio.Semaphore(function.limit)
+        return _in_turn(slots, function, args, kwargs)
+
+    def _finish(
+        self, future: Future[Any], function: Any, call: CallId, task: asyncio.Task[Any]
+    ) -> None:
+        del self._tasks[call]
+        if task.cancelled():
+            fail(future, _cancellation(function))
+            return
+        error = task.exception()
+        if error is not None:
+            fail(future, error)
+        else:
+            future.set_result(task.result())
+
+    def _cancel(self, call: CallId) -> None:
+        task = self._tasks.get(call)
+        if task is not None:
+            task.cancel()
+            return
+        self._cancelled[call] = None
+        if len(self._cancelled) > _CANCELLATIONS_KEPT:
+            self._cancelled.popitem(last=False)
+
+
+async def _in_turn(slots: asyncio.Semaphore, function: Any, args: Any, kwargs: Any) -> Any:
+    async with slots:
+        return await function.function(*args, **kwargs)
+
+
+def _cancellation(function: Any) -> Exception:
+    worker = rpc.get_worker_info().name
+    return errors.RpcError(f"{function.__qualname__} was cancelled on {worker}", worker=worker)
+
+
+_lock = threading.Lock()
+_host: _Host | None = None
+
+
+def _running_host() -> _Host:
+    global _host
+    with _lock:
+        # Its thread does not live on in the child of a fork.
+        if _host is None or not _host.thread.is_alive():
+            _host = _Host()
+        return _host
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def run(function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
+    """Run an AsyncFunction for a caller; called remotely.
+
+    Args:
+        function: the AsyncFunction.
+        call: names the call, for cancel().
+        args: the function's arguments.
+        kwargs: the function's keyword arguments.
+
+    Returns:
+        A future of what it returns.
+
+    Raises:
+        TypeError: another kind of function.
+    """
+    from torch_rpc_ext.aio._async_function import AsyncFunction
+
+    if not isinstance(function, AsyncFunction):
+        raise TypeError(f"not an async remote function: {function!r}")
+    return _running_host().start(function, call, args, kwargs)
+
+
+def cancel(call: CallId) -> None:
+    """Cancel a call that run() was asked for, or will be; called remotely."""
+    _running_host().cancel(call)
