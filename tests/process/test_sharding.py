@@ -155,12 +155,10 @@ def check_state_dict() -> None:
 
     wrong = {**other.state_dict(), "more": torch.ones(1)}
     del wrong["0.bias"]
-    with pytest.raises(
-        RuntimeError,
-        match=r'(?s)Missing.*"0.bias".*Unexpected.*"more"|'
-        r'(?s)Unexpected.*"more".*Missing.*"0.bias"',
-    ):
+    with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(wrong)
+    assert re.search(r'Missing key.*"0.bias"', str(caught.value))
+    assert re.search(r'Unexpected key.*"more"', str(caught.value))
     result = model.load_state_dict(wrong, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["more"])
     with pytest.raises(RuntimeError, match=r"(?s)stage 0 on worker1.*size mismatch for 0.bias"):
@@ -209,8 +207,11 @@ def check_checkpoint(folder: str) -> None:
     model.save_checkpoint(f"{folder}/one", overwrite=True)
     with pytest.raises(RuntimeError, match=r"stage \d on worker\d.*(No such file|metadata)"):
         model.load_checkpoint(f"{folder}/none")
-    with pytest.raises(RuntimeError, match="(?s)stage 1 on worker2.*Missing key.*2.weight"):
-        shard(m.mlp(), THREE, partition=[1, 2, 2]).load_checkpoint(f"{folder}/one")
+    with pytest.raises(RuntimeError, match="stage 0 on worker1 raised ValueError: Size mismatch"):
+        shard(m.mlp(), THREE).load_checkpoint(f"{folder}/one")
+    other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(RuntimeError, match="stage 2 on worker3.*Missing key.*2.weight"):
+        shard(other, THREE).load_checkpoint(f"{folder}/one")
 
 
 def test_checkpoint_round_trip(four: Group, tmp_path: Path) -> None:
@@ -340,6 +341,9 @@ def check_a_stage_that_raises() -> None:
     model(x)
     with pytest.raises(StageError, match="stage 0 on worker1 raised RuntimeError: mat1"):
         shard(m.mlp(), THREE)(x[:, :2])
+    hangs = nn.Sequential(nn.ReLU(), m.Sleep(2, 0), nn.ReLU())
+    with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
+        shard(hangs, THREE, timeout=0.3)(x)
     if not torch.cuda.is_available():
         with pytest.raises(StageError, match="stage 1 could not be put on worker2/cuda:0.*CUDA"):
             shard(m.mlp(), ["worker1", "worker2/cuda:0"])
@@ -357,7 +361,7 @@ def check_after_a_death() -> None:
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result") as caught:
         model(x)
     assert caught.value.stage == 1
-    with pytest.raises(StageError, match="stage 1 on worker2 failed in"):
+    with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
         model.state_dict()
     # The others live on.
     m.same(shard(m.mlp(), ["worker1", "worker3"])(x), m.mlp()(x).detach())

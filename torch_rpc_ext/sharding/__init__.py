@@ -6,8 +6,8 @@ It needs no agent of ours: public torch APIs only, so it works over TENSORPIPE a
 from __future__ import annotations
 
 from torch_rpc_ext.sharding.failures import StageError
+from torch_rpc_ext.sharding.job import StageStats
 from torch_rpc_ext.sharding.module import ShardedModule, shard
 from torch_rpc_ext.sharding.pipeline import Pipeline
-from torch_rpc_ext.sharding.runner import StageStats
 
 __all__ = ["Pipeline", "ShardedModule", "StageError", "StageStats", "shard"]

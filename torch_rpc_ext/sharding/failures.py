@@ -14,9 +14,9 @@ from typing import Any, Literal
 from torch_rpc_ext import errors
 
 #: raised: the stage's own code did. lost: its worker cannot be reached, or gave no answer in time.
-#: waited: nothing came from its neighbour in time. stopped: another stage had failed.
-Kind = Literal["raised", "lost", "waited", "stopped"]
-_BY_WEIGHT: tuple[Kind, ...] = ("raised", "lost", "waited", "stopped")
+#: late: it was at work when the batch was given up. stopped: it was waiting for others then.
+Kind = Literal["raised", "lost", "late", "stopped"]
+_BY_WEIGHT: tuple[Kind, ...] = ("raised", "lost", "late", "stopped")
 
 
 class StageError(errors.RpcError):
@@ -81,7 +81,7 @@ class Failure:
 
 def first_cause(failures: list[Failure]) -> Failure:
     """Return the failure that the others follow from: a user's error before a lost worker, and
-    both before who only waited for it. Not empty."""
+    both before who worked slowly or only waited. Not empty."""
     return min(failures, key=lambda failure: _BY_WEIGHT.index(failure.kind))
 
 

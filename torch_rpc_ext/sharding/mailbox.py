@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StoppedError(Exception):
-    """The caller has given the batch up."""
+    """Nothing more will come: the caller has given the batch up, or is gone."""
 
 
 class Mailbox:
@@ -47,8 +47,7 @@ class Mailbox:
             seconds: for how long; 0 for ever.
 
         Raises:
-            StoppedError: stop() was called for the batch.
-            TimeoutError: nothing came in time.
+            StoppedError: stop() was called for the batch, or nothing came in time.
         """
         end = time.monotonic() + seconds if seconds > 0 else None
         with self._changed:
@@ -57,15 +56,14 @@ class Mailbox:
                     raise StoppedError(self._stopped[batch])
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
-                    raise TimeoutError(f"nothing came within {seconds:g} s")
+                    raise StoppedError(f"nothing came within {seconds:g} s")
                 self._changed.wait(left)
             return self._values.pop((batch, key))
 
-    def check(self, batch: int) -> None:
-        """Raise StoppedError if stop() was called for the batch."""
+    def stopped(self, batch: int) -> str | None:
+        """Return why stop() was called for the batch, None where it was not."""
         with self._changed:
-            if batch in self._stopped:
-                raise StoppedError(self._stopped[batch])
+            return self._stopped.get(batch)
 
     def stop(self, batch: int, reason: str) -> None:
         """Let who waits for values of the batch go."""

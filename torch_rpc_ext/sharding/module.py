@@ -21,6 +21,9 @@ from torch_rpc_ext.sharding.placement import Place, places
 rpc: Any = _untyped_rpc
 dist_autograd: Any = _untyped_autograd
 
+# By how much a stage waits longer than the one before it, s.
+_STEP = 0.5
+
 
 def shard(
     module: nn.Module,
@@ -64,7 +67,7 @@ def shard(
         raise RuntimeError("call shard() outside of distributed autograd contexts")
     where = places(workers)
     names = cutting.cut(module, len(where), partition, balance, example)
-    seconds = -1.0 if timeout is None else timeout
+    seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
     return ShardedModule(
         [
             _create(stage.Spec(index, place, stage.part_of(module, part), part), seconds)
@@ -99,26 +102,25 @@ class StageHandle:
                 self.place.worker, stage.call, args=(self.rref, method, *args), timeout=timeout
             )
         except Exception as error:
-            raise self._failed(method, error) from error
+            raise self.lost(error) from error
 
-    def result(self, method: str, future: Any) -> Any:
-        """Return what the method has returned.
+    def result(self, future: Any) -> Any:
+        """Return what start() has promised.
 
         Raises:
             StageError: it raised, or its worker is lost.
         """
         try:
-            return future.wait()
+            result = future.wait()
         except Exception as error:
-            raise self._failed(method, error) from error
+            raise self.lost(error) from error
+        if isinstance(result, Failure):
+            raise result.error()
+        return result
 
-    def _failed(self, method: str, error: Exception) -> StageError:
-        worker = self.place.worker
-        return StageError(
-            f"stage {self.index} on {worker} failed in {method}: {error}",
-            stage=self.index,
-            worker=worker,
-        )
+    def lost(self, error: Exception) -> StageError:
+        """Return what to raise when a call to its worker has failed."""
+        return Failure.of(self.index, self.place.worker, "lost", error).error()
 
 
 class ShardedModule(nn.Module):
@@ -157,22 +159,22 @@ class ShardedModule(nn.Module):
         given = tensors.for_the_wire(value)
         made: list[Any] = []  # kept until the end: dropping an RRef drops what it stands for
         for handle in self._stages:
-            place = handle.place
             try:
+                # Fetching has a time-out, not this: an RRef whose creation has timed out is never
+                # let go, and shutdown() would wait for it.
                 given = rpc.remote(
-                    place.worker,
+                    handle.place.worker,
                     stage.forward,
-                    args=(handle.rref, given, with_grad, self._timeout),
-                    timeout=self._timeout,
+                    args=(handle.rref, given, with_grad, self._patience(handle.index)),
+                    timeout=0,
                 )
             except Exception as error:
-                raise Failure.of(handle.index, place.worker, "lost", error).error() from error
+                raise handle.lost(error) from error
             made.append(given)
-        last = self._stages[-1]
         try:
-            result = made[-1].to_here(self._timeout)
+            result = made[-1].to_here(self._patience(len(made)))
         except Exception as error:
-            raise Failure.of(last.index, last.place.worker, "lost", error).error() from error
+            raise self._stages[-1].lost(error) from error
         if isinstance(result, Failure):
             raise result.error()
         return result
@@ -290,8 +292,15 @@ class ShardedModule(nn.Module):
             f"({handle.index}) {handle.place}: {', '.join(handle.names)}" for handle in self._stages
         )
 
+    def _patience(self, stages_before: int) -> float:
+        """How long to wait for what comes from the last of so many stages, s; 0 for ever.
+
+        Longer from stage to stage, so that it is the neighbour of a stage that hangs who names it.
+        """
+        return self._timeout + stages_before * _STEP if self._timeout > 0 else 0.0
+
     def _one(self, handle: StageHandle, method: str, *args: Any) -> Any:
-        return handle.result(method, handle.start(method, *args, timeout=self._timeout))
+        return handle.result(handle.start(method, *args, timeout=self._timeout))
 
     def _each(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all stages at once."""
@@ -302,10 +311,7 @@ class ShardedModule(nn.Module):
             handle.start(method, *args, timeout=self._timeout)
             for handle, args in zip(self._stages, arguments, strict=True)
         ]
-        return [
-            handle.result(method, future)
-            for handle, future in zip(self._stages, futures, strict=True)
-        ]
+        return [handle.result(future) for handle, future in zip(self._stages, futures, strict=True)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError("the parameters are on other workers: use to()")
@@ -353,13 +359,14 @@ def context_id() -> int | None:
 
 
 def _create(spec: stage.Spec, timeout: float) -> StageHandle:
-    worker = spec.place.worker
     try:
-        rref = rpc.rpc_sync(worker, stage.create, args=(spec,), timeout=timeout)
-    except Exception as error:
+        made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
+    except Exception as error:  # noqa: BLE001  raised below
+        made = Failure.of(spec.index, spec.place.worker, "lost", error)
+    if isinstance(made, Failure):
         raise StageError(
-            f"stage {spec.index} could not be put on {spec.place}: {error}",
+            f"stage {spec.index} could not be put on {spec.place}: {made.what}",
             stage=spec.index,
-            worker=worker,
-        ) from error
-    return StageHandle(spec.index, spec.place, spec.names, list(spec.module.state_dict()), rref)
+            worker=spec.place.worker,
+        ) from made.cause
+    return StageHandle(spec.index, spec.place, spec.names, list(spec.module.state_dict()), made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,12 +15,15 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import runner, tensors
-from torch_rpc_ext.sharding.failures import Failure, StageError, first_cause
+from torch_rpc_ext.sharding.failures import Failure, first_cause
+from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
 from torch_rpc_ext.sharding.module import ShardedModule, context_id
-from torch_rpc_ext.sharding.runner import Job, StageStats
 from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# How long a stage may take to notice that its batch is over, s. One that does not is named.
+_GRACE = 2.0
 
 
 class Pipeline:
@@ -74,7 +78,7 @@ class Pipeline:
         _check_picklable(loss)
         self._stages = model.stages
         self._count, self._reduction = micro_batches, reduction
-        self._timeout = -1.0 if timeout is None else timeout
+        self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
         self._steps = [
             SCHEDULES[schedule](stage, len(self._stages), micro_batches)
             for stage in range(len(self._stages))
@@ -83,8 +87,7 @@ class Pipeline:
         self._batch = 0
         self._one_at_a_time = threading.Lock()
         self._stats: list[StageStats] = []
-        wait = float(rpc.get_rpc_timeout()) if timeout is None else timeout
-        self._runners = self._create_runners(loss, wait)
+        self._runners = self._create_runners(loss)
 
     @property
     def stats(self) -> list[StageStats]:
@@ -137,20 +140,16 @@ class Pipeline:
         assert loss is not None, "the last stage returns it"
         return loss
 
-    def _create_runners(self, loss: Callable[[Any, Any], torch.Tensor], wait: float) -> list[Any]:
+    def _create_runners(self, loss: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
         workers = [handle.place.worker for handle in self._stages]
         runners = []
         for handle in self._stages:
             own = loss if handle is self._stages[-1] else None
-            route = runner.Route(self._name, workers, own, wait)
+            route = Route(self._name, workers, own, patience=self._longest())
             try:
                 made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
             except Exception as error:
-                raise StageError(
-                    f"stage {handle.index} on {handle.place.worker} cannot be used: {error}",
-                    stage=handle.index,
-                    worker=handle.place.worker,
-                ) from error
+                raise handle.lost(error) from error
             runners.append(made)
         return runners
 
@@ -177,26 +176,42 @@ class Pipeline:
         sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
         return [part / size for part in sizes]
 
-    def _run(self, jobs: list[Job]) -> list[runner.Result]:
+    def _longest(self) -> float:
+        """After how long a stage is taken for lost that does not answer; s, 0 for never."""
+        return self._timeout + _GRACE if self._timeout > 0 else 0.0
+
+    def _run(self, jobs: list[Job]) -> list[Result]:
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        outcomes: list[Any] = [None] * len(jobs)
-        failures: list[Failure] = []
         futures: list[Any] = []
         try:
             for index, job in enumerate(jobs):
                 futures.append(self._start(index, job, ended))
-            for _ in jobs:
-                index = ended.get()
-                outcomes[index] = self._outcome(index, futures[index])
-                if isinstance(outcomes[index], Failure):
-                    if not failures:
-                        self._stop(outcomes[index].error())
-                    failures.append(outcomes[index])
+            outcomes = self._collect(futures, ended)
         except BaseException as error:
-            self._stop(error)  # Ctrl-C here must not leave stages that wait for each other
+            self._stop(str(error))  # Ctrl-C here must not leave stages that wait for each other
             raise
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:
             raise first_cause(failures).error()
+        return outcomes
+
+    def _collect(self, futures: list[Any], ended: queue.SimpleQueue[int]) -> list[Any]:
+        """Return the outcome of each stage; after the first failure, or in the end, the others
+        are told to stop, and then soon answer."""
+        outcomes: list[Any] = [None] * len(futures)
+        end = time.monotonic() + self._timeout if self._timeout > 0 else None
+        for _ in futures:
+            try:
+                left = None if end is None else max(end - time.monotonic(), 0.0)
+                index = ended.get(timeout=left)
+            except queue.Empty:
+                self._stop(f"the batch did not end within {self._timeout:g} s")
+                end = None
+                index = ended.get()
+            outcomes[index] = self._outcome(index, futures[index])
+            if isinstance(outcomes[index], Failure) and end is not None:
+                self._stop(str(outcomes[index].error()))
+                end = None
         return outcomes
 
     def _start(self, index: int, job: Job, ended: queue.SimpleQueue[int]) -> Any:
@@ -204,7 +219,7 @@ class Pipeline:
         worker = self._stages[index].place.worker
         try:
             future = rpc.rpc_async(
-                worker, runner.run, args=(self._runners[index], job), timeout=self._timeout
+                worker, runner.run, args=(self._runners[index], job), timeout=self._longest()
             )
         except Exception as error:  # noqa: BLE001  one of the outcomes
             ended.put(index)
@@ -220,14 +235,12 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001  one of the outcomes
             return Failure.of(index, self._stages[index].place.worker, "lost", error)
 
-    def _stop(self, error: BaseException) -> None:
+    def _stop(self, reason: str) -> None:
         """Tell all stages to give the batch up, as far as they can be reached."""
         for handle in self._stages:
             name = f"{self._name}/{handle.index}"
             try:
-                rpc.rpc_async(
-                    handle.place.worker, runner.stop, args=(name, self._batch, str(error))
-                )
+                rpc.rpc_async(handle.place.worker, runner.stop, args=(name, self._batch, reason))
             except Exception:  # noqa: BLE001  it is lost, and its own outcome says so
                 continue
 

@@ -16,90 +16,24 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import autograd as _untyped_autograd
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import tensors
 from torch_rpc_ext.sharding.failures import Failure
+from torch_rpc_ext.sharding.gradients import enter, into_context
+from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
-from torch_rpc_ext.sharding.schedule import Action
 from torch_rpc_ext.sharding.stage import Stage
 
-# Upstream's functions have no types.
-rpc: Any = _untyped_rpc
-dist_autograd: Any = _untyped_autograd
+rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 # Found by name and not by RRef: neighbours that hold RRefs of each other would never be freed.
 _RUNNERS: weakref.WeakValueDictionary[str, StageRunner] = weakref.WeakValueDictionary()
-# Distributed autograd bears one backward per context and process, and two stages may share both.
-_DELIVERY = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Route:
-    """The stages of a pipeline, as each of them knows them.
-
-    Attributes:
-        name: of the pipeline, unique in the group.
-        workers: one per stage.
-        loss: for the last stage; called with the output and the target of a micro-batch.
-        timeout: how long to wait for a neighbour, s; 0 for ever.
-    """
-
-    name: str
-    workers: list[str]
-    loss: Callable[[Any, Any], torch.Tensor] | None
-    timeout: float
-
-
-@dataclass(frozen=True)
-class Job:
-    """A batch, for one stage.
-
-    Attributes:
-        batch: its number, from 1.
-        context: id of the distributed autograd context that gets the gradients.
-        steps: of the stage.
-        weights: of the loss of each micro-batch.
-        inputs: of the whole batch, for the first stage; else None.
-        target: of the whole batch, for the last stage; else None.
-    """
-
-    batch: int
-    context: int
-    steps: Sequence[Action]
-    weights: Sequence[float]
-    inputs: Any
-    target: Any
-
-
-@dataclass(frozen=True)
-class StageStats:
-    """How a stage has spent a batch.
-
-    Attributes:
-        stage: its index, from 0.
-        worker: its worker.
-        peak_micro_batches: the most micro-batches whose activations it held at a time.
-        compute_s: time in forwards and backwards, s.
-        total_s: time from its first step to its last, waiting included, s.
-    """
-
-    stage: int
-    worker: str
-    peak_micro_batches: int
-    compute_s: float
-    total_s: float
-
-
-#: The loss of the batch, shape (), on the last stage; how the time was spent.
-Result = tuple[torch.Tensor | None, StageStats]
 
 
 @dataclass
@@ -154,10 +88,10 @@ class StageRunner:
         except _NeighbourLostError as lost:
             worker = self._route.workers[lost.stage]
             return Failure.of(lost.stage, worker, "lost", lost.error)
+        except _AtWorkError as late:
+            return self._failure("late", late)
         except StoppedError as stopped:
             return self._failure("stopped", stopped)
-        except _NothingCameError as waited:
-            return self._failure("waited", waited)
         except BaseException as error:  # noqa: BLE001  the caller raises it
             return self._failure("raised", error)
         finally:
@@ -183,8 +117,13 @@ class StageRunner:
             else:
                 self._backward(batch, step.micro_batch)
             self._check_sent(batch, wait=False)
+            reason = self.mailbox.stopped(job.batch)
+            if reason is not None:
+                raise _AtWorkError(
+                    f"{reason}; it was at work on the {step.kind} of micro-batch {step.micro_batch}"
+                )
         self._check_sent(batch, wait=True)
-        _into_context(job.context, batch.parameters, batch.gradients)
+        into_context(job.context, batch.parameters, batch.gradients)
         stats = StageStats(
             self._stage.index,
             self._stage.place.worker,
@@ -198,7 +137,7 @@ class StageRunner:
         if self._first:
             given, wanted = batch.inputs[index], None
         else:
-            given, wanted = self._take(batch, "forward", index, self._stage.index - 1)
+            given, wanted = self._take(batch, "forward", index)
         begin = time.perf_counter()
         leaves, form = pytree.tree_flatten(tensors.moved(given, self._stage.device))
         wanted = wanted or [False] * len(leaves)
@@ -240,7 +179,7 @@ class StageRunner:
         if self._last:
             gradients: list[torch.Tensor | None] = [None] * len(batch.held[index].outputs)
         else:
-            gradients = self._take(batch, "backward", index, self._stage.index + 1)
+            gradients = self._take(batch, "backward", index)
         begin = time.perf_counter()
         held = batch.held.pop(index)
         found = self._gradients(batch, held, gradients)
@@ -268,14 +207,8 @@ class StageRunner:
                 batch.gradients[place] = _sum(batch.gradients[place], gradient)
         return list(found[:count])
 
-    def _take(self, batch: _Batch, kind: str, index: int, neighbour: int) -> Any:
-        try:
-            return self.mailbox.take(batch.job.batch, (kind, index), self._route.timeout)
-        except TimeoutError as late:
-            raise _NothingCameError(
-                f"{late} from stage {neighbour} on {self._route.workers[neighbour]} "
-                f"for the {kind} of micro-batch {index}"
-            ) from None
+    def _take(self, batch: _Batch, kind: str, index: int) -> Any:
+        return self.mailbox.take(batch.job.batch, (kind, index), self._route.patience)
 
     def _send(self, batch: _Batch, neighbour: int, key: Any, value: Any) -> None:
         worker = self._route.workers[neighbour]
@@ -298,7 +231,6 @@ class StageRunner:
             except Exception as error:
                 raise _NeighbourLostError(neighbour, error) from error
         batch.sent = left
-        self.mailbox.check(batch.job.batch)
 
     def _failure(self, kind: Any, error: BaseException) -> Failure:
         return Failure.of(self._stage.index, self._stage.place.worker, kind, error)
@@ -341,55 +273,8 @@ class _NeighbourLostError(Exception):
         self.stage, self.error = stage, error
 
 
-class _NothingCameError(Exception):
-    pass
-
-
-class _Entry(torch.autograd.Function):
-    """The input of a stage with a history, so that the first layer may change it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        # Without the leaf's version counter: nothing that is kept of the leaf is its values.
-        return leaf.data
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-class _Delivery(torch.autograd.Function):
-    """A number whose gradients are given: brings them into the context, through upstream's API."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return (None, *ctx.gradients)
-
-
-# Upstream's apply() has no types.
-enter: Any = _Entry.apply
-deliver: Any = _Delivery.apply
-
-
-def _into_context(
-    context: int, parameters: list[torch.Tensor], gradients: list[torch.Tensor | None]
-) -> None:
-    pairs = [
-        (parameter, gradient)
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-        if gradient is not None
-    ]
-    if pairs:
-        known, found = zip(*pairs, strict=True)
-        with _DELIVERY:
-            dist_autograd.backward(context, [deliver(found, *known)])
+class _AtWorkError(Exception):
+    """The batch was given up while the stage was at work on it."""
 
 
 def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:

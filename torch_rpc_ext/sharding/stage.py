@@ -104,13 +104,21 @@ class Stage:
 
 
 def create(spec: Spec) -> Any:
-    """Return an RRef of a new stage on this worker."""
-    return rpc.RRef(Stage(spec))
+    """Return an RRef of a new stage on this worker, or a Failure."""
+    try:
+        return rpc.RRef(Stage(spec))
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(spec.index, spec.place.worker, "raised", error)
 
 
 def call(stage: Any, method: str, *args: Any) -> Any:
-    """Return what a method of the stage returns; ``stage`` is its RRef, owned here."""
-    return getattr(stage.local_value(), method)(*args)
+    """Return what a method of the stage returns, or a Failure; ``stage`` is its RRef, owned
+    here."""
+    own: Stage = stage.local_value()
+    try:
+        return getattr(own, method)(*args)
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(own.index, own.place.worker, "raised", error)
 
 
 def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
@@ -120,7 +128,7 @@ def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
         stage: its RRef, owned here.
         given: the value, or an RRef of what the stage before has returned.
         with_grad: whether the caller records gradients.
-        timeout: for fetching the value, s; negative for the group's.
+        timeout: for fetching the value, s; 0 for none.
 
     Returns:
         What the submodules return, tensors on the CPU, or a Failure.
