@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -293,35 +294,42 @@ def test_a_stage_that_takes_too_long(four: Group) -> None:
     four.run(check_slow_stage)
 
 
+WATCHED: list[Any] = []
+
+
+def watch(stage: Any, pipe: str) -> None:
+    from torch_rpc_ext.sharding import runner
+
+    own = stage.local_value()
+    found = runner.find(runner.runner_name(pipe, own.index))
+    assert found is not None
+    WATCHED.extend([weakref.ref(own), weakref.ref(found)])
+
+
+def alive() -> int:
+    """How many of the stages and runners that are watched on this worker still live."""
+    gc.collect()
+    return sum(one() is not None for one in WATCHED)
+
+
 def check_nothing_stays() -> None:
     model = shard(m.mlp(), THREE)
     x, y = m.batch_of("mlp")
     pipe = pipeline(model, mse)
+    for handle in model.stages:
+        rpc.rpc_sync(handle.place.worker, watch, args=(handle.rref, pipe.name))
     run(pipe, model, x, y)
-    assert [rpc.rpc_sync(worker, counts) for worker in THREE] == [(1, 1)] * 3
-    del pipe, model
+    assert [rpc.rpc_sync(worker, alive) for worker in THREE] == [2, 2, 2]
+    del pipe, model, handle
     gc.collect()
     deadline = time.monotonic() + 10
-    while any(sum(rpc.rpc_sync(worker, counts)) for worker in THREE):
-        assert time.monotonic() < deadline, [rpc.rpc_sync(worker, counts) for worker in THREE]
+    while any(rpc.rpc_sync(worker, alive) for worker in THREE):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def counts() -> tuple[int, int]:
-    """The stages and the runners that live on this worker."""
-    from torch_rpc_ext.sharding import runner, stage
-
-    gc.collect()
-    live = gc.get_objects()
-    return (
-        sum(isinstance(one, stage.Stage) for one in live),
-        sum(isinstance(one, runner.StageRunner) for one in live),
-    )
-
-
-@workers(4)
-def test_nothing_stays() -> None:
-    check_nothing_stays()
+def test_nothing_stays(four: Group) -> None:
+    four.run(check_nothing_stays)
 
 
 KEPT: list[Any] = []

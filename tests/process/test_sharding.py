@@ -17,6 +17,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 from tests.process import models as m
 from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
 
 THREE = ["worker1", "worker2", "worker3"]
 
@@ -376,6 +377,7 @@ def keep_one() -> None:
     KEPT[0](x)
 
 
+@needs_ucx("hands an RRef of a dead worker on, and its receiver waits")
 def test_a_worker_that_has_died() -> None:
     with Group(4) as group:
         group.run(keep_one)

@@ -22,9 +22,9 @@ dcp: Any = _untyped_dcp  # upstream's functions have no types
 class StageWriter:
     """The two halves of what one stage writes."""
 
-    def __init__(self, path: str, overwrite: bool) -> None:
+    def __init__(self, path: str) -> None:
         self._planner = dcp.DefaultSavePlanner()
-        self._storage = dcp.FileSystemWriter(path, overwrite=overwrite)
+        self._storage = dcp.FileSystemWriter(path, overwrite=False)
 
     def plan(self, state: dict[str, Any]) -> Any:
         """Return what this stage would write, a SavePlan."""
@@ -47,9 +47,12 @@ class Coordinator:
     """
 
     def __init__(self, path: str, overwrite: bool) -> None:
-        self._path = path
-        self._storage = dcp.FileSystemWriter(path, overwrite=overwrite)
+        self._path = Path(path)
+        self._storage = dcp.FileSystemWriter(path, overwrite=False)
         self._storage.set_up_storage_writer(True)
+        if overwrite:
+            # First of all: with it, what is half overwritten would pass for a checkpoint.
+            (self._path / ".metadata").unlink(missing_ok=True)
         self._metadata: Any = None
 
     def plan(self, plans: list[Any]) -> list[Any]:
@@ -61,7 +64,7 @@ class Coordinator:
     def missing_files(self, results: list[Any]) -> list[str]:
         """Return the files of one stage that cannot be seen from here."""
         files = {result.storage_data.relative_path for result in results}
-        return sorted(file for file in files if not (Path(self._path) / file).exists())
+        return sorted(file for file in files if not (self._path / file).exists())
 
     def finish(self, results: list[list[Any]]) -> None:
         """Write the metadata."""

@@ -218,7 +218,8 @@ class ShardedModule(nn.Module):
 
         Args:
             path: a folder that all workers and the caller share.
-            overwrite: whether a checkpoint that is there may be replaced.
+            overwrite: whether a checkpoint that is there may be replaced; it is gone then, also if
+                writing fails.
 
         Raises:
             StageError: a stage could not write, or there is a checkpoint already.
@@ -226,7 +227,7 @@ class ShardedModule(nn.Module):
         """
         text = os.fspath(path)
         coordinator = checkpoint.Coordinator(text, overwrite)
-        plans = coordinator.plan(self._each("plan_checkpoint", text, overwrite))
+        plans = coordinator.plan(self._each("plan_checkpoint", text))
         results = self._each_own("write_checkpoint", [(plan,) for plan in plans])
         for handle, result in zip(self._stages, results, strict=True):
             missing = coordinator.missing_files(result)

@@ -83,7 +83,7 @@ class Pipeline:
             SCHEDULES[schedule](stage, len(self._stages), micro_batches)
             for stage in range(len(self._stages))
         ]
-        self._name = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex
         self._batch = 0
         self._one_at_a_time = threading.Lock()
         self._stats: list[StageStats] = []
@@ -145,7 +145,7 @@ class Pipeline:
         runners = []
         for handle in self._stages:
             own = loss if handle is self._stages[-1] else None
-            route = Route(self._name, workers, own, patience=self._longest())
+            route = Route(self.name, workers, own, patience=self._longest())
             try:
                 made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
             except Exception as error:
@@ -238,7 +238,7 @@ class Pipeline:
     def _stop(self, reason: str) -> None:
         """Tell all stages to give the batch up, as far as they can be reached."""
         for handle in self._stages:
-            name = f"{self._name}/{handle.index}"
+            name = runner.runner_name(self.name, handle.index)
             try:
                 rpc.rpc_async(handle.place.worker, runner.stop, args=(name, self._batch, reason))
             except Exception:  # noqa: BLE001  it is lost, and its own outcome says so

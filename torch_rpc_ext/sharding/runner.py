@@ -73,7 +73,7 @@ class StageRunner:
         self._last = stage.index == len(route.workers) - 1
         self._busy = threading.Lock()
         self.mailbox = Mailbox()
-        _RUNNERS[_key(route.name, stage.index)] = self
+        _RUNNERS[runner_name(route.name, stage.index)] = self
 
     def run(self, job: Job) -> Result | Failure:
         """Do the steps of a batch and leave the gradients in the context. Raises nothing.
@@ -212,7 +212,7 @@ class StageRunner:
 
     def _send(self, batch: _Batch, neighbour: int, key: Any, value: Any) -> None:
         worker = self._route.workers[neighbour]
-        name = _key(self._route.name, neighbour)
+        name = runner_name(self._route.name, neighbour)
         try:
             future = rpc.rpc_async(worker, leave, args=(name, batch.job.batch, key, value))
         except Exception as error:
@@ -252,9 +252,14 @@ def run(runner: Any, job: Job) -> Any:
     return future
 
 
+def find(name: str) -> StageRunner | None:
+    """Return a runner of this worker, None when its pipeline is gone."""
+    return _RUNNERS.get(name)
+
+
 def leave(name: str, batch: int, key: Any, value: Any) -> None:
     """Take a value for a runner of this worker."""
-    runner = _RUNNERS.get(name)
+    runner = find(name)
     if runner is None:
         raise RuntimeError("its pipeline is gone")
     runner.mailbox.put(batch, key, value)
@@ -262,7 +267,7 @@ def leave(name: str, batch: int, key: Any, value: Any) -> None:
 
 def stop(name: str, batch: int, reason: str) -> None:
     """Let a runner of this worker give a batch up."""
-    runner = _RUNNERS.get(name)
+    runner = find(name)
     if runner is not None:
         runner.mailbox.stop(batch, reason)
 
@@ -282,5 +287,6 @@ def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     return gradient if total is None else total + gradient
 
 
-def _key(name: str, stage: int) -> str:
+def runner_name(name: str, stage: int) -> str:
+    """Return the name of a runner, given that of its pipeline."""
     return f"{name}/{stage}"

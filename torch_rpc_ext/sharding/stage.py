@@ -85,9 +85,9 @@ class Stage:
         self.module.to(*args, **kwargs)
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
 
-    def plan_checkpoint(self, path: str, overwrite: bool) -> Any:
+    def plan_checkpoint(self, path: str) -> Any:
         """First half of saving: return what this stage would write."""
-        self.saving = checkpoint.StageWriter(path, overwrite)
+        self.saving = checkpoint.StageWriter(path)
         return self.saving.plan(self.module.state_dict())
 
     def write_checkpoint(self, plan: Any) -> Any:
