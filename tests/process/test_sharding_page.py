@@ -6,25 +6,20 @@ import re
 import socket
 from typing import Any
 
-import pytest
-
 from tests.process.group import Group
 from tests.support.backend import ROOT, needs_ucx
 
 
-def execute(code: str) -> tuple[list[float], Any]:
+def run_example(code: str) -> list[float]:
+    """The losses that it has seen; none but on rank 0."""
     names: dict[str, Any] = {}
     exec(code, names)
-    return names["losses"], names.get("model")
-
-
-def run_example(code: str) -> list[float]:
-    losses, _ = execute(code)
+    losses: list[float] = names["losses"]
     return losses
 
 
 @needs_ucx("is not what the example names")
-def test_the_example(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example() -> None:
     page = (ROOT / "docs" / "sharding.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     with socket.socket() as free:
@@ -36,4 +31,6 @@ def test_the_example(capfd: pytest.CaptureFixture[str]) -> None:
         losses = group.run_all(run_example, code)[0]
         printed = group[0].child.output()
     assert len(losses) == 20 and losses[-1] < 0.5 * losses[0]
-    assert "(1) worker2: " in printed and "accuracy 0.9" in printed or "accuracy 1" in printed
+    assert "(1) worker2: " in printed
+    accuracy = re.search(r"accuracy ([\d.]+)", printed)
+    assert accuracy and float(accuracy[1]) > 0.9

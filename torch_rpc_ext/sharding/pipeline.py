@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import queue
 import threading
@@ -199,19 +200,20 @@ class Pipeline:
         """Return the outcome of each stage; after the first failure, or in the end, the others
         are told to stop, and then soon answer."""
         outcomes: list[Any] = [None] * len(futures)
-        end = time.monotonic() + self._timeout if self._timeout > 0 else None
+        end = time.monotonic() + self._timeout if self._timeout > 0 else math.inf
+        stopped = False
         for _ in futures:
             try:
-                left = None if end is None else max(end - time.monotonic(), 0.0)
+                left = None if stopped or end == math.inf else max(end - time.monotonic(), 0.0)
                 index = ended.get(timeout=left)
             except queue.Empty:
                 self._stop(f"the batch did not end within {self._timeout:g} s")
-                end = None
+                stopped = True
                 index = ended.get()
             outcomes[index] = self._outcome(index, futures[index])
-            if isinstance(outcomes[index], Failure) and end is not None:
+            if isinstance(outcomes[index], Failure) and not stopped:
                 self._stop(str(outcomes[index].error()))
-                end = None
+                stopped = True
         return outcomes
 
     def _start(self, index: int, job: Job, ended: queue.SimpleQueue[int]) -> Any:

@@ -95,6 +95,7 @@ class StageRunner:
         except BaseException as error:  # noqa: BLE001  the caller raises it
             return self._failure("raised", error)
         finally:
+            self.mailbox.open(job.batch + 1)  # lets go of what an unfinished batch has left there
             self._busy.release()
 
     def _run(self, job: Job) -> Result:
