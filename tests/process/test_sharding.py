@@ -390,3 +390,35 @@ def test_with_few_threads() -> None:
     x, _ = m.batch_of("mlp")
     local = m.mlp()
     m.same(shard(local, ["worker1", "worker0", "worker1"])(x), local(x).detach())
+
+
+ALLOWED = [
+    *(
+        f"torch_rpc_ext.sharding.{name}"
+        for name in ("stage", "runner", "job", "schedule", "placement", "failures")
+    ),
+    *(
+        f"torch.distributed.checkpoint.{name}"
+        for name in ("planner", "metadata", "filesystem", "storage")
+    ),
+    *(f"torch.nn.{name}" for name in ("Module", "Linear", "ReLU", "Tanh", "functional.mse_loss")),
+]
+
+
+@needs_ucx("has no allow_list")
+@workers(3, options={"allow_list": ALLOWED})
+def test_with_an_allow_list(tmp_path: Path) -> None:
+    from torch_rpc_ext import sharding
+
+    local = m.mlp()
+    x, y = m.batch_of("mlp")
+    model = shard(local, ["worker1", "worker2"])
+    pipeline = sharding.Pipeline(model, nn.functional.mse_loss, micro_batches=2)
+    with dist_autograd.context():
+        m.same(
+            pipeline.forward_backward(x, y),
+            m.local_gradients(local, nn.functional.mse_loss, x, y, 2)[0],
+        )
+    model.save_checkpoint(tmp_path)
+    model.load_checkpoint(tmp_path)
+    m.same(dict(model.state_dict()), dict(local.state_dict()))
