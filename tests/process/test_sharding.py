@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,6 +214,19 @@ def check_checkpoint(folder: str) -> None:
     other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(RuntimeError, match="stage 2 on worker3.*Missing key.*2.weight"):
         shard(other, THREE).load_checkpoint(f"{folder}/one")
+    # A folder that one worker does not share: there, "apart" is elsewhere.
+    os.chdir(folder)
+    back = rpc.rpc_sync("worker2", os.getcwd)
+    for worker in ("worker1", "worker3"):
+        rpc.rpc_sync(worker, os.chdir, args=(folder,))
+    elsewhere = Path(folder, "elsewhere")
+    elsewhere.mkdir()
+    rpc.rpc_sync("worker2", os.chdir, args=(str(elsewhere),))
+    with pytest.raises(ValueError, match="stage 1 on worker2 has written __1_0.distcp.*share"):
+        model.save_checkpoint("apart")
+    assert not Path(folder, "apart", ".metadata").exists()
+    for worker in ("worker0", *THREE):
+        rpc.rpc_sync(worker, os.chdir, args=(back,))
 
 
 def test_checkpoint_round_trip(four: Group, tmp_path: Path) -> None:
