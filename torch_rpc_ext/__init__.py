@@ -14,12 +14,21 @@ from torch_rpc_ext._version import __version__
 
 if TYPE_CHECKING:
     from torch_rpc_ext import errors as errors
+    from torch_rpc_ext import sharding as sharding
     from torch_rpc_ext._info import info as info
     from torch_rpc_ext.options import UcxRpcBackendOptions as UcxRpcBackendOptions
     from torch_rpc_ext.retry import RetryPolicy as RetryPolicy
     from torch_rpc_ext.takeover import take_over as take_over
 
-__all__ = ["RetryPolicy", "UcxRpcBackendOptions", "__version__", "errors", "info", "take_over"]
+__all__ = [
+    "RetryPolicy",
+    "UcxRpcBackendOptions",
+    "__version__",
+    "errors",
+    "info",
+    "sharding",
+    "take_over",
+]
 
 # Public name -> (module, attribute; None for the module itself).
 _LAZY: dict[str, tuple[str, str | None]] = {
@@ -27,6 +36,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "UcxRpcBackendOptions": ("torch_rpc_ext.options", "UcxRpcBackendOptions"),
     "errors": ("torch_rpc_ext.errors", None),
     "info": ("torch_rpc_ext._info", "info"),
+    "sharding": ("torch_rpc_ext.sharding", None),
     "take_over": ("torch_rpc_ext.takeover", "take_over"),
 }
 

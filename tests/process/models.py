@@ -1,0 +1,175 @@
+"""Modules that tests split over workers, what runs on these workers, and the local models' side."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+
+
+def transformer() -> nn.Sequential:
+    torch.manual_seed(2)
+    blocks = [
+        nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        for _ in range(3)
+    ]
+    return nn.Sequential(nn.Embedding(11, 16), *blocks, nn.Linear(16, 11))
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
+
+
+def batch_of(name: str, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input and a target for the model of this name."""
+    torch.manual_seed(4)
+    if name == "transformer":
+        return torch.randint(11, (size, 5)), torch.randint(11, (size, 5))
+    return torch.randn(size, 6), torch.randn(size, 3)
+
+
+def loss_of(name: str) -> Any:
+    return token_loss if name == "transformer" else nn.functional.mse_loss
+
+
+def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Chain(nn.Module):
+    """No nn.Sequential, but its parts run one after another."""
+
+    def __init__(self, shortcut: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(6, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, 3)
+        self.shortcut = shortcut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = x = self.embed(x)
+        for layer in self.layers:
+            value = layer(value)
+        result: torch.Tensor = self.head(value + x if self.shortcut else value)
+        return result
+
+
+class Boom(nn.Module):
+    """Raises in the forward or backward of its n-th call."""
+
+    def __init__(self, where: str, at: int = 0) -> None:
+        super().__init__()
+        self.where, self.at, self.calls = where, at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls - 1 != self.at:
+            return x
+        if self.where == "forward":
+            raise ValueError("boom")
+        x.register_hook(boom)
+        return x.clone()
+
+
+def boom(_: torch.Tensor) -> None:
+    raise ValueError("boom")
+
+
+class Sleep(nn.Module):
+    """Sleeps in forward and backward, s."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds[0])
+        if x.requires_grad:
+            x = x.clone()
+            x.register_hook(lambda _: time.sleep(self.seconds[1]))
+        return x
+
+
+class Pair(nn.Module):
+    """From a tensor, or a dict of two, to a dict of two and a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        x = x["a"] + x["b"] if isinstance(x, dict) else x
+        return {"a": self.linear(x), "b": x, "kind": "pair"}
+
+
+class Join(nn.Module):
+    """From what Pair makes to a tensor."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        assert x["kind"] == "pair"
+        result: torch.Tensor = x["a"] * x["b"]
+        return result
+
+
+def gradients(model: Any, context: int) -> dict[str, torch.Tensor]:
+    """The gradients that the stages have in a context, by the names of the whole model."""
+    found = {}
+    for handle in model.stages:
+        found.update(rpc.rpc_sync(handle.place.worker, _own_gradients, args=(handle.rref, context)))
+    return found
+
+
+def _own_gradients(stage: Any, context: int) -> dict[str, torch.Tensor]:
+    by_parameter = dist_autograd.get_gradients(context)
+    return {
+        name: by_parameter[parameter]
+        for name, parameter in stage.local_value().module.named_parameters()
+        if parameter in by_parameter
+    }
+
+
+def modes(stage: Any) -> list[bool]:
+    """Whether each submodule of a stage is in training mode."""
+    return [module.training for module in stage.local_value().module.modules()]
+
+
+def local_gradients(
+    model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor, parts: int = 1
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and gradients of the local model over micro-batches, one after another."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
+        part = loss(model(xs), ys) * (len(xs) / len(x))
+        part.backward()
+        total = total + part.detach()
+    return total, {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def same(found: Any, expected: Any) -> None:
+    """Equal to the last bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)

@@ -1,0 +1,93 @@
+"""What went wrong on a stage, as a value that every back end carries whole, and as the error.
+
+A remote exception keeps its text at best: back ends differ in what else they keep. So a stage
+returns a Failure instead of raising, stages hand it on, and the caller raises StageError from it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch_rpc_ext import errors
+
+#: raised: the stage's own code did. lost: its worker cannot be reached, or gave no answer in time.
+#: late: it was at work when the batch was given up. stopped: it was waiting for others then.
+Kind = Literal["raised", "lost", "late", "stopped"]
+_BY_WEIGHT: tuple[Kind, ...] = ("raised", "lost", "late", "stopped")
+
+
+class StageError(errors.RpcError):
+    """A stage of a sharded module failed. Its cause is the error of the stage.
+
+    Args:
+        message: which stage, on which worker, and what happened.
+        stage: its index, from 0; None where the text alone has arrived.
+        worker: the name of its worker.
+    """
+
+    stage: int | None
+
+    def __init__(
+        self, message: str = "", *, stage: int | None = None, worker: str | None = None
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.stage = stage
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A stage that failed.
+
+    Attributes:
+        stage: its index, from 0.
+        worker: the name of its worker.
+        kind: see Kind.
+        what: the error in words.
+        trace: where it was raised, as Python writes it.
+        cause: the error itself, None where it cannot be pickled.
+    """
+
+    stage: int
+    worker: str
+    kind: Kind
+    what: str
+    trace: str = ""
+    cause: BaseException | None = None
+
+    @staticmethod
+    def of(stage: int, worker: str, kind: Kind, error: BaseException) -> Failure:
+        """Return the failure that an error is."""
+        trace = "".join(traceback.format_exception(error))
+        text = str(error).strip()
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return Failure(stage, worker, kind, what, trace, _if_picklable(error))
+
+    def error(self) -> StageError:
+        """Return what the caller raises, with its cause and the trace as a note."""
+        verb = "raised" if self.kind == "raised" else "gave no result:"
+        error = StageError(
+            f"stage {self.stage} on {self.worker} {verb} {self.what}",
+            stage=self.stage,
+            worker=self.worker,
+        )
+        if self.trace and self.kind == "raised":
+            error.add_note(f"on {self.worker}:\n{self.trace}")
+        error.__cause__ = self.cause
+        return error
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """Return the failure that the others follow from: a user's error before a lost worker, and
+    both before who worked slowly or only waited. Not empty."""
+    return min(failures, key=lambda failure: _BY_WEIGHT.index(failure.kind))
+
+
+def _if_picklable(error: BaseException) -> BaseException | None:
+    try:
+        copied: Any = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  whatever the class does when it is pickled
+        return None
+    return copied if isinstance(copied, BaseException) else None

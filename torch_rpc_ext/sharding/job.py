@@ -1,0 +1,73 @@
+"""What a pipeline and its stages tell each other about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_rpc_ext.sharding.schedule import Action
+
+
+@dataclass(frozen=True)
+class Route:
+    """The stages of a pipeline, as each of them knows them.
+
+    Attributes:
+        name: of the pipeline, unique in the group.
+        workers: one per stage.
+        loss: for the last stage; called with the output and the target of a micro-batch.
+        patience: how long to wait for a neighbour, s; 0 for ever. The caller ends a batch before,
+            unless it is gone.
+    """
+
+    name: str
+    workers: list[str]
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    patience: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch, for one stage.
+
+    Attributes:
+        batch: its number, from 1.
+        context: id of the distributed autograd context that gets the gradients.
+        steps: of the stage.
+        weights: of the loss of each micro-batch.
+        inputs: of the whole batch, for the first stage; else None.
+        target: of the whole batch, for the last stage; else None.
+    """
+
+    batch: int
+    context: int
+    steps: Sequence[Action]
+    weights: Sequence[float]
+    inputs: Any
+    target: Any
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """How a stage has spent a batch.
+
+    Attributes:
+        stage: its index, from 0.
+        worker: its worker.
+        peak_micro_batches: the most micro-batches whose activations it held at a time.
+        compute_s: time in forwards and backwards, s.
+        total_s: time from its first step to its last, waiting included, s.
+    """
+
+    stage: int
+    worker: str
+    peak_micro_batches: int
+    compute_s: float
+    total_s: float
+
+
+#: The loss of the batch, shape (), on the last stage; how the time was spent.
+Result = tuple[torch.Tensor | None, StageStats]

@@ -1,0 +1,73 @@
+"""Where a stage finds what its neighbours have sent for a batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+
+class StoppedError(Exception):
+    """Nothing more will come: the caller has given the batch up, or is gone."""
+
+
+class Mailbox:
+    """Values of numbered batches, each under a key, in any order of arrival.
+
+    Thread: any. One batch is open at a time; what comes for a later one is kept, what comes for an
+    earlier one is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[tuple[int, Any], Any] = {}
+        self._batch = 0
+        self._stopped: dict[int, str] = {}
+
+    def open(self, batch: int) -> None:
+        """Begin a batch; older ones are over."""
+        with self._changed:
+            self._batch = batch
+            self._values = {k: v for k, v in self._values.items() if k[0] >= batch}
+            self._stopped = {k: v for k, v in self._stopped.items() if k >= batch}
+
+    def put(self, batch: int, key: Any, value: Any) -> None:
+        """Leave a value."""
+        with self._changed:
+            if batch >= self._batch:
+                self._values[batch, key] = value
+                self._changed.notify_all()
+
+    def take(self, batch: int, key: Any, seconds: float) -> Any:
+        """Wait for a value and remove it.
+
+        Args:
+            batch: the open one.
+            key: of the value.
+            seconds: for how long; 0 for ever.
+
+        Raises:
+            StoppedError: stop() was called for the batch, or nothing came in time.
+        """
+        end = time.monotonic() + seconds if seconds > 0 else None
+        with self._changed:
+            while (batch, key) not in self._values:
+                if batch in self._stopped:
+                    raise StoppedError(self._stopped[batch])
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    raise StoppedError(f"nothing came within {seconds:g} s")
+                self._changed.wait(left)
+            return self._values.pop((batch, key))
+
+    def stopped(self, batch: int) -> str | None:
+        """Return why stop() was called for the batch, None where it was not."""
+        with self._changed:
+            return self._stopped.get(batch)
+
+    def stop(self, batch: int, reason: str) -> None:
+        """Let who waits for values of the batch go."""
+        with self._changed:
+            if batch >= self._batch:
+                self._stopped[batch] = reason
+                self._changed.notify_all()

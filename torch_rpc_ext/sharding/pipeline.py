@@ -1,0 +1,259 @@
+"""Micro-batched execution of a sharded module: GPipe and 1F1B."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.distributed import rpc as _untyped_rpc
+from torch.utils import _pytree as pytree
+
+from torch_rpc_ext.sharding import runner, tensors
+from torch_rpc_ext.sharding.failures import Failure, first_cause
+from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
+from torch_rpc_ext.sharding.module import ShardedModule, context_id
+from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# How long a stage may take to notice that its batch is over, s. One that does not is named.
+_GRACE = 2.0
+
+
+class Pipeline:
+    """Runs batches through the stages of a sharded module, several micro-batches at a time.
+
+    Activations and their gradients go from worker to worker. The loss is computed on the last
+    stage, so outputs do not travel. The gradients of the parameters end up in the distributed
+    autograd context of the caller, as those of a plain forward and dist_autograd.backward() do::
+
+        pipeline = Pipeline(model, nn.functional.cross_entropy, micro_batches=8)
+        with dist_autograd.context() as context:
+            loss = pipeline.forward_backward(x, y)
+            optimizer.step(context)
+
+    Gradients are those of the local module run on the same micro-batches one after another, to the
+    last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
+    micro-batches.
+
+    Thread Safety: one batch at a time; others wait.
+
+    Args:
+        model: from shard().
+        loss: called on the last stage with the output and the target of a micro-batch; returns one
+            number. A function of a module or a picklable object.
+        micro_batches: into how many parts a batch is cut along dimension 0.
+        schedule: "gpipe" or "1f1b", which holds fewer activations.
+        reduction: how ``loss`` goes over a micro-batch, "mean" or "sum", so that the whole is what
+            it would be for the batch.
+        timeout: for a batch, s; 0 for none, None for the options' rpc_timeout.
+
+    Raises:
+        ValueError: an argument out of range, or a loss that cannot be pickled.
+        StageError: a stage cannot be reached.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModule,
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        micro_batches: int,
+        schedule: Schedule = "1f1b",
+        reduction: Literal["mean", "sum"] = "mean",
+        timeout: float | None = None,
+    ) -> None:
+        if micro_batches < 1:
+            raise ValueError(f"micro_batches must be at least 1, got {micro_batches!r}")
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        _check_picklable(loss)
+        self._stages = model.stages
+        self._count, self._reduction = micro_batches, reduction
+        self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
+        self._steps = [
+            SCHEDULES[schedule](stage, len(self._stages), micro_batches)
+            for stage in range(len(self._stages))
+        ]
+        self.name = uuid.uuid4().hex
+        self._batch = 0
+        self._one_at_a_time = threading.Lock()
+        self._stats: list[StageStats] = []
+        self._runners = self._create_runners(loss)
+
+    @property
+    def stats(self) -> list[StageStats]:
+        """How each stage has spent the last batch that ended well."""
+        return list(self._stats)
+
+    def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Run a batch; the gradients are then in the caller's distributed autograd context.
+
+        They add up over several batches in one context. After an error the context may hold the
+        gradients of some of the stages: leave it.
+
+        Args:
+            inputs: of the module, batch along dimension 0 of each tensor; must not require
+                gradients.
+            target: for the loss; batch along dimension 0 as well.
+
+        Returns:
+            The loss of the batch, shape (), on the CPU, without history.
+
+        Raises:
+            RuntimeError: outside of a distributed autograd context.
+            ValueError: inputs that do not fit each other or the micro-batches.
+            StageError: a stage raised, or its worker is lost; the others have stopped.
+        """
+        context = context_id()
+        if context is None:
+            raise RuntimeError(
+                "call forward_backward() within torch.distributed.autograd.context(): it holds "
+                "the gradients"
+            )
+        weights = self._weights(inputs, target)
+        with self._one_at_a_time:
+            self._batch += 1
+            last = len(self._stages) - 1
+            jobs = [
+                Job(
+                    batch=self._batch,
+                    context=context,
+                    steps=steps,
+                    weights=weights,
+                    inputs=tensors.detached(inputs) if index == 0 else None,
+                    target=tensors.detached(target) if index == last else None,
+                )
+                for index, steps in enumerate(self._steps)
+            ]
+            results = self._run(jobs)
+        self._stats = [stats for _, stats in results]
+        loss = results[-1][0]
+        assert loss is not None, "the last stage returns it"
+        return loss
+
+    def _create_runners(self, loss: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
+        workers = [handle.place.worker for handle in self._stages]
+        runners = []
+        for handle in self._stages:
+            own = loss if handle is self._stages[-1] else None
+            route = Route(self.name, workers, own, patience=self._longest())
+            try:
+                made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
+            except Exception as error:
+                raise handle.lost(error) from error
+            runners.append(made)
+        return runners
+
+    def _weights(self, inputs: Any, target: Any) -> list[float]:
+        """Check a batch; return the weight of each micro-batch's loss."""
+        size = tensors.batch_size(inputs, "inputs")
+        if size < self._count:
+            raise ValueError(
+                f"a batch of {size} cannot be cut into {self._count} micro-batches: "
+                "give a larger batch or fewer micro-batches"
+            )
+        if tensors.batch_size(target, "target") != size:
+            raise ValueError(
+                f"inputs hold a batch of {size} and target one of "
+                f"{tensors.batch_size(target, 'target')}"
+            )
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs)):
+            raise ValueError(
+                "inputs require gradients, which a pipeline does not return: detach() them, or "
+                "use the module's forward()"
+            )
+        if self._reduction == "sum":
+            return [1.0] * self._count
+        sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
+        return [part / size for part in sizes]
+
+    def _longest(self) -> float:
+        """After how long a stage is taken for lost that does not answer; s, 0 for never."""
+        return self._timeout + _GRACE if self._timeout > 0 else 0.0
+
+    def _run(self, jobs: list[Job]) -> list[Result]:
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        futures: list[Any] = []
+        try:
+            for index, job in enumerate(jobs):
+                futures.append(self._start(index, job, ended))
+            outcomes = self._collect(futures, ended)
+        except BaseException as error:
+            self._stop(str(error))  # Ctrl-C here must not leave stages that wait for each other
+            raise
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if failures:
+            raise first_cause(failures).error()
+        return outcomes
+
+    def _collect(self, futures: list[Any], ended: queue.SimpleQueue[int]) -> list[Any]:
+        """Return the outcome of each stage; after the first failure, or in the end, the others
+        are told to stop, and then soon answer."""
+        outcomes: list[Any] = [None] * len(futures)
+        end = time.monotonic() + self._timeout if self._timeout > 0 else math.inf
+        stopped = False
+        for _ in futures:
+            try:
+                left = None if stopped or end == math.inf else max(end - time.monotonic(), 0.0)
+                index = ended.get(timeout=left)
+            except queue.Empty:
+                self._stop(f"the batch did not end within {self._timeout:g} s")
+                stopped = True
+                index = ended.get()
+            outcomes[index] = self._outcome(index, futures[index])
+            if isinstance(outcomes[index], Failure) and not stopped:
+                self._stop(str(outcomes[index].error()))
+                stopped = True
+        return outcomes
+
+    def _start(self, index: int, job: Job, ended: queue.SimpleQueue[int]) -> Any:
+        """Return a future of the outcome, or the failure to call at all."""
+        worker = self._stages[index].place.worker
+        try:
+            future = rpc.rpc_async(
+                worker, runner.run, args=(self._runners[index], job), timeout=self._longest()
+            )
+        except Exception as error:  # noqa: BLE001  one of the outcomes
+            ended.put(index)
+            return Failure.of(index, worker, "lost", error)
+        future.add_done_callback(lambda _: ended.put(index))
+        return future
+
+    def _outcome(self, index: int, future: Any) -> Any:
+        if isinstance(future, Failure):
+            return future
+        try:
+            return future.value()
+        except Exception as error:  # noqa: BLE001  one of the outcomes
+            return Failure.of(index, self._stages[index].place.worker, "lost", error)
+
+    def _stop(self, reason: str) -> None:
+        """Tell all stages to give the batch up, as far as they can be reached."""
+        for handle in self._stages:
+            name = runner.runner_name(self.name, handle.index)
+            try:
+                rpc.rpc_async(handle.place.worker, runner.stop, args=(name, self._batch, reason))
+            except Exception:  # noqa: BLE001  it is lost, and its own outcome says so
+                continue
+
+
+def _check_picklable(loss: Any) -> None:
+    if not callable(loss):
+        raise ValueError(f"loss must be callable, got {loss!r}")
+    try:
+        pickle.dumps(loss)
+    except Exception as problem:
+        raise ValueError(
+            f"loss {loss!r} cannot be sent to the last stage: use a function of a module or an "
+            f"nn.Module, no lambda or local function ({problem})"
+        ) from problem

@@ -1,0 +1,293 @@
+"""A stage at work in a pipeline. This file runs on the worker of the stage.
+
+A stage has one thread per batch, which goes through the steps of the schedule. Values come from
+the neighbours by small calls that only leave them in a mailbox, so no call waits for another, and
+a pipeline needs no free RPC thread but one.
+
+The backward of a micro-batch is one torch.autograd.grad() on the stage, and the gradient of its
+input goes to the stage before. Distributed autograd cannot do this: it runs one backward over all
+workers from the caller, so it could not begin before all forwards have ended, and it would keep the
+graphs of all micro-batches until then. Its context is used for what it is good at: in the end it
+gets the gradients of the parameters, where DistributedOptimizer finds them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import rpc as _untyped_rpc
+from torch.utils import _pytree as pytree
+
+from torch_rpc_ext.sharding import tensors
+from torch_rpc_ext.sharding.failures import Failure
+from torch_rpc_ext.sharding.gradients import enter, into_context
+from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
+from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
+from torch_rpc_ext.sharding.stage import Stage
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# Found by name and not by RRef: neighbours that hold RRefs of each other would never be freed.
+_RUNNERS: weakref.WeakValueDictionary[str, StageRunner] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class _Held:
+    """What is kept of a micro-batch between its forward and its backward."""
+
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+@dataclass
+class _Batch:
+    """The state of one batch on a stage."""
+
+    job: Job
+    inputs: list[Any]
+    targets: list[Any]
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    loss: torch.Tensor | None = None
+    held: dict[int, _Held] = field(default_factory=dict)
+    peak: int = 0
+    compute_s: float = 0.0
+    sent: list[tuple[int, Any]] = field(default_factory=list)
+
+
+class StageRunner:
+    """One stage of one pipeline.
+
+    Owns: the mailbox. Thread: run() in one thread at a time; the mailbox from any.
+    Outlives: nothing; the caller's RRef keeps it.
+    """
+
+    def __init__(self, stage: Stage, route: Route) -> None:
+        self._stage, self._route = stage, route
+        self._first = stage.index == 0
+        self._last = stage.index == len(route.workers) - 1
+        self._busy = threading.Lock()
+        self.mailbox = Mailbox()
+        _RUNNERS[runner_name(route.name, stage.index)] = self
+
+    def run(self, job: Job) -> Result | Failure:
+        """Do the steps of a batch and leave the gradients in the context. Raises nothing.
+
+        Returns:
+            The loss, None but on the last stage, and how the time was spent.
+        """
+        if not self._busy.acquire(blocking=False):
+            return self._failure("raised", RuntimeError("it is still busy with an earlier batch"))
+        try:
+            return self._run(job)
+        except _NeighbourLostError as lost:
+            worker = self._route.workers[lost.stage]
+            return Failure.of(lost.stage, worker, "lost", lost.error)
+        except _AtWorkError as late:
+            return self._failure("late", late)
+        except StoppedError as stopped:
+            return self._failure("stopped", stopped)
+        except BaseException as error:  # noqa: BLE001  the caller raises it
+            return self._failure("raised", error)
+        finally:
+            self.mailbox.open(job.batch + 1)  # lets go of what an unfinished batch has left there
+            self._busy.release()
+
+    def _run(self, job: Job) -> Result:
+        begin = time.perf_counter()
+        self.mailbox.open(job.batch)
+        count = len(job.weights)
+        parameters: list[torch.Tensor] = [
+            parameter for parameter in self._stage.module.parameters() if parameter.requires_grad
+        ]
+        batch = _Batch(
+            job,
+            inputs=tensors.micro_batches(job.inputs, count) if self._first else [],
+            targets=tensors.micro_batches(job.target, count) if self._last else [],
+            parameters=parameters,
+            gradients=[None] * len(parameters),
+        )
+        for step in job.steps:
+            if step.kind == "forward":
+                self._forward(batch, step.micro_batch)
+            else:
+                self._backward(batch, step.micro_batch)
+            self._check_sent(batch, wait=False)
+            reason = self.mailbox.stopped(job.batch)
+            if reason is not None:
+                raise _AtWorkError(
+                    f"{reason}; it was at work on the {step.kind} of micro-batch {step.micro_batch}"
+                )
+        self._check_sent(batch, wait=True)
+        into_context(job.context, batch.parameters, batch.gradients)
+        stats = StageStats(
+            self._stage.index,
+            self._stage.place.worker,
+            batch.peak,
+            batch.compute_s,
+            time.perf_counter() - begin,
+        )
+        return tensors.for_the_wire(batch.loss), stats
+
+    def _forward(self, batch: _Batch, index: int) -> None:
+        if self._first:
+            given, wanted = batch.inputs[index], None
+        else:
+            given, wanted = self._take(batch, "forward", index)
+        begin = time.perf_counter()
+        leaves, form = pytree.tree_flatten(tensors.moved(given, self._stage.device))
+        wanted = wanted or [False] * len(leaves)
+        inputs = [
+            leaf.requires_grad_() if need else None
+            for leaf, need in zip(leaves, wanted, strict=True)
+        ]
+        values = [
+            leaf if own is None else enter(own) for leaf, own in zip(leaves, inputs, strict=True)
+        ]
+        made = self._stage.forward(pytree.tree_unflatten(values, form))
+        if self._last:
+            made = self._weighted_loss(batch, index, made)
+        outputs = pytree.tree_leaves(made)
+        flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs]
+        batch.held[index] = _Held(
+            [own for own in inputs if own is not None],
+            [leaf for leaf, need in zip(outputs, flags, strict=True) if need],
+        )
+        batch.peak = max(batch.peak, len(batch.held))
+        batch.compute_s += time.perf_counter() - begin
+        if not self._last:
+            self._send(
+                batch, self._stage.index + 1, ("forward", index), (tensors.detached(made), flags)
+            )
+
+    def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor:
+        assert self._route.loss is not None, "the last stage has it"
+        loss = self._route.loss(made, tensors.moved(batch.targets[index], self._stage.device))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"loss must return one number in a tensor, it returned {what}")
+        loss = loss.reshape(()) * batch.job.weights[index]
+        value = loss.detach()
+        batch.loss = value if batch.loss is None else batch.loss + value
+        return loss
+
+    def _backward(self, batch: _Batch, index: int) -> None:
+        if self._last:
+            gradients: list[torch.Tensor | None] = [None] * len(batch.held[index].outputs)
+        else:
+            gradients = self._take(batch, "backward", index)
+        begin = time.perf_counter()
+        held = batch.held.pop(index)
+        found = self._gradients(batch, held, gradients)
+        batch.compute_s += time.perf_counter() - begin
+        if not self._first:
+            self._send(batch, self._stage.index - 1, ("backward", index), tensors.detached(found))
+
+    def _gradients(
+        self, batch: _Batch, held: _Held, gradients: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Add up the gradients of the parameters; return those of the inputs."""
+        pairs = [
+            (output, None if gradient is None else gradient.to(output.device))
+            for output, gradient in zip(held.outputs, gradients, strict=True)
+            if gradient is not None or self._last
+        ]
+        wanted: list[torch.Tensor] = [*held.inputs, *batch.parameters]
+        if not pairs or not wanted:
+            return [None] * len(held.inputs)
+        outputs, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        count = len(held.inputs)
+        for place, gradient in enumerate(found[count:]):
+            if gradient is not None:
+                batch.gradients[place] = _sum(batch.gradients[place], gradient)
+        return list(found[:count])
+
+    def _take(self, batch: _Batch, kind: str, index: int) -> Any:
+        return self.mailbox.take(batch.job.batch, (kind, index), self._route.patience)
+
+    def _send(self, batch: _Batch, neighbour: int, key: Any, value: Any) -> None:
+        worker = self._route.workers[neighbour]
+        name = runner_name(self._route.name, neighbour)
+        try:
+            future = rpc.rpc_async(worker, leave, args=(name, batch.job.batch, key, value))
+        except Exception as error:
+            raise _NeighbourLostError(neighbour, error) from error
+        batch.sent.append((neighbour, future))
+
+    def _check_sent(self, batch: _Batch, wait: bool) -> None:
+        """Raise where a neighbour did not take what was sent to it."""
+        left = []
+        for neighbour, future in batch.sent:
+            if not wait and not future.done():
+                left.append((neighbour, future))
+                continue
+            try:
+                future.wait()
+            except Exception as error:
+                raise _NeighbourLostError(neighbour, error) from error
+        batch.sent = left
+
+    def _failure(self, kind: Any, error: BaseException) -> Failure:
+        return Failure.of(self._stage.index, self._stage.place.worker, kind, error)
+
+
+def create(stage: Any, route: Route) -> Any:
+    """Return an RRef of a new runner of the stage, whose RRef is owned here."""
+    return rpc.RRef(StageRunner(stage.local_value(), route))
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def run(runner: Any, job: Job) -> Any:
+    """Run a batch in a thread of its own; the RPC thread is free meanwhile."""
+    own: StageRunner = runner.local_value()
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    threading.Thread(
+        target=lambda: future.set_result(own.run(job)), name="pipeline-stage", daemon=True
+    ).start()
+    return future
+
+
+def find(name: str) -> StageRunner | None:
+    """Return a runner of this worker, None when its pipeline is gone."""
+    return _RUNNERS.get(name)
+
+
+def leave(name: str, batch: int, key: Any, value: Any) -> None:
+    """Take a value for a runner of this worker."""
+    runner = find(name)
+    if runner is None:
+        raise RuntimeError("its pipeline is gone")
+    runner.mailbox.put(batch, key, value)
+
+
+def stop(name: str, batch: int, reason: str) -> None:
+    """Let a runner of this worker give a batch up."""
+    runner = find(name)
+    if runner is not None:
+        runner.mailbox.stop(batch, reason)
+
+
+class _NeighbourLostError(Exception):
+    def __init__(self, stage: int, error: Exception) -> None:
+        super().__init__(str(error))
+        self.stage, self.error = stage, error
+
+
+class _AtWorkError(Exception):
+    """The batch was given up while the stage was at work on it."""
+
+
+def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    # Not in place: a gradient may be the same tensor as another that is on its way to a neighbour.
+    return gradient if total is None else total + gradient
+
+
+def runner_name(name: str, stage: int) -> str:
+    """Return the name of a runner, given that of its pipeline."""
+    return f"{name}/{stage}"

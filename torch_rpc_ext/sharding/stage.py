@@ -1,0 +1,162 @@
+"""A stage: the part of a module that one worker has. This file runs on that worker."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext.sharding import checkpoint, cutting, tensors
+from torch_rpc_ext.sharding.failures import Failure
+from torch_rpc_ext.sharding.placement import Place
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a stage is made from.
+
+    Attributes:
+        index: from 0.
+        place: its worker and device.
+        module: holds the submodules of the stage under their names in the whole module.
+        names: of these submodules, in the order in which they run.
+    """
+
+    index: int
+    place: Place
+    module: nn.Module
+    names: list[str]
+
+
+class Stage:
+    """Owns: the submodules. Thread: any; as safe as the submodules are."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.index, self.place, self.names = spec.index, spec.place, spec.names
+        self.device = spec.place.device
+        self.module = spec.module.to(self.device)
+        self.saving: checkpoint.StageWriter | None = None
+
+    def forward(self, value: Any) -> Any:
+        """Run the submodules on a value whose tensors may be on any device."""
+        moved = tensors.moved(value, self.device)
+        return cutting.run_chain(self.module, self.names, moved)
+
+    def parameters(self) -> list[Any]:
+        """Return an RRef of each parameter."""
+        return [rpc.RRef(parameter) for parameter in self.module.parameters()]
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state under the names of the whole module, on the CPU."""
+        state: Any = self.module.state_dict()
+        for name, value in state.items():
+            state[name] = tensors.for_the_wire(value)
+        found: OrderedDict[str, Any] = state
+        return found
+
+    def load_state_dict(self, state: OrderedDict[str, Any], assign: bool) -> list[str]:
+        """Load what is there; return the names that are missing."""
+        missing: list[str] = self.module.load_state_dict(
+            state, strict=False, assign=assign
+        ).missing_keys
+        return missing
+
+    def train(self, mode: bool) -> None:
+        """As nn.Module.train."""
+        self.module.train(mode)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As nn.Module.zero_grad."""
+        self.module.zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        """As nn.Module.requires_grad_."""
+        self.module.requires_grad_(requires_grad)
+
+    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As nn.Module.to; a device is one of this worker's."""
+        self.module.to(*args, **kwargs)
+        self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
+
+    def plan_checkpoint(self, path: str) -> Any:
+        """First half of saving: return what this stage would write."""
+        self.saving = checkpoint.StageWriter(path)
+        return self.saving.plan(self.module.state_dict())
+
+    def write_checkpoint(self, plan: Any) -> Any:
+        """Second half of saving: write what the plan says; return where it is."""
+        assert self.saving is not None, "plan_checkpoint() comes first"
+        writer, self.saving = self.saving, None
+        return writer.write(plan)
+
+    def read_checkpoint(self, path: str) -> None:
+        """Take the state from a checkpoint; other parts of it are not read."""
+        state = self.module.state_dict()
+        checkpoint.read(path, state)
+        self.module.load_state_dict(state)
+
+
+def create(spec: Spec) -> Any:
+    """Return an RRef of a new stage on this worker, or a Failure."""
+    try:
+        return rpc.RRef(Stage(spec))
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(spec.index, spec.place.worker, "raised", error)
+
+
+def call(stage: Any, method: str, *args: Any) -> Any:
+    """Return what a method of the stage returns, or a Failure; ``stage`` is its RRef, owned
+    here."""
+    own: Stage = stage.local_value()
+    try:
+        return getattr(own, method)(*args)
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(own.index, own.place.worker, "raised", error)
+
+
+def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
+    """Run the stage; for rpc.remote(), so that the next stage fetches the result from here.
+
+    Args:
+        stage: its RRef, owned here.
+        given: the value, or an RRef of what the stage before has returned.
+        with_grad: whether the caller records gradients.
+        timeout: for fetching the value, s; 0 for none.
+
+    Returns:
+        What the submodules return, tensors on the CPU, or a Failure.
+    """
+    own: Stage = stage.local_value()
+    if isinstance(given, rpc.PyRRef):
+        try:
+            given = given.to_here(timeout)
+        except Exception as error:  # noqa: BLE001  the caller raises it
+            return Failure.of(own.index - 1, given.owner_name(), "lost", error)
+    if isinstance(given, Failure):
+        return given
+    try:
+        with torch.set_grad_enabled(with_grad):
+            return tensors.for_the_wire(own.forward(given))
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(own.index, own.place.worker, "raised", error)
+
+
+def part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Return a module that holds the named submodules, not copied, under the same names."""
+    part = nn.Module()
+    for name in names:
+        *path, last = name.split(".")
+        at = part
+        for step in path:
+            if not hasattr(at, step):
+                at.add_module(step, nn.Module())
+            at = at.get_submodule(step)
+        at.add_module(last, module.get_submodule(name))
+    return part

@@ -1,0 +1,51 @@
+"""Values that hold tensors: a tensor, or tuples, lists and dicts of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def moved(value: Any, device: str) -> Any:
+    """Return the value with its tensors on the device."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def for_the_wire(value: Any) -> Any:
+    """Return the value with its tensors on the CPU, where every back end can send them."""
+    return moved(value, "cpu")
+
+
+def detached(value: Any) -> Any:
+    """Return the value with its tensors on the CPU and without their history."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+
+
+def micro_batches(value: Any, count: int) -> list[Any]:
+    """Return views of the value, cut along dimension 0 of each tensor; what is no tensor is in all.
+
+    As torch.tensor_split does: the first ones hold one row more where it does not go even.
+    """
+    leaves, form = pytree.tree_flatten(value)
+    pieces = [
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten(list(one), form) for one in zip(*pieces, strict=True)]
+
+
+def batch_size(value: Any, name: str) -> int:
+    """Return the length of dimension 0, which all tensors must share.
+
+    Raises:
+        ValueError: they do not, or there is none; the text names the argument.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if not tensors or any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{name} must hold tensors with a batch dimension, got {type(value)}")
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) > 1:
+        raise ValueError(f"{name} holds tensors of different batch sizes: {sorted(sizes)}")
+    return sizes.pop()
