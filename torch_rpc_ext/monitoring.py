@@ -15,7 +15,7 @@ from torch.distributed.rpc import api as _untyped_api
 
 api: Any = _untyped_api  # upstream's functions have no types
 
-__all__ = ["echo", "is_initialized", "member_names", "nothing", "snapshot", "take"]
+__all__ = ["is_initialized", "member_names", "nothing", "other_names", "snapshot", "take"]
 
 
 def is_initialized() -> bool:
@@ -26,6 +26,12 @@ def is_initialized() -> bool:
 def member_names() -> list[str]:
     """Return the names of the group's workers as known here, sorted."""
     return sorted(info.name for info in api._get_current_rpc_agent().get_worker_infos())
+
+
+def other_names() -> list[str]:
+    """Return member_names() without this worker's."""
+    me = api._get_current_rpc_agent().get_worker_info().name
+    return [name for name in member_names() if name != me]
 
 
 def nothing() -> None:
@@ -44,23 +50,19 @@ def take(tensor: torch.Tensor) -> int:
     return tensor.nbytes
 
 
-def echo(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the argument."""
-    return tensor
-
-
 def snapshot() -> dict[str, Any]:
     """Describe this worker now.
 
     Returns:
         A dict that JSON can hold: ``worker``, ``rank``, ``host``, ``pid``, ``time`` (monotonic,
         s; for rates between two snapshots), ``counters`` (the agent's get_metrics() as numbers),
-        ``members`` (names), ``lost`` (names of workers that cannot be reached any more) and
+        ``members`` (names), ``lost`` (those of them that cannot be reached any more) and
         ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``). On
         TENSORPIPE ``lost`` and ``peers`` are empty: its agent does not know them.
     """
     agent = api._get_current_rpc_agent()
     me = agent.get_worker_info()
+    members = member_names()
     on_ucx = hasattr(agent, "describe_peers")
     return {
         "worker": me.name,
@@ -69,8 +71,8 @@ def snapshot() -> dict[str, Any]:
         "pid": os.getpid(),
         "time": time.monotonic(),
         "counters": _numbers(agent.get_metrics()),
-        "members": member_names(),
-        "lost": sorted(agent.lost_workers()) if on_ucx else [],
+        "members": members,
+        "lost": sorted(set(agent.lost_workers()) & set(members)) if on_ucx else [],
         "peers": [dict(peer) for peer in agent.describe_peers()] if on_ucx else [],
     }
 
