@@ -17,10 +17,12 @@ _EXAMPLES = """examples:
       watch a running group
   python -m torch_rpc_ext ping worker1 --init-method tcp://host0:29500
       latency, bandwidth and path to a worker
+  python -m torch_rpc_ext trace --seconds 5 --out trace.json --init-method tcp://host0:29500
+      record what all workers do, as a trace for Perfetto
 """
-_COMMANDS = ("info", "run", "top", "ping")
+_COMMANDS = ("info", "run", "top", "ping", "trace")
 # These look at a running group.
-_GUESTS = ("top", "ping")
+_GUESTS = ("top", "ping", "trace")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,11 +61,19 @@ def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     except common.CannotJoinError as problem:
         status = common.NO_GROUP
         text = str(problem)
-    except (ValueError, ImportError, OSError) as problem:
+    except (ValueError, OSError) as problem:
         status = common.MISTAKE
         text = str(problem)
-        if isinstance(problem, ImportError) and problem.name == "rich":
-            text = "top needs rich: pip install 'torch-rpc-ext[cli]', or use --json"
+    except ImportError as problem:
+        status = common.MISTAKE
+        extra = {"rich": "cli", "matplotlib": "profiler"}.get(problem.name or "")
+        text = str(problem)
+        if extra:
+            text = f"{problem.name} is missing: pip install 'torch-rpc-ext[{extra}]'"
+    except RuntimeError as problem:
+        # The group's: a worker that is profiled already, versions that differ.
+        status = common.UNWELL
+        text = common.reason(problem)
     print(f"{given.command}: {text}", file=sys.stderr)
     return status
 
