@@ -5,6 +5,7 @@ A worker with an ``allow_list`` takes part when the list names ``torch_rpc_ext.p
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -82,7 +83,7 @@ class Recorder:
         self._max_entries = max_entries
         self._calls: list[Call] = []
         self._executions: list[Execution] = []
-        self._dropped = itertools.count()
+        self._dropped = itertools.count()  # its next number is how many were dropped
         # What has not ended: id of a call, or minus the id of an execution -> (its future or
         # None, the entry).
         self._open: dict[int, tuple[Any, Any]] = {}
@@ -122,7 +123,7 @@ class Recorder:
         )
         self._open[-entry.id] = (None, entry)
         try:
-            with torch.profiler.record_function(f"rpc {traced.name} from {traced.caller}"):
+            with self._annotation(traced):
                 result = traced.function(*args, **kwargs)
         except BaseException as problem:
             self._end_execution(entry, error=type(problem).__name__)
@@ -135,6 +136,12 @@ class Recorder:
         else:
             self._end_execution(entry, result_bytes=tensor_bytes(result))
         return result
+
+    def _annotation(self, traced: Traced) -> Any:
+        """Name the call among the operators."""
+        if self._profiler is None:
+            return contextlib.nullcontext()
+        return torch.profiler.record_function(f"rpc {traced.name} from {traced.caller}")
 
     def _end_execution(self, entry: Execution, **fields: Any) -> None:
         if self._open.pop(-entry.id, None) is not None:
