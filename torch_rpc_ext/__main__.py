@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     """Run a command; what the user can mend is a sentence, not a traceback."""
+    from torch_rpc_ext import errors
     from torch_rpc_ext.cli import common
 
     main_of_command = vars(command)["main"]
@@ -73,7 +74,7 @@ def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     except RuntimeError as problem:
         # The group's: a worker that is profiled already, versions that differ.
         status = common.UNWELL
-        text = common.reason(problem)
+        text = errors.brief(problem)
     print(f"{given.command}: {text}", file=sys.stderr)
     return status
 

@@ -11,15 +11,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pexpect
 import pyte
 import pytest
+from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process.group import Group, workers
-from tests.process.test_dynamic import call_until, init_one_by_one, leave, names
+from tests.process.test_dynamic import init_one_by_one, leave, names
 from tests.support.backend import needs_ucx
 from tests.support.child import Child
 
@@ -117,9 +119,16 @@ def test_ping_names_a_worker_that_is_not_there(group: Group) -> None:
     assert "'nobody'" in ended.out and "worker0, worker1" in ended.out, ended
 
 
-def test_top_counts_calls(group: Group) -> None:
-    busy = group[0].start(call_until, "worker1", 3.0)
+def call_without(to: str, path: str) -> None:
+    """Call without a pause until there is such a file."""
+    while not os.path.exists(path):
+        rpc.rpc_sync(to, f.identity, args=(1,))
+
+
+def test_top_counts_calls(group: Group, tmp_path: Path) -> None:
+    busy = group[0].start(call_without, "worker1", str(tmp_path / "done"))
     ended = run("top", group, "--once", "--json")
+    (tmp_path / "done").touch()
     busy.result()
     assert ended.code == 0, ended
     caller, callee = json.loads(ended.out)["workers"]
@@ -300,3 +309,21 @@ def test_ping_from_inside_names_a_wrong_worker() -> None:
 
     with pytest.raises(ValueError, match="'nobody'.*worker0, worker1"):
         ping.ping(["nobody"])
+
+
+@workers(2, options=[{}, {"allow_list": ["torch_rpc_ext.monitoring"]}])
+def test_a_worker_with_an_allow_list_answers() -> None:
+    check_allow_list("alive", None)
+
+
+@workers(2, options=[{}, {"allow_list": []}])
+def test_a_worker_that_allows_nothing_says_so() -> None:
+    check_allow_list("refuses", "torch_rpc_ext.monitoring")
+
+
+def check_allow_list(state: str, error: str | None) -> None:
+    from torch_rpc_ext.cli import ping, poller
+
+    (answer,) = ping.ping(calls=2, tensor_bytes=1000)
+    assert answer.error is None if error is None else error in str(answer.error)
+    assert [worker.state for worker in poller.Poller().poll()] == ["alive", state]

@@ -17,8 +17,8 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process.group import Group, workers
-from tests.process.test_dynamic import call_until, init_one_by_one, leave
-from tests.process.test_guest import command
+from tests.process.test_dynamic import init_one_by_one, leave
+from tests.process.test_guest import call_without, command
 from tests.support.backend import needs_ucx
 
 PAUSE = 0.05
@@ -66,8 +66,8 @@ def test_calls_of_all_workers_are_recorded() -> None:
     assert (there.errors, found["raise_value_error", "worker2"].errors) == (0, 1)
     # The time of the function is execution, not rest.
     for row in (through, there):
-        assert PAUSE <= row.execution_p50 <= row.total_p50 < 10 * PAUSE, row
-        assert 0 < row.rest_p50 < row.execution_p50, row
+        assert PAUSE <= row.execution_p50 < row.total_p50, row
+        assert 0 < row.rest_p50 <= row.total_p99 - PAUSE, row
     assert there.result_bytes == 2 * tensor.nbytes and there.sent_bytes > 2 * tensor.nbytes
     for name in ("aten::add", "script_add"):  # the caller's side only
         row = found[name, "worker1"]
@@ -251,8 +251,10 @@ def test_mistakes_are_named() -> None:
 @workers(2)
 def test_a_recording_ends_by_itself_at_its_limit() -> None:
     with profiled(limit=0.2) as prof:
-        time.sleep(0.6)
-        assert hook_names() == rpc.rpc_sync("worker1", hook_names)
+        end = time.monotonic() + 30
+        while "hooked" in hook_names() + rpc.rpc_sync("worker1", hook_names):
+            assert time.monotonic() < end
+            time.sleep(0.05)
     assert set(prof.missing) == {"worker0", "worker1"}
     assert "limit" in prof.missing["worker1"]
     expect_it_works()
@@ -299,7 +301,7 @@ def test_operators_and_picture(tmp_path: Path) -> None:
     # Within the execution to which it belongs, on one time axis.
     (execution,) = [e for e in events if e.get("cat") == "rpc.execution"]
     begin, end = execution["ts"], execution["ts"] + execution["dur"]
-    assert begin + PAUSE * 1e6 / 2 < multiplied["ts"] < end + 2000, (execution, multiplied)
+    assert begin + PAUSE * 1e6 / 2 < multiplied["ts"] < end + 10_000, (execution, multiplied)
     figure = prof.plot(tmp_path / "trace.png")
     labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
     assert labels[:2] == ["worker0", "calls"] and "serves" in labels and "operators" in labels
@@ -334,7 +336,8 @@ def busy_group() -> Iterator[Group]:
 def test_trace_from_the_command_line(tmp_path: Path) -> None:
     out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
     with busy_group() as group:
-        busy = group[0].start(call_until, "worker1", 3.0)
+        done = tmp_path / "done"
+        busy = group[0].start(call_without, "worker1", str(done))
         arguments = ["--init-method", group.init_method, "--seconds", "0.5", "--no-operators"]
         ended = command("trace", *arguments, "--json", "--out", str(out), "--plot", str(plot))
         assert ended.code == 0, ended
@@ -343,7 +346,15 @@ def test_trace_from_the_command_line(tmp_path: Path) -> None:
         (row,) = [row for row in answer["rows"] if row["function"].endswith("identity")]
         assert row["worker"] == "worker1" and row["calls"] > 10 and row["execution_p50"] > 0
         assert json.loads(out.read_text())["traceEvents"] and plot.stat().st_size > 5000
+        done.touch()
         busy.result()
+        first = group[1].start(profile_and_wait, str(tmp_path / "in"), str(tmp_path / "out"))
+        while not (tmp_path / "in").exists():
+            time.sleep(0.01)
+        refused = command("trace", *arguments, "--out", str(out))
+        assert refused.code == 1 and "profiled already, by worker1" in refused.out, refused
+        (tmp_path / "out").touch()
+        first.result()
         unknown = command("trace", *arguments, "nobody", "--out", str(out))
         assert unknown.code == 2 and "'nobody'" in unknown.out, unknown
     folder = command("trace", "--out", os.path.join(tmp_path, "none", "trace.json"))

@@ -1,9 +1,8 @@
-"""What the commands that look at a group share: exit statuses, types of arguments, words."""
+"""What the commands that look at a group share: exit statuses, types of arguments."""
 
 from __future__ import annotations
 
 import argparse
-import re
 
 OK, UNWELL, MISTAKE, NO_GROUP = 0, 1, 2, 3
 EXIT_STATUSES = f"""exit status:
@@ -32,9 +31,3 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
-
-
-def reason(problem: BaseException) -> str:
-    """Return the first line of an error's text, without upstream's mark of its kind."""
-    lines = str(problem).splitlines() or [type(problem).__name__]
-    return re.sub(r"^RPCErr:\d+:", "", lines[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch_rpc_ext import errors
 from torch_rpc_ext.cli import common, guest
 
 _EXAMPLES = """examples:
@@ -153,7 +154,7 @@ def _ping(worker: str, calls: int, tensor_bytes: int, timeout: float) -> Ping:
         seconds(monitoring.take, tensor)  # makes the receive buffer
         transfer = numpy.median([seconds(monitoring.take, tensor) for _ in range(5)])
     except RuntimeError as problem:
-        return Ping(worker, error=common.reason(problem))
+        return Ping(worker, error=errors.brief(problem))
     p50, p99 = numpy.percentile(latencies, [50, 99]) * 1e6
     paths = {peer["worker"]: peer for peer in monitoring.snapshot()["peers"]}
     path = paths.get(worker, {})

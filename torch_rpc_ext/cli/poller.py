@@ -10,7 +10,6 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors, monitoring
-from torch_rpc_ext.cli import common
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -110,7 +109,7 @@ class Poller:
             now = future.wait()
         except RuntimeError as problem:
             self._before.pop(name, None)
-            return WorkerState(name, _kind(problem), why=common.reason(problem))
+            return WorkerState(name, _kind(problem), why=errors.brief(problem))
         before, self._before[name] = self._before.get(name), now
         return _describe(name, now, before, took[0] * 1e3 if took else None)
 

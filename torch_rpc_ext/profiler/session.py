@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext import monitoring
+from torch_rpc_ext import errors, monitoring
 from torch_rpc_ext.profiler import chrome, clocks, recorder, table
 from torch_rpc_ext.profiler.records import Recording
 from torch_rpc_ext.profiler.table import Row
@@ -106,14 +106,14 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 last = clocks.compare(name)
             except RuntimeError as problem:
-                self.missing[name] = str(problem)
+                self.missing[name] = errors.brief(problem)
             else:
                 self.clocks[name] = clocks.Clock(self._first[name], last)
         for name, future in self._start_asking(recorder.stop, self._session):
             try:
                 plain = future()
             except RuntimeError as problem:
-                self.missing[name] = str(problem)
+                self.missing[name] = errors.brief(problem)
                 continue
             if plain is None:
                 self.missing[name] = (
@@ -178,7 +178,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 answers[name] = answer()
             except Exception as problem:  # noqa: BLE001  an import error of the callee, say
-                text = f"worker {name} cannot be profiled: {problem}"
+                text = f"worker {name} cannot be profiled: {errors.brief(problem)}"
                 failed = failed or RuntimeError(text).with_traceback(problem.__traceback__)
         if failed is not None:
             raise failed
