@@ -1,8 +1,9 @@
-"""``python -m torch_rpc_ext info`` and ``python -m torch_rpc_ext run``."""
+"""``python -m torch_rpc_ext COMMAND``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 _EXAMPLES = """examples:
@@ -12,7 +13,16 @@ _EXAMPLES = """examples:
       run a program that uses torch.distributed.rpc on UCX, without changing it
   python -m torch_rpc_ext run --nproc-per-node 4 train.py
       the same, four processes, with torchrun's options
+  python -m torch_rpc_ext top --init-method tcp://host0:29500
+      watch a running group
+  python -m torch_rpc_ext ping worker1 --init-method tcp://host0:29500
+      latency, bandwidth and path to a worker
+  python -m torch_rpc_ext trace --seconds 5 --out trace.json --init-method tcp://host0:29500
+      record what all workers do, as a trace for Perfetto
 """
+_COMMANDS = ("info", "run", "top", "ping", "trace")
+# These look at a running group.
+_GUESTS = ("top", "ping", "trace")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,16 +40,43 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=["info", "run"], help="what to do; each has a --help")
+    parser.add_argument("command", choices=_COMMANDS, help="what to do; each has a --help")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
     given = parser.parse_args(arguments)
-    if given.command == "info":
-        from torch_rpc_ext.cli import info
+    command = importlib.import_module(f"torch_rpc_ext.cli.{given.command}")
+    if given.command not in _GUESTS:
+        return int(command.main(given.arguments))
+    return _look_at_a_group(command, given)
 
-        return info.main(given.arguments)
-    from torch_rpc_ext.cli import run
 
-    return run.main(given.arguments)
+def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
+    """Run a command; what the user can mend is a sentence, not a traceback."""
+    from torch_rpc_ext import errors
+    from torch_rpc_ext.cli import common
+
+    main_of_command = vars(command)["main"]
+    try:
+        return int(main_of_command(given.arguments))
+    except KeyboardInterrupt:
+        return 130
+    except common.CannotJoinError as problem:
+        status = common.NO_GROUP
+        text = str(problem)
+    except (ValueError, OSError) as problem:
+        status = common.MISTAKE
+        text = str(problem)
+    except ImportError as problem:
+        status = common.MISTAKE
+        extra = {"rich": "cli", "matplotlib": "profiler"}.get(problem.name or "")
+        text = str(problem)
+        if extra:
+            text = f"{problem.name} is missing: pip install 'torch-rpc-ext[{extra}]'"
+    except RuntimeError as problem:
+        # The group's: a worker that is profiled already, versions that differ.
+        status = common.UNWELL
+        text = errors.brief(problem)
+    print(f"{given.command}: {text}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

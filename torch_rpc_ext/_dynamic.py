@@ -149,6 +149,14 @@ def leave_group(session: _state.Session) -> None:
     _notify(session, _others(session), member_left, (me.name, me.incarnation), quiet=True)
 
 
+def announce_departure(member: Member) -> None:
+    """Tell all, this worker included, that a member has gone without saying so."""
+    session = _state.require()
+    member_left(member.name, member.incarnation)
+    departed = (member.name, member.incarnation)
+    _notify(session, _others(session), member_left, departed, quiet=True)
+
+
 def _others(session: _state.Session) -> list[str]:
     with session.lock:
         return [name for name in session.members if name != session.me.name]

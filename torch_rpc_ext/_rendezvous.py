@@ -63,6 +63,11 @@ def claim_kind(store: Any, *, is_static: bool) -> None:
         )
 
 
+def is_static(store: Any) -> bool:
+    """Return whether the store's group is noted as static; without changing the store."""
+    return bool(store.check([_KIND])) and store.get(_KIND).decode() == "static"
+
+
 class Rendezvous:
     """One worker's part in forming one static group.
 

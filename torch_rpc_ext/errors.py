@@ -5,6 +5,8 @@ All are RuntimeErrors, because that is what torch.distributed.rpc raises and pro
 
 from __future__ import annotations
 
+import re
+
 
 class RpcError(RuntimeError):
     """A call or an initialisation failed.
@@ -66,3 +68,18 @@ def from_text(text: str, worker: str) -> RpcError | None:
             if mark in text:
                 return kind(text, worker=worker)
     return None
+
+
+def brief(problem: BaseException) -> str:
+    """Return one line of an error's text: what happened, without the way there.
+
+    Args:
+        problem: any. Of one that a remote function raised, whose text is a traceback, the line
+            that names it; of others the first line, without upstream's mark of its kind.
+    """
+    lines = [line for line in str(problem).splitlines() if line.strip()]
+    if not lines:
+        return type(problem).__name__
+    if lines[0].startswith("On WorkerInfo("):
+        return lines[-1]
+    return re.sub(r"^RPCErr:\d+:", "", lines[0])

@@ -1,0 +1,93 @@
+"""What docs/profiling.md and docs/cli.md show is run here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.process.test_dynamic import leave
+from tests.process.test_guest import command, unused_port  # noqa: F401  a fixture
+from tests.support.backend import ROOT, needs_ucx
+
+
+def blocks(page: str, language: str) -> list[str]:
+    found: list[str] = re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found
+    return found
+
+
+def train_step() -> None:
+    rpc.rpc_sync("worker1", f.identity, args=(1,))
+
+
+@pytest.mark.parametrize("page", ["profiling.md", "cli.md"])
+@workers(2)
+def test_python(page: str, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), {"train_step": train_step})
+    if page == "profiling.md":
+        assert json.loads(Path("trace.json").read_text())["traceEvents"]
+        assert Path("trace.png").exists()
+
+
+@needs_ucx("is not what the commands join")
+def test_commands(
+    tmp_path: Path,
+    unused_port: int,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [line for block in blocks("cli.md", "sh") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("python")]
+    assert {words[3] for words in commands} == {"ping", "top", "trace"}
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(unused_port))
+    url = f"tcp://localhost:{unused_port}"
+    with Group(2, dynamic=True, init_method=url) as group:
+        for words in commands:
+            assert words[:3] == ["python", "-m", "torch_rpc_ext"]
+            ended = command(*in_folder(words[3:], tmp_path))
+            expected = "2 workers" if words[3] == "trace" else "worker1"
+            assert ended.code == 0 and expected in ended.out, ended
+        for worker in reversed(group.workers):
+            worker.run(leave)
+
+
+def in_folder(words: Sequence[str], folder: Path) -> list[str]:
+    return [str(folder / word) if word.endswith(".json") else word for word in words]
+
+
+@needs_ucx("is not what the example runs on")
+def test_the_training_step(tmp_path: Path) -> None:
+    with Group(3, init=False) as group:
+        calls = [worker.start(run_example, worker.rank, str(tmp_path)) for worker in group]
+        for call in calls:
+            call.result()
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    executions = [e["name"] for e in events if e.get("cat") == "rpc.execution"]
+    assert executions == ["RRef.forward <- trainer"] * 2
+    named = {e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    assert named == {"trainer", "stage1", "stage2"}
+    # The picture that the page shows is of the same three.
+    assert (ROOT / "docs" / "profiling.png").stat().st_size > 10_000
+
+
+def run_example(rank: int, folder: str) -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    import profiling_example
+
+    profiling_example.run(rank, f"{folder}/store", folder)

@@ -1,0 +1,329 @@
+"""`ping` and `top`: a command joins a running dynamic group, looks, and leaves it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.process.test_dynamic import init_one_by_one, leave, names
+from tests.support.backend import needs_ucx
+from tests.support.child import Child
+
+pytestmark = needs_ucx("is not what the commands join")
+COMMAND = [sys.executable, "-m", "torch_rpc_ext"]
+MEMBERS = ["worker0", "worker1"]
+
+
+@pytest.fixture(scope="module")
+def _group() -> Iterator[Group]:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        yield group
+        for worker in group:
+            worker.run(leave)
+
+
+@pytest.fixture
+def group(_group: Group) -> Iterator[Group]:
+    """Two workers of a dynamic group; no guest may be there after the test."""
+    _group.mark_used()
+    yield _group
+    assert _group.run_all(names) == [MEMBERS] * 2
+
+
+@dataclass
+class Ended:
+    """How a command ended: its exit code, and all that it wrote."""
+
+    code: int | None
+    out: str
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[Child]:
+    """A command in a process of its own; forked, which takes less long than importing torch."""
+    child = Child(enter, (arguments,), name=f"command {arguments[0]}")
+    child.start()
+    try:
+        yield child
+    finally:
+        child.close()
+
+
+def enter(arguments: Sequence[str]) -> None:
+    from torch_rpc_ext.__main__ import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main(list(arguments)))
+
+
+def end(child: Child) -> Ended:
+    child.process.join(40)
+    return Ended(child.exitcode, child.log.read_text())
+
+
+def command(*arguments: str) -> Ended:
+    with running(*arguments) as child:
+        ended = end(child)
+    assert "Traceback" not in ended.out, ended.out
+    return ended
+
+
+def run(name: str, group: Group, *arguments: str) -> Ended:
+    return command(name, "--init-method", group.init_method, *arguments)
+
+
+def wait_for_output(child: Child) -> None:
+    deadline = time.monotonic() + 30
+    while not child.log.stat().st_size:
+        assert time.monotonic() < deadline and child.exitcode is None, child.output()
+        time.sleep(0.05)
+
+
+def test_ping_measures_all_workers(group: Group) -> None:
+    ended = run("ping", group, "--json", "--count", "10", "--megabytes", "2")
+    assert ended.code == 0, ended
+    answers = json.loads(ended.out)
+    assert [answer["worker"] for answer in answers] == MEMBERS
+    for answer in answers:
+        assert 0 < answer["latency_p50_us"] <= answer["latency_p99_us"] < 1e7, answer
+        assert answer["bandwidth_gb_s"] > 0 and answer["control"] and answer["bulk"], answer
+
+
+def test_ping_for_people(group: Group) -> None:
+    ended = run("ping", group, "worker1", "--count", "3", "--megabytes", "1")
+    assert ended.code == 0, ended
+    assert ended.out.startswith("worker1 ") and "worker0" not in ended.out, ended
+    assert "us" in ended.out and "GB/s" in ended.out and "bulk over" in ended.out, ended
+
+
+def test_ping_names_a_worker_that_is_not_there(group: Group) -> None:
+    ended = run("ping", group, "worker1", "nobody")
+    assert ended.code == 2, ended
+    assert "'nobody'" in ended.out and "worker0, worker1" in ended.out, ended
+
+
+def call_without(to: str, path: str) -> None:
+    """Call without a pause until there is such a file."""
+    while not os.path.exists(path):
+        rpc.rpc_sync(to, f.identity, args=(1,))
+
+
+def test_top_counts_calls(group: Group, tmp_path: Path) -> None:
+    busy = group[0].start(call_without, "worker1", str(tmp_path / "done"))
+    ended = run("top", group, "--once", "--json")
+    (tmp_path / "done").touch()
+    busy.result()
+    assert ended.code == 0, ended
+    caller, callee = json.loads(ended.out)["workers"]
+    assert (caller["worker"], callee["worker"]) == ("worker0", "worker1")
+    assert caller["state"] == callee["state"] == "alive"
+    assert caller["calls_per_s"] > 20 and callee["served_per_s"] > 20, ended
+    assert caller["sent_per_s"] > 1000 and callee["received_per_s"] > 1000, ended
+    assert caller["latency_ms"] > 0 and caller["queued"] == 0 and caller["transports"], ended
+
+
+def test_a_guest_that_was_killed_is_swept_out(group: Group) -> None:
+    with running("top", "--json", "--init-method", group.init_method) as top:
+        wait_for_output(top)
+        assert len(group[1].run(names)) == 3
+        top.terminate()
+        top.process.join(10)
+    assert run("ping", group, "worker1", "--count", "1", "--megabytes", "1").code == 0
+    # `group` checks that nobody is left.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_properly(group: Group, number: signal.Signals) -> None:
+    with running("top", "--json", "--init-method", group.init_method) as top:
+        wait_for_output(top)
+        top.signal(number)
+        ended = end(top)
+    assert ended.code == (0 if number == signal.SIGINT else 128 + number), ended
+    assert "Traceback" not in ended.out, ended
+
+
+class Terminal:
+    """A command in a pseudo-terminal, and what a person would see there."""
+
+    def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
+        size = (24, 80)
+        environment = {**os.environ, **(env or {}), "TERM": "xterm-256color"}
+        self.process = pexpect.spawn(argv[0], argv[1:], dimensions=size, env=environment)
+        self.output = b""
+        self._screen = pyte.Screen(size[1], size[0])
+        self._stream = pyte.ByteStream(self._screen)
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._screen.display)
+
+    def wait_for(self, *words: str, seconds: float = 30) -> str:
+        """The screen, once it shows all the words."""
+        end = time.monotonic() + seconds
+        while not all(word in self.text() for word in words):
+            assert time.monotonic() < end, f"no {words} in\n{self.text()}"
+            with contextlib.suppress(pexpect.TIMEOUT):
+                self._feed(self.process.read_nonblocking(10_000, timeout=0.2))
+        return self.text()
+
+    def _feed(self, output: bytes) -> None:
+        self.output += output
+        self._stream.feed(output)
+
+    def end(self) -> int:
+        """Exit code; the rest of the output goes to the screen."""
+        self._feed(self.process.read())
+        self.process.wait()
+        return int(self.process.exitstatus)
+
+
+@contextlib.contextmanager
+def live_top(group: Group, *arguments: str) -> Iterator[Terminal]:
+    argv = [*COMMAND, "top", "--init-method", group.init_method, "--interval", "0.3", *arguments]
+    terminal = Terminal(argv)
+    try:
+        yield terminal
+    finally:
+        terminal.process.close(force=True)
+
+
+@pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
+def test_top_in_a_terminal(group: Group, key: str) -> None:
+    with live_top(group) as terminal:
+        shown = terminal.wait_for("worker0", "worker1", "2 alive", "control / bulk over")
+        for title in ("calls/s", "served/s", "sent", "received", "latency", "queue"):
+            assert title in shown, shown
+        assert "…" not in shown, shown
+        terminal.process.send(key)
+        assert terminal.end() == 0, terminal.text()
+        # Back to the screen from before, with its cursor.
+        assert terminal.output.rindex(b"\x1b[?1049l") > terminal.output.rindex(b"\x1b[?1049h")
+        assert terminal.output.rindex(b"\x1b[?25h") > terminal.output.rindex(b"\x1b[?25l")
+        assert b"Traceback" not in terminal.output
+
+
+def test_top_shows_suspects_and_dead() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[0].run(f.nested, 2, 3)
+        with live_top(group) as terminal:
+            terminal.wait_for("3 alive")
+            group[1].signal(signal.SIGSTOP)
+            terminal.wait_for("1 suspect", "worker1 is suspect")
+            group[1].signal(signal.SIGCONT)
+            group[2].kill()
+            terminal.wait_for("2 alive", "1 dead", "worker2 is dead")
+            terminal.process.send("q")
+            assert terminal.end() == 0
+        ended = run("top", group, "--once")
+        assert ended.code == 1 and "worker2 is dead" in ended.out, ended
+        for worker in group.workers[:2]:
+            worker.run(leave)
+
+
+def test_a_static_group_cannot_be_joined() -> None:
+    with Group(2) as group:
+        ended = run("top", group, "--once")
+        assert ended.code == 3, ended
+        assert "is static" in ended.out and "From inside" in ended.out, ended
+        group.run(look_from_inside)
+
+
+def look_from_inside() -> None:
+    from torch_rpc_ext.cli import ping, poller
+
+    (answer,) = ping.ping(calls=3, tensor_bytes=1000)
+    assert answer.worker == "worker1" and answer.error is None
+    assert [state.state for state in poller.Poller().poll()] == ["alive", "alive"]
+
+
+def test_env_finds_the_group(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"tcp://127.0.0.1:{unused_port}"
+    with Group(1, dynamic=True, init_method=url) as group:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        argv = ["ping", "--count", "1", "--megabytes", "1"]
+        missing = command(*argv)
+        assert missing.code == 2 and "MASTER_PORT must be set" in missing.out, missing
+        monkeypatch.setenv("MASTER_PORT", str(unused_port))
+        ended = command(*argv)
+        assert ended.code == 0 and "worker0" in ended.out, ended
+        group[0].run(leave)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_where_there_is_no_group(tmp_path: Any, unused_port: int) -> None:
+    (tmp_path / "empty").touch()
+    for url, code, words in [
+        (f"file://{tmp_path}/none", 3, "no such file"),
+        (f"file://{tmp_path}/empty", 3, "no RPC group on UCX"),
+        (f"tcp://127.0.0.1:{unused_port}", 3, f"no store answers at 127.0.0.1:{unused_port}"),
+        ("http://host", 2, "'http://host'"),
+    ]:
+        ended = command("ping", "--init-method", url, "--join-timeout", "0.5")
+        assert ended.code == code and words in ended.out, ended
+
+
+@pytest.mark.parametrize("name", ["ping", "top"])
+def test_help_shows_an_example(name: str) -> None:
+    ended = command(name, "--help")
+    assert ended.code == 0 and f"python -m torch_rpc_ext {name}" in ended.out, ended
+    assert "examples:" in ended.out and "exit status:" in ended.out, ended
+
+
+def test_mistakes_are_sentences() -> None:
+    for arguments, words in [
+        (["top"], "needs a terminal"),
+        (["ping", "--count", "0"], "at least 1"),
+        (["ping", "--megabytes", "-1"], "more than 0"),
+    ]:
+        ended = command(*arguments)
+        assert ended.code == 2 and words in ended.out, ended
+
+
+@workers(2)
+def test_ping_from_inside_names_a_wrong_worker() -> None:
+    from torch_rpc_ext.cli import ping
+
+    with pytest.raises(ValueError, match="'nobody'.*worker0, worker1"):
+        ping.ping(["nobody"])
+
+
+@workers(2, options=[{}, {"allow_list": ["torch_rpc_ext.monitoring"]}])
+def test_a_worker_with_an_allow_list_answers() -> None:
+    check_allow_list("alive", None)
+
+
+@workers(2, options=[{}, {"allow_list": []}])
+def test_a_worker_that_allows_nothing_says_so() -> None:
+    check_allow_list("refuses", "torch_rpc_ext.monitoring")
+
+
+def check_allow_list(state: str, error: str | None) -> None:
+    from torch_rpc_ext.cli import ping, poller
+
+    (answer,) = ping.ping(calls=2, tensor_bytes=1000)
+    assert answer.error is None if error is None else error in str(answer.error)
+    assert [worker.state for worker in poller.Poller().poll()] == ["alive", state]

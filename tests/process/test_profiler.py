@@ -1,0 +1,361 @@
+"""profile(): the calls of a whole group, recorded from one worker, with true times and links."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.process.test_dynamic import init_one_by_one, leave
+from tests.process.test_guest import call_without, command
+from tests.support.backend import needs_ucx
+
+PAUSE = 0.05
+
+
+def pause(tensor: torch.Tensor) -> torch.Tensor:
+    time.sleep(PAUSE)
+    return tensor * 2
+
+
+def pause_through(worker: str, tensor: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = rpc.rpc_sync(worker, pause, args=(tensor,))
+    return result
+
+
+def profiled(**options: Any) -> Any:
+    from torch_rpc_ext.profiler import profile
+
+    return profile(**{"operators": False, **options})
+
+
+def hooks() -> list[Any]:
+    names = ("_invoke_rpc", "PythonUDF", "_invoke_rpc_python_udf", "_invoke_remote_python_udf")
+    return [getattr(rpc.api, name) for name in names]
+
+
+def rows(prof: Any) -> dict[tuple[str, str], Any]:
+    return {(row.function.rpartition(".")[2], row.worker): row for row in prof.table()}
+
+
+@workers(3)
+def test_calls_of_all_workers_are_recorded() -> None:
+    tensor = torch.ones(1000)
+    with profiled() as prof:
+        rpc.rpc_sync("worker1", pause_through, args=("worker2", tensor))
+        rpc.rpc_async("worker2", pause, args=(tensor,)).wait()
+        rpc.remote("worker1", pause, args=(tensor,)).to_here()
+        rpc.rpc_sync("worker1", torch.add, args=(tensor, 1))
+        rpc.rpc_sync("worker1", f.script_add, args=(tensor, tensor))
+        with pytest.raises(ValueError):
+            rpc.rpc_sync("worker2", f.raise_value_error)
+    found = rows(prof)
+    through, there = found["pause_through", "worker1"], found["pause", "worker2"]
+    assert (through.calls, there.calls, found["pause", "worker1"].calls) == (1, 2, 1)
+    assert (there.errors, found["raise_value_error", "worker2"].errors) == (0, 1)
+    # The time of the function is execution, not rest.
+    for row in (through, there):
+        assert PAUSE <= row.execution_p50 < row.total_p50, row
+        assert 0 < row.rest_p50 <= row.total_p99 - PAUSE, row
+    assert there.result_bytes == 2 * tensor.nbytes and there.sent_bytes > 2 * tensor.nbytes
+    for name in ("aten::add", "script_add"):  # the caller's side only
+        row = found[name, "worker1"]
+        assert row.calls == 1 and row.total_p50 > 0 and row.execution_p50 is None, row
+        assert row.sent_bytes in (tensor.nbytes, 2 * tensor.nbytes)
+    assert "pause_through" in prof.summary() and "aligned within" in prof.summary()
+
+
+def merged(prof: Any, tmp_path: Path) -> list[dict[str, Any]]:
+    prof.export_chrome_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return events
+
+
+@workers(3)
+def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
+    with profiled() as prof:
+        rpc.rpc_sync("worker1", pause_through, args=("worker2", torch.ones(2)))
+    events = merged(prof, tmp_path)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    arrows = {(e["id"], e["ph"]): e for e in events if e["ph"] in "sf"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(arrows) == 8 and len(slices) == 4  # there and back, of two calls
+
+    def slice_of(arrow: dict[str, Any]) -> str:
+        """The one slice that the arrow's end lies in, as "worker: name"."""
+        place = (arrow["pid"], arrow["tid"])
+        (found,) = [
+            e
+            for e in slices
+            if (e["pid"], e["tid"]) == place and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+        ]
+        function = found["name"].rpartition(".")[2]
+        return f"{names[found['pid']].split()[0]}: {function}"
+
+    links = {
+        (id.split()[0], slice_of(arrows[id, "s"]), slice_of(arrows[id, "f"])) for id, _ in arrows
+    }
+    outer = ("worker0: pause_through -> worker1", "worker1: pause_through <- worker0")
+    inner = ("worker1: pause -> worker2", "worker2: pause <- worker1")
+    assert links == {
+        *(("request", call, execution) for call, execution in (outer, inner)),
+        *(("response", execution, call) for call, execution in (outer, inner)),
+    }
+    # Each within the one that made it, across processes, as far as the clocks are right.
+    error = 2e-3 * max(clock.error_ns for clock in prof.clocks.values())
+    times = {e["name"].rpartition(".")[2]: (e["ts"], e["ts"] + e["dur"]) for e in slices}
+    order = ["pause_through -> worker1", "pause_through <- worker0", "pause -> worker2"]
+    for wide, narrow in zip(order, [*order[1:], "pause <- worker1"], strict=True):
+        assert times[wide][0] <= times[narrow][0] + error, (wide, narrow)
+        assert times[narrow][1] <= times[wide][1] + error, (wide, narrow)
+
+
+@workers(2)
+def test_clocks_are_as_exact_as_they_say() -> None:
+    with profiled() as prof:
+        pass
+    for clock in prof.clocks.values():
+        # One host: the true offset is 0.
+        assert abs(clock.first.offset_ns) <= clock.first.error_ns
+        assert abs(clock.last.offset_ns) <= clock.last.error_ns
+        assert 0 < clock.error_ns < 1e9
+
+
+def test_a_drifting_clock_is_followed() -> None:
+    from torch_rpc_ext.profiler.clocks import Clock, Sample
+
+    clock = Clock(Sample(0, 1_000, 5), Sample(1_000_000, 3_000, 7))
+    assert [clock.to_ours(theirs) for theirs in (1_000, 502_000, 1_003_000)] == [
+        *(0, pytest.approx(500_000, abs=5), pytest.approx(1_000_000, abs=10))
+    ]
+    assert clock.error_ns == 7
+
+
+@workers(2)
+def test_nothing_stays_when_it_is_off() -> None:
+    before = hooks()
+    there = rpc.rpc_sync("worker1", hook_names)
+    with profiled():
+        assert hooks() != before
+        assert rpc.rpc_sync("worker1", hook_names) != there
+    assert all(now is then for now, then in zip(hooks(), before, strict=True))
+    assert rpc.rpc_sync("worker1", hook_names) == there
+    with pytest.raises(KeyError), profiled() as prof:
+        rpc.rpc_sync("worker1", f.identity, args=(1,))
+        raise KeyError  # what the block raises goes through, and the recording is kept
+    assert rows(prof)["identity", "worker1"].calls == 1
+    assert all(now is then for now, then in zip(hooks(), before, strict=True))
+
+
+def hook_names() -> list[str]:
+    return [str(getattr(hook, "__qualname__", "hooked")) for hook in hooks()]
+
+
+@workers(2)
+def test_unfinished_and_asynchronous_calls(tmp_path: Path) -> None:
+    with profiled() as prof:
+        slow = rpc.rpc_async("worker1", f.sleep, args=(0.5,))
+        rpc.rpc_sync("worker1", f.async_add_on, args=("worker0", torch.ones(1), 1))
+        time.sleep(0.1)
+    slow.wait()
+    found = rows(prof)
+    assert found["sleep", "worker1"].calls == 1 and found["sleep", "worker1"].total_p50 is None
+    assert found["async_add_on", "worker1"].execution_p50 > 0
+    events = merged(prof, tmp_path)
+    open_ones = [e for e in events if e.get("args", {}).get("outcome") == "had not ended"]
+    assert len(open_ones) == 2 and all("sleep" in e["name"] for e in open_ones), open_ones
+    # Slices of one track do not overlap.
+    tracks: dict[Any, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            tracks.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in tracks.values():
+        spans.sort()
+        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+
+
+@workers(2)
+def test_a_limit_keeps_the_first_and_counts_the_rest() -> None:
+    with profiled(max_entries=10) as prof:
+        for _ in range(25):
+            rpc.rpc_sync("worker1", f.nothing)
+    assert rows(prof)["nothing", "worker1"].calls == 10
+    assert [prof.recordings[name].dropped for name in ("worker0", "worker1")] == [15, 15]
+
+
+def profile_and_wait(entered: str, leave_when: str) -> None:
+    with profiled():
+        Path(entered).touch()
+        while not Path(leave_when).exists():
+            time.sleep(0.01)
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    entered, done = tmp_path / "entered", tmp_path / "done"
+    with Group(2) as group:
+        first = group[1].start(profile_and_wait, str(entered), str(done))
+        while not entered.exists():
+            time.sleep(0.01)
+        message = group[0].run(error_of_profile)
+        done.touch()
+        first.result()
+        assert "worker worker0 is being profiled already, by worker1" in message, message
+        group[0].run(expect_it_works)
+
+
+def error_of_profile(**options: Any) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as raised, profiled(**options):
+        pass
+    return str(raised.value)
+
+
+def expect_it_works() -> None:
+    with profiled() as prof:
+        rpc.rpc_sync("worker1", f.nothing)
+    assert rows(prof)["nothing", "worker1"].calls == 1 and not prof.missing
+
+
+def set_torch_version(version: str) -> None:
+    torch.__version__ = version  # type: ignore[assignment]
+
+
+@workers(3)
+def test_mistakes_are_named() -> None:
+    message = error_of_profile(workers=["worker1", "nobody"])
+    assert "'nobody'" in message and "worker0, worker1, worker2" in message
+    assert "limit must be more than 0 s, got 0" in error_of_profile(limit=0)
+    version = torch.__version__
+    rpc.rpc_sync("worker2", set_torch_version, args=("1.2.3",))
+    message = error_of_profile()
+    assert "1.2.3 on worker2" in message and "on worker0, worker1" in message
+    with profiled(workers=["worker0", "worker1"]) as prof:
+        rpc.rpc_sync("worker1", f.nothing)
+        rpc.rpc_sync("worker2", f.nothing)  # not recorded there, and runs all the same
+    assert rows(prof)["nothing", "worker1"].execution_p50 is not None
+    assert rows(prof)["nothing", "worker2"].execution_p50 is None
+    rpc.rpc_sync("worker2", set_torch_version, args=(str(version),))
+
+
+@workers(2)
+def test_a_recording_ends_by_itself_at_its_limit() -> None:
+    with profiled(limit=0.2) as prof:
+        end = time.monotonic() + 30
+        while "hooked" in hook_names() + rpc.rpc_sync("worker1", hook_names):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    assert set(prof.missing) == {"worker0", "worker1"}
+    assert "limit" in prof.missing["worker1"]
+    expect_it_works()
+
+
+@needs_ucx("does not notice a death")
+def test_a_worker_that_dies_is_left_out(tmp_path: Path) -> None:
+    entered, done = tmp_path / "entered", tmp_path / "done"
+    with Group(3) as group:
+        call = group[0].start(profile_a_death, str(entered), str(done))
+        while not entered.exists():
+            time.sleep(0.01)
+        group[2].kill()
+        done.touch()
+        missing, recorded = call.result()
+        assert missing == ["worker2"] and recorded == ["worker0", "worker1"]
+        group.close(gently=False)
+
+
+def profile_a_death(entered: str, died: str) -> tuple[list[str], list[str]]:
+    with profiled() as prof:
+        rpc.rpc_sync("worker1", f.nothing)
+        Path(entered).touch()
+        while not Path(died).exists():
+            time.sleep(0.01)
+    return list(prof.missing), sorted(prof.recordings)
+
+
+@workers(2)
+def test_operators_and_picture(tmp_path: Path) -> None:
+    with profiled(operators=True) as prof:
+        rpc.rpc_sync("worker1", pause, args=(torch.ones(100),))
+        thread = threading.Thread(target=torch.mm, args=(torch.ones(9, 9), torch.ones(9, 9)))
+        thread.start()
+        thread.join()
+    events = merged(prof, tmp_path)
+    pids = {e["args"]["name"].split()[0]: e["pid"] for e in events if e["name"] == "process_name"}
+    operators = [e for e in events if e.get("cat") == "cpu_op"]
+    # Of other threads than the one that profiles, here and there.
+    assert any(e["name"] == "aten::mm" and e["pid"] == pids["worker0"] for e in operators)
+    (multiplied,) = [
+        e for e in operators if e["name"] == "aten::mul" and e["pid"] == pids["worker1"]
+    ]
+    # Within the execution to which it belongs, on one time axis.
+    (execution,) = [e for e in events if e.get("cat") == "rpc.execution"]
+    begin, end = execution["ts"], execution["ts"] + execution["dur"]
+    assert begin + PAUSE * 1e6 / 2 < multiplied["ts"] < end + 10_000, (execution, multiplied)
+    figure = prof.plot(tmp_path / "trace.png")
+    labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert labels[:2] == ["worker0", "calls"] and "serves" in labels and "operators" in labels
+    assert (tmp_path / "trace.png").stat().st_size > 5000
+
+
+ALLOWED = ["tests.process.functions", "torch_rpc_ext.profiler.recorder"]
+
+
+@needs_ucx("has no allow_list")
+@workers(2, options={"allow_list": ALLOWED})
+def test_with_an_allow_list() -> None:
+    expect_it_works()
+
+
+@needs_ucx("has no allow_list")
+@workers(2, options={"allow_list": ["tests.process.functions"]})
+def test_an_allow_list_without_it_says_so() -> None:
+    assert "torch_rpc_ext.profiler.recorder" in error_of_profile()
+
+
+@contextlib.contextmanager
+def busy_group() -> Iterator[Group]:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        yield group
+        for worker in group:
+            worker.run(leave)
+
+
+@needs_ucx("is not what the commands join")
+def test_trace_from_the_command_line(tmp_path: Path) -> None:
+    out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
+    with busy_group() as group:
+        done = tmp_path / "done"
+        busy = group[0].start(call_without, "worker1", str(done))
+        arguments = ["--init-method", group.init_method, "--seconds", "0.5", "--no-operators"]
+        ended = command("trace", *arguments, "--json", "--out", str(out), "--plot", str(plot))
+        assert ended.code == 0, ended
+        answer = json.loads(ended.out)
+        assert 0.4 < answer["seconds"] < 5 and not answer["missing"], answer
+        (row,) = [row for row in answer["rows"] if row["function"].endswith("identity")]
+        assert row["worker"] == "worker1" and row["calls"] > 10 and row["execution_p50"] > 0
+        assert json.loads(out.read_text())["traceEvents"] and plot.stat().st_size > 5000
+        done.touch()
+        busy.result()
+        first = group[1].start(profile_and_wait, str(tmp_path / "in"), str(tmp_path / "out"))
+        while not (tmp_path / "in").exists():
+            time.sleep(0.01)
+        refused = command("trace", *arguments, "--out", str(out))
+        assert refused.code == 1 and "profiled already, by worker1" in refused.out, refused
+        (tmp_path / "out").touch()
+        first.result()
+        unknown = command("trace", *arguments, "nobody", "--out", str(out))
+        assert unknown.code == 2 and "'nobody'" in unknown.out, unknown
+    folder = command("trace", "--out", os.path.join(tmp_path, "none", "trace.json"))
+    assert folder.code == 2 and "cannot be written" in folder.out, folder

@@ -1,0 +1,173 @@
+"""Joining a running group from the command line, for as long as a command takes.
+
+A dynamic group (init_rpc with world_size=None) takes in whoever finds its store. A static group
+takes in nobody; what the commands do can be done from inside of it (see docs/cli.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlparse
+
+from torch_rpc_ext import errors
+from torch_rpc_ext.cli import common
+
+#: Names of guests begin so; nobody else's should.
+PREFIX = "guest_"
+# Ranks that no job gives to its workers, so that a guest never takes one that is still to come.
+# A rank has 15 bits (worker_id_t).
+_FIRST_RANK, _RANKS = 16_384, 16_384
+_THREADS = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which group to join."""
+    group = parser.add_argument_group("which group")
+    group.add_argument(
+        "--init-method",
+        default="env://",
+        metavar="URL",
+        help="the group's store, as given to init_rpc: env:// (MASTER_ADDR and MASTER_PORT; the "
+        "default), tcp://host:port or file:///path",
+    )
+    group.add_argument(
+        "--interface", metavar="NAME", help="as the option `interface`: a name or an IP address"
+    )
+    group.add_argument(
+        "--join-timeout",
+        type=common.positive,
+        default=10.0,
+        metavar="S",
+        help="how long to look for the group, s (default %(default)g)",
+    )
+
+
+@contextlib.contextmanager
+def joined(given: argparse.Namespace) -> Iterator[None]:
+    """Be a member of the group within the block, and leave it however the block ends.
+
+    Args:
+        given: what add_arguments() has parsed.
+
+    Raises:
+        CannotJoinError: there is no such group, it is static, or joining failed.
+        ValueError: a wrong URL or interface.
+    """
+    with _leaving_when_told_to():
+        _join(given)
+        from torch.distributed import rpc as _untyped_rpc
+
+        rpc: Any = _untyped_rpc  # upstream's functions have no types
+        try:
+            yield
+        finally:
+            rpc.shutdown()
+
+
+def other_workers() -> list[str]:
+    """Return the names of the group's workers without those of guests, this one included."""
+    from torch_rpc_ext import monitoring
+
+    return [name for name in monitoring.member_names() if not name.startswith(PREFIX)]
+
+
+def _join(given: argparse.Namespace) -> None:
+    from torch.distributed import rpc as _untyped_rpc
+
+    import torch_rpc_ext
+    from torch_rpc_ext import _dynamic, _members
+
+    rpc: Any = _untyped_rpc
+    options = torch_rpc_ext.UcxRpcBackendOptions(
+        init_method=given.init_method,
+        interface=given.interface,
+        init_timeout=given.join_timeout,
+        num_worker_threads=_THREADS,
+    )
+    try:
+        directory = _dynamic.Directory(_open_store(given.init_method, given.join_timeout))
+        dead = [
+            member
+            for member in directory.read().members.values()
+            if member.name.startswith(PREFIX)
+            and member.host == _members.host_identity()
+            and not _members.is_alive(member.pid)
+        ]
+        for guest in dead:
+            directory.leave(guest)
+        rpc.init_rpc(
+            f"{PREFIX}{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())}_{os.getpid()}",
+            backend=rpc.backend_registry.BackendType["UCX"],
+            rank=_FIRST_RANK + secrets.randbelow(_RANKS),
+            rpc_backend_options=options,
+        )
+        for guest in dead:
+            _dynamic.announce_departure(guest)
+    except RuntimeError as problem:
+        raise common.CannotJoinError(errors.brief(problem)) from problem
+
+
+def _open_store(url: str, seconds: float) -> Any:
+    """Open the store of a dynamic group that is there; make none."""
+    from torch_rpc_ext import _dynamic, _rendezvous, _store
+
+    parts = urlparse(url)
+    if parts.scheme == "file":
+        if not os.path.isfile(parts.path):
+            raise common.CannotJoinError(f"There is no RPC group at {url}: no such file.")
+        store: Any = _store.dist.FileStore(parts.path, -1)
+    else:
+        host, port = _address(parts)
+        store = _store.open_tcp(host, port, _FIRST_RANK, None, seconds)
+    if _dynamic.Directory(store).read().members:
+        return store
+    if _rendezvous.is_static(_store.dist.PrefixStore("rpc_prefix_0", store)):
+        raise common.CannotJoinError(
+            f"The RPC group at {_store.describe(store)} is static (init_rpc with a world_size): "
+            "nobody can join it any more. From inside of it, any worker can call "
+            "torch_rpc_ext.cli.ping.ping(), torch_rpc_ext.cli.top.show() and "
+            "torch_rpc_ext.profiler.profile(). Started with world_size=None it can be joined."
+        )
+    raise common.CannotJoinError(
+        f"There is no RPC group on UCX at {_store.describe(store)}: its workers have left, have "
+        "not come yet, or run on another back end."
+    )
+
+
+def _address(parts: Any) -> tuple[str, int]:
+    if parts.scheme == "env":
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be set as for the group's workers, or "
+                "--init-method must say where its store is"
+            )
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise ValueError(
+            f"--init-method must be env://, tcp://host:port or file:///path, got {parts.geturl()!r}"
+        )
+    return str(parts.hostname), int(parts.port)
+
+
+@contextlib.contextmanager
+def _leaving_when_told_to() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does: a guest must not stay behind."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,36 @@
+"""Single key presses from the terminal, without Enter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], str]]:
+    """Read single keys within the block; the terminal is as before after it.
+
+    Yields:
+        A function that waits so long for a key, s, and returns it; '' for none. At the end of
+        the input it returns 'q'.
+    """
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+    # Ctrl-C stays a signal in this mode.
+    tty.setcbreak(handle)
+    try:
+        yield lambda seconds: _read(handle, seconds)
+    finally:
+        termios.tcsetattr(handle, termios.TCSADRAIN, before)
+
+
+def _read(handle: int, seconds: float) -> str:
+    ready, _, _ = select.select([handle], [], [], seconds)
+    if not ready:
+        return ""
+    return os.read(handle, 1).decode(errors="replace") or "q"

@@ -1,0 +1,234 @@
+"""The agent's counters as Prometheus metrics.
+
+In a worker, after init_rpc::
+
+    from torch_rpc_ext import metrics
+
+    with metrics.serve(port=9400):  # http://127.0.0.1:9400/metrics
+        train()
+
+or, where the program has a registry of its own, ``registry.register(metrics.Collector())``. The
+counters are always on; they are read when Prometheus asks. On TENSORPIPE there are only those that
+its agent counts: threads and active calls.
+
+Source: https://prometheus.io/docs/practices/naming/ for names and units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+try:
+    import prometheus_client as prometheus
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector as PrometheusCollector
+except ImportError as problem:
+    raise ImportError(
+        "torch_rpc_ext.metrics needs prometheus_client: pip install 'torch-rpc-ext[metrics]'"
+    ) from problem
+
+from torch_rpc_ext import monitoring
+
+__all__ = ["Collector", "Server", "serve", "text"]
+
+_PREFIX = "torch_rpc_"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a metric comes from.
+
+    Attributes:
+        key: in the agent's get_metrics().
+        name: the metric's, without prefix and ``_total``.
+        help: one line.
+        is_counter: it only grows; otherwise a gauge.
+        scale: from the agent's unit to the metric's.
+    """
+
+    key: str
+    name: str
+    help: str
+    is_counter: bool = False
+    scale: float = 1.0
+
+
+def _counter(key: str, name: str, help: str) -> _Source:
+    return _Source(key, name, help, is_counter=True)
+
+
+SOURCES = (
+    _Source("agent.thread_pool_size", "request_threads", "Threads that may run requests at once."),
+    _Source("agent.num_idle_threads", "idle_request_threads", "Of these, those that run none."),
+    _Source("agent.threads", "threads", "Threads that there are, those that wait included."),
+    _Source("agent.client_active_calls", "client_active_calls", "Own calls without an answer."),
+    _Source("agent.server_active_calls", "server_active_calls", "Requests that run here."),
+    _Source(
+        "agent.server_active_async_calls",
+        "server_active_async_calls",
+        "Requests whose function has returned a future that is not done.",
+    ),
+    _Source("agent.queued_requests", "queued_requests", "Requests that wait for a thread."),
+    _Source("agent.pending_calls", "pending_calls", "Own calls that wait for a response."),
+    _Source("agent.peers", "connections", "Connections to other workers."),
+    _counter("agent.calls_sent", "calls_sent", "Calls that this worker has made."),
+    _counter("agent.calls_served", "calls_served", "Requests of others that it has answered."),
+    _counter("agent.calls_failed", "calls_failed", "Own calls that ended with an error."),
+    _counter("agent.calls_timed_out", "calls_timed_out", "Of these, those by time-out."),
+    _counter("agent.bytes_sent", "sent_bytes", "Bytes sent, of messages and tensors."),
+    _counter("agent.bytes_received", "received_bytes", "Bytes received."),
+    _Source(
+        "agent.average_latency_us",
+        "call_latency_average_seconds",
+        "From sending to the completed future, mean of all successful calls since the start.",
+        scale=1e-6,
+    ),
+    _counter("agent.receive_cache_hits", "receive_cache_hits", "Receive buffers used again."),
+    _counter("agent.receive_cache_misses", "receive_cache_misses", "Receive buffers made."),
+    _Source(
+        "agent.receive_cache_idle_bytes",
+        "receive_cache_idle_bytes",
+        "Memory that is kept for tensors to come.",
+    ),
+    _Source(
+        "agent.receive_cache_used_bytes",
+        "receive_cache_used_bytes",
+        "Receive memory that tensors use.",
+    ),
+    _Source(
+        "agent.gil_average_wait_time_us",
+        "gil_wait_average_seconds",
+        "Mean wait for the GIL since the start; there with rpc.enable_gil_profiling(True).",
+        scale=1e-6,
+    ),
+)
+
+
+class Collector(PrometheusCollector):
+    """Reads the agent of this process when it is asked; nothing while there is none.
+
+    Thread Safety: any number of threads may collect at once.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, each with the label ``worker``."""
+        if not monitoring.is_initialized():
+            return
+        state = monitoring.snapshot()
+        worker = state["worker"]
+        for source in SOURCES:
+            if source.key in state["counters"]:
+                family = CounterMetricFamily if source.is_counter else GaugeMetricFamily
+                metric = family(_PREFIX + source.name, source.help, labels=["worker"])
+                metric.add_metric([worker], state["counters"][source.key] * source.scale)
+                yield metric
+        yield _gauge(
+            "members", "Workers of the group.", ["worker"], {(worker,): len(state["members"])}
+        )
+        yield _gauge(
+            "lost_peer",
+            "1 for each worker that was reached once and cannot be now.",
+            ["worker", "peer"],
+            {(worker, peer): 1 for peer in state["lost"]},
+        )
+        yield _gauge(
+            "path",
+            "1 for each connection: the transports of control and of large tensors.",
+            ["worker", "peer", "control", "bulk"],
+            {(worker, p["worker"], p["control"], p["bulk"]): 1 for p in state["peers"]},
+        )
+
+
+def _gauge(
+    name: str, help: str, labels: list[str], values: dict[tuple[str, ...], int]
+) -> GaugeMetricFamily:
+    metric = GaugeMetricFamily(_PREFIX + name, help, labels=labels)
+    for label_values, value in values.items():
+        metric.add_metric(list(label_values), value)
+    return metric
+
+
+def text() -> str:
+    """Return the metrics of this process's agent in Prometheus' text format; '' without one."""
+    return prometheus.generate_latest(_own_registry()).decode()
+
+
+class Server:
+    """An HTTP endpoint that is being served; made by serve(). A context manager.
+
+    Owns: the listening socket and a thread, until close().
+
+    Attributes:
+        address: IP address that it listens on.
+        port: TCP port that it listens on.
+    """
+
+    def __init__(self, server: Any, thread: Any) -> None:
+        self._server, self._thread = server, thread
+        self.address, self.port = str(server.server_address[0]), int(server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where Prometheus finds it."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving; the port is free when this returns. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve(
+    port: int = 0,
+    *,
+    address: str = "127.0.0.1",
+    registry: prometheus.CollectorRegistry | None = None,
+) -> Server:
+    """Offer the metrics over HTTP, from a thread.
+
+    Args:
+        port: TCP port; 0 for any that is free (then read it from the result).
+        address: IP address to listen on. By default only this host can connect; there is no
+            authentication, so ``0.0.0.0`` shows the metrics to whoever reaches the port.
+        registry: what to offer; by default this worker's metrics and nothing else.
+
+    Returns:
+        The running server; close() it at the end.
+
+    Raises:
+        ValueError: no such port number.
+        OSError: the port is taken, or the address is not of this host; the text says which.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, got {port!r}")
+    try:
+        server, thread = prometheus.start_http_server(port, address, registry or _own_registry())
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"metrics cannot be served at {address}:{port}: {error.strerror or error}. Choose "
+            "another port, or 0 for any that is free, and an address of this host",
+        ) from error
+    return Server(server, thread)
+
+
+def _own_registry() -> prometheus.CollectorRegistry:
+    registry = prometheus.CollectorRegistry()
+    registry.register(Collector())
+    return registry

@@ -1,0 +1,81 @@
+"""What a worker tells those that look at the group: other workers, and the command line.
+
+They call these functions over RPC. A worker with an ``allow_list`` serves them when the list names
+``torch_rpc_ext.monitoring``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+from torch.distributed.rpc import api as _untyped_api
+
+api: Any = _untyped_api  # upstream's functions have no types
+
+__all__ = ["is_initialized", "member_names", "nothing", "other_names", "snapshot", "take"]
+
+
+def is_initialized() -> bool:
+    """Return whether this process is in an RPC group, over any back end."""
+    return bool(api._is_current_rpc_agent_set())
+
+
+def member_names() -> list[str]:
+    """Return the names of the group's workers as known here, sorted."""
+    return sorted(info.name for info in api._get_current_rpc_agent().get_worker_infos())
+
+
+def other_names() -> list[str]:
+    """Return member_names() without this worker's."""
+    me = api._get_current_rpc_agent().get_worker_info().name
+    return [name for name in member_names() if name != me]
+
+
+def nothing() -> None:
+    """Do nothing: a call of it measures latency."""
+
+
+def take(tensor: torch.Tensor) -> int:
+    """Take a tensor and answer with its size: a call of it measures bandwidth.
+
+    Args:
+        tensor: any.
+
+    Returns:
+        Its size, bytes.
+    """
+    return tensor.nbytes
+
+
+def snapshot() -> dict[str, Any]:
+    """Describe this worker now.
+
+    Returns:
+        A dict that JSON can hold: ``worker``, ``rank``, ``host``, ``pid``, ``time`` (monotonic,
+        s; for rates between two snapshots), ``counters`` (the agent's get_metrics() as numbers),
+        ``members`` (names), ``lost`` (those of them that cannot be reached any more) and
+        ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``). On
+        TENSORPIPE ``lost`` and ``peers`` are empty: its agent does not know them.
+    """
+    agent = api._get_current_rpc_agent()
+    me = agent.get_worker_info()
+    members = member_names()
+    on_ucx = hasattr(agent, "describe_peers")
+    return {
+        "worker": me.name,
+        "rank": me.id,
+        "host": os.uname().nodename,
+        "pid": os.getpid(),
+        "time": time.monotonic(),
+        "counters": _numbers(agent.get_metrics()),
+        "members": members,
+        "lost": sorted(set(agent.lost_workers()) & set(members)) if on_ucx else [],
+        "peers": [dict(peer) for peer in agent.describe_peers()] if on_ucx else [],
+    }
+
+
+def _numbers(metrics: dict[str, str]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items()}

@@ -1,0 +1,78 @@
+"""The clocks of other workers, compared over RPC.
+
+Cristian's algorithm: the other clock is read once during a round trip, at some moment of it; taken
+for its middle, that is wrong by half of the round trip at most. The shortest of many round trips
+counts. Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext.profiler import recorder
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+_ROUND_TRIPS = 30
+_TIMEOUT = 10.0
+
+
+class Sample(NamedTuple):
+    """One comparison.
+
+    Attributes:
+        at_ns: when, on this worker's time.perf_counter_ns().
+        offset_ns: the other clock minus ours.
+        error_ns: how wrong offset_ns is at most.
+    """
+
+    at_ns: int
+    offset_ns: int
+    error_ns: int
+
+
+class Clock(NamedTuple):
+    """The clock of a worker, from a comparison before and one after.
+
+    Attributes:
+        first: before.
+        last: after.
+    """
+
+    first: Sample
+    last: Sample
+
+    @property
+    def error_ns(self) -> int:
+        """How wrong a converted time is at most, if the clocks drift evenly; ns."""
+        return max(self.first.error_ns, self.last.error_ns)
+
+    def to_ours(self, theirs_ns: int) -> int:
+        """Convert a time of that worker to ours."""
+        span = self.last.at_ns - self.first.at_ns
+        drift = self.last.offset_ns - self.first.offset_ns
+        since = theirs_ns - self.first.offset_ns - self.first.at_ns
+        return theirs_ns - self.first.offset_ns - (round(drift * since / span) if span else 0)
+
+
+def compare(worker: str) -> Sample:
+    """Compare a worker's clock with ours now.
+
+    Args:
+        worker: its name.
+
+    Raises:
+        RpcError: it does not answer.
+    """
+    best: Sample | None = None
+    for _ in range(_ROUND_TRIPS):
+        begin = time.perf_counter_ns()
+        theirs = rpc.rpc_sync(worker, recorder.now, timeout=_TIMEOUT)
+        half = (time.perf_counter_ns() - begin + 1) // 2
+        if best is None or half < best.error_ns:
+            best = Sample(begin + half, theirs - begin - half, half)
+    assert best is not None
+    return best

@@ -1,0 +1,173 @@
+"""Places in upstream's Python where calls begin, while this worker records.
+
+There only while it records; at other times upstream's functions are untouched.
+
+- api._invoke_rpc: rpc_sync and rpc_async, of all kinds of functions.
+- api.PythonUDF: the message of a Python function; it gets the call's id, see recorder.Traced.
+- api._invoke_rpc_python_udf: tells how large the request is.
+- api._invoke_remote_python_udf, _builtin, _torchscript: rpc.remote.
+
+What begins in C++ is not seen: RRef.to_here() and the messages of distributed autograd.
+Source: torch/distributed/rpc/api.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext.profiler.records import Call, tensor_bytes
+
+if TYPE_CHECKING:
+    from torch_rpc_ext.profiler.recorder import Recorder
+
+api: Any = _untyped_api  # upstream's functions have no types
+
+_SYNC = api.RPCExecMode.SYNC
+# The profiler's own calls.
+_OURS = "torch_rpc_ext.profiler."
+
+_thread = threading.local()  # .call: the call that this thread is sending
+_installed: dict[str, tuple[Any, Any]] = {}  # name -> (what was there, ours)
+
+
+def install(recorder: Recorder, traced: Callable[..., Any]) -> None:
+    """Put the hooks in.
+
+    Args:
+        recorder: gets the calls.
+        traced: makes what is sent in place of a function: recorder.Traced.
+    """
+    hooks: dict[str, Callable[..., Any]] = {
+        "_invoke_rpc": _invoke_rpc,
+        "PythonUDF": _python_udf,
+        "_invoke_rpc_python_udf": _invoke_rpc_python_udf,
+        "_invoke_remote_python_udf": _invoke_remote_python_udf,
+        "_invoke_remote_builtin": _invoke_remote_other,
+        "_invoke_remote_torchscript": _invoke_remote_other,
+    }
+    for name, hook in hooks.items():
+        original = getattr(api, name)
+        more = (traced,) if hook is _python_udf else ()
+        ours = functools.partial(hook, original, recorder, *more)
+        _installed[name] = (original, ours)
+        setattr(api, name, ours)
+
+
+def remove() -> None:
+    """Take the hooks out. Idempotent."""
+    for name, (original, ours) in _installed.items():
+        # Not where another has come in our place, as at the end of the agent.
+        if getattr(api, name) is ours:
+            setattr(api, name, original)
+    _installed.clear()
+
+
+def name_of(function: Any, args: Any = ()) -> str:
+    """Return a function's name with its module; of a call through an RRef the method's name."""
+    operator = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    if operator is not None:
+        return str(operator)
+    if isinstance(function, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(function)).removeprefix("__torch__.")
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if name.startswith("_local_invoke") and len(args or ()) > 1:
+        return f"RRef.{args[1]}"
+    return f"{getattr(function, '__module__', None)}.{name}"
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_OURS)
+
+
+def _invoke_rpc(
+    original: Any,
+    recorder: Recorder,
+    to: Any,
+    func: Any,
+    rpc_type: Any,
+    args: Any = None,
+    kwargs: Any = None,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    if _is_ours(func) or not callable(func):
+        return original(to, func, rpc_type, args, kwargs, *more, **named)
+    callee = api._to_worker_info(to).name
+    call = recorder.new_call(rpc_type.value, name_of(func, args), callee)
+    call = call._replace(sent_bytes=tensor_bytes((args, kwargs)))
+    outer, _thread.call = getattr(_thread, "call", None), call
+    try:
+        future = original(to, func, rpc_type, args, kwargs, *more, **named)
+    except BaseException as problem:
+        recorder.add_call(call, type(problem).__name__)
+        raise
+    finally:
+        # With the size of the request, for a Python function.
+        call, _thread.call = _thread.call or call, outer
+    if rpc_type is not _SYNC:
+        recorder.follow_call(call, future)
+        return future
+    error = ""
+    try:
+        future.wait()
+    except Exception as problem:  # noqa: BLE001  rpc_sync waits too, and raises it
+        error = type(problem).__name__
+    recorder.add_call(call, error)
+    return future
+
+
+def _python_udf(
+    original: Any, recorder: Recorder, traced: Any, func: Any, args: Any, kwargs: Any
+) -> Any:
+    if _is_ours(func):
+        return original(func, args, kwargs)
+    call: Call | None = getattr(_thread, "call", None)
+    if call is None:  # of rpc.remote; the hook of what sends it adds the callee
+        call = _thread.remote = recorder.new_call("remote", name_of(func, args), "")
+    return original(traced(func, call.id, call.function, recorder.worker), args, kwargs)
+
+
+def _invoke_rpc_python_udf(
+    original: Any, _: Recorder, to: Any, pickled: bytes, tensors: Any, *more: Any
+) -> Any:
+    call: Call | None = getattr(_thread, "call", None)
+    if call is not None:
+        _thread.call = call._replace(sent_bytes=len(pickled) + tensor_bytes(tensors))
+    return original(to, pickled, tensors, *more)
+
+
+def _invoke_remote_python_udf(
+    original: Any, recorder: Recorder, to: Any, pickled: bytes, tensors: Any, *more: Any
+) -> Any:
+    call: Call | None = getattr(_thread, "remote", None)
+    _thread.remote = None
+    if call is None:
+        return original(to, pickled, tensors, *more)
+    call = call._replace(to=to.name, sent_bytes=len(pickled) + tensor_bytes(tensors))
+    return _follow_remote(recorder, call, lambda: original(to, pickled, tensors, *more))
+
+
+def _invoke_remote_other(
+    original: Any, recorder: Recorder, to: Any, name: str, *more: Any, **kwargs: Any
+) -> Any:
+    callee = getattr(to, "name", to)
+    call = recorder.new_call("remote", name.removeprefix("__torch__."), callee)
+    call = call._replace(sent_bytes=tensor_bytes((more, kwargs)))
+    return _follow_remote(recorder, call, lambda: original(to, name, *more, **kwargs))
+
+
+def _follow_remote(recorder: Recorder, call: Call, send: Callable[[], Any]) -> Any:
+    try:
+        rref = send()
+    except BaseException as problem:
+        recorder.add_call(call, type(problem).__name__)
+        raise
+    # Done when the owner has said that the value is made.
+    recorder.follow_call(call, rref._get_future())
+    return rref

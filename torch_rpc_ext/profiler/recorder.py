@@ -1,0 +1,265 @@
+"""Recording on one worker. The worker that profiles calls start(), now() and stop() over RPC.
+
+A worker with an ``allow_list`` takes part when the list names ``torch_rpc_ext.profiler.recorder``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext.profiler import hooks
+from torch_rpc_ext.profiler.records import Call, Execution, Recording, tensor_bytes
+
+api: Any = _untyped_api  # upstream's functions have no types
+
+__all__ = ["Traced", "describe", "now", "start", "stop"]
+
+# For the callbacks of futures that are done when recording stops, s.
+_CALLBACK_PATIENCE = 1.0
+
+_lock = threading.Lock()
+_active: Recorder | None = None
+_thread = threading.local()  # .call: id of the call whose function this thread runs
+
+
+class Traced:
+    """A function on its way to the callee, with the id of its call.
+
+    Args:
+        function: what is called.
+        id: of the call.
+        name: of the function.
+        caller: name of the calling worker.
+    """
+
+    def __init__(self, function: Callable[..., Any], id: int, name: str, caller: str) -> None:
+        self.function, self.id, self.name, self.caller = function, id, name, caller
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Traced, (self.function, self.id, self.name, self.caller))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, recorded where this worker records."""
+        recorder = _active
+        if recorder is None:
+            return self.function(*args, **kwargs)
+        return recorder.execute(self, args, kwargs)
+
+
+class Recorder:
+    """What this worker records now.
+
+    Thread Safety: entries come from any number of threads; start and stop are under _lock.
+
+    Args:
+        owner: name of the worker that profiles.
+        session: random; tells one profile from another.
+        operators: record with torch.profiler too.
+        max_entries: calls and executions to keep, each.
+        limit: ends by itself after so long, s: its owner may have died.
+    """
+
+    def __init__(
+        self, owner: str, session: str, operators: bool, max_entries: int, limit: float
+    ) -> None:
+        self.owner, self.session, self.limit = owner, session, limit
+        me = api._get_current_rpc_agent().get_worker_info()
+        self.worker = str(me.name)
+        # Unique in the group as long as ranks are, and in this process's life.
+        self._ids = itertools.count((me.id << 40) + (time.monotonic_ns() >> 20 & 0xFFFFF) * 2**20)
+        self._max_entries = max_entries
+        self._calls: list[Call] = []
+        self._executions: list[Execution] = []
+        self._dropped = itertools.count()  # its next number is how many were dropped
+        # What has not ended: id of a call, or minus the id of an execution -> (its future or
+        # None, the entry).
+        self._open: dict[int, tuple[Any, Any]] = {}
+        self._profiler = _start_operators() if operators else None
+        self.began = time.monotonic()
+        self._timer = threading.Timer(limit, _expire, (session,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def new_call(self, kind: str, function: str, to: str) -> Call:
+        """Begin a call; add_call() or follow_call() ends it."""
+        parent = getattr(_thread, "call", 0)
+        begin = time.perf_counter_ns()
+        return Call(next(self._ids), parent, kind, function, to, begin, 0, 0, "")
+
+    def add_call(self, call: Call, error: str = "") -> None:
+        """Keep a call that ends now."""
+        self._keep(self._calls, call._replace(end_ns=time.perf_counter_ns(), error=error))
+
+    def follow_call(self, call: Call, future: Any) -> None:
+        """Keep a call that ends when its future is done."""
+        self._open[call.id] = (future, call)
+
+        def done(completed: Any) -> None:
+            if self._open.pop(call.id, None) is not None:
+                self.add_call(call, _error_of(completed))
+
+        future.add_done_callback(done)
+
+    def execute(self, traced: Traced, args: Any, kwargs: Any) -> Any:
+        """Run the function of a call that another worker made."""
+        outer = getattr(_thread, "call", 0)
+        _thread.call = traced.id
+        begin = time.perf_counter_ns()
+        entry = Execution(
+            traced.id, traced.name, traced.caller, begin, 0, threading.get_native_id(), 0, ""
+        )
+        self._open[-entry.id] = (None, entry)
+        try:
+            with self._annotation(traced):
+                result = traced.function(*args, **kwargs)
+        except BaseException as problem:
+            self._end_execution(entry, error=type(problem).__name__)
+            raise
+        finally:
+            _thread.call = outer
+        if isinstance(result, torch.futures.Future):
+            self._open[-entry.id] = (result, entry)
+            result.add_done_callback(lambda done: self._end_execution(entry, error=_error_of(done)))
+        else:
+            self._end_execution(entry, result_bytes=tensor_bytes(result))
+        return result
+
+    def _annotation(self, traced: Traced) -> Any:
+        """Name the call among the operators."""
+        if self._profiler is None:
+            return contextlib.nullcontext()
+        return torch.profiler.record_function(f"rpc {traced.name} from {traced.caller}")
+
+    def _end_execution(self, entry: Execution, **fields: Any) -> None:
+        if self._open.pop(-entry.id, None) is not None:
+            end = time.perf_counter_ns()
+            self._keep(self._executions, entry._replace(end_ns=end, **fields))
+
+    def _keep(self, entries: list[Any], entry: Any) -> None:
+        if len(entries) < self._max_entries:
+            entries.append(entry)
+        else:
+            next(self._dropped)
+
+    def finish(self) -> Recording:
+        """Stop, and return what there is."""
+        self._timer.cancel()
+        self._await_callbacks()
+        for key in list(self._open):
+            _, entry = self._open.pop(key, (None, None))
+            if entry is not None:  # else it has just ended
+                self._keep(self._calls if isinstance(entry, Call) else self._executions, entry)
+        operators = b"" if self._profiler is None else _stop_operators(self._profiler)
+        return Recording(
+            self.worker,
+            os.uname().nodename,
+            os.getpid(),
+            self._calls,
+            self._executions,
+            next(self._dropped),
+            time.time_ns() - time.perf_counter_ns(),
+            operators,
+        )
+
+    def _await_callbacks(self) -> None:
+        """Wait for callbacks of futures that are done: they run a moment after their waiters."""
+        end = time.monotonic() + _CALLBACK_PATIENCE
+        while time.monotonic() < end:
+            if not any(future and future.done() for future, _ in list(self._open.values())):
+                return
+            time.sleep(0.001)
+
+
+def _error_of(future: Any) -> str:
+    try:
+        future.value()
+    except Exception as problem:  # noqa: BLE001  whatever the function raised
+        return type(problem).__name__
+    return ""
+
+
+def _start_operators() -> Any:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # Requests run in threads of the agent: all threads, not this one only.
+    config = _ExperimentalConfig(profile_all_threads=True)
+    profiler = torch.profiler.profile(activities=activities, experimental_config=config)
+    profiler.start()
+    return profiler
+
+
+def _stop_operators(profiler: Any) -> bytes:
+    profiler.stop()
+    with tempfile.TemporaryDirectory(prefix="torch_rpc_ext-") as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        with open(path, "rb") as file:
+            return zlib.compress(file.read(), 1)
+
+
+def describe() -> str:
+    """Return this worker's versions, and who profiles it, as JSON."""
+    busy = ""
+    if _active is not None:
+        left = _active.limit - (time.monotonic() - _active.began)
+        busy = f"{_active.owner} (for at most {left:.0f} s more)"
+    return json.dumps({"torch": torch.__version__.split("+")[0], "busy": busy})
+
+
+def now() -> int:
+    """Return this worker's time.perf_counter_ns()."""
+    return time.perf_counter_ns()
+
+
+def start(owner: str, session: str, operators: bool, max_entries: int, limit: float) -> None:
+    """Begin to record; see Recorder.
+
+    Raises:
+        RuntimeError: this worker is being profiled already.
+    """
+    global _active
+    with _lock:
+        if _active is not None:
+            raise RuntimeError(
+                f"this worker is being profiled already, by {json.loads(describe())['busy']}"
+            )
+        recorder = Recorder(owner, session, operators, max_entries, limit)
+        hooks.install(recorder, Traced)
+        _active = recorder
+
+
+def stop(session: str) -> tuple[Any, ...] | None:
+    """Stop recording.
+
+    Args:
+        session: as given to start().
+
+    Returns:
+        The Recording as a plain tuple; None where that session does not record here.
+    """
+    global _active
+    with _lock:
+        recorder = _active
+        if recorder is None or recorder.session != session:
+            return None
+        hooks.remove()
+        _active = None
+    return recorder.finish().to_plain()
+
+
+def _expire(session: str) -> None:
+    stop(session)

@@ -1,0 +1,219 @@
+"""profile(): recording the calls of a whole group from one worker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext import errors, monitoring
+from torch_rpc_ext.profiler import chrome, clocks, recorder, table
+from torch_rpc_ext.profiler.records import Recording
+from torch_rpc_ext.profiler.table import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+logger = logging.getLogger(__name__)
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# To start or stop a worker's recording; torch.profiler takes seconds the first time.
+_TIMEOUT = 120.0
+_MAX_ENTRIES = 1_000_000
+
+
+class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
+    """Records the calls of the group's workers within a ``with`` block. A context manager.
+
+    Other workers go on as they are; what they record is fetched at the end. A worker that is lost
+    meanwhile is left out, with a warning.
+
+    Args:
+        workers: names; None for all of the group.
+        operators: also record the operators of all threads, with torch.profiler: on the CPU, and
+            on CUDA devices where there are some.
+        limit: after so long a worker stops by itself and forgets, s: this one may have died.
+        max_entries: how many calls and how many executions a worker keeps; later ones are counted.
+
+    Attributes:
+        recordings: worker name -> Recording, after the block.
+        clocks: worker name -> Clock; its error_ns says how exact times between workers are.
+        missing: worker name -> why there is no recording of it.
+
+    Raises:
+        ValueError: a worker that is not in the group, or a limit out of range.
+        RuntimeError: RPC is not initialized; workers with different versions of torch; a worker
+            that is being profiled already, or cannot be. The text names it.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str] | None = None,
+        *,
+        operators: bool = True,
+        limit: float = 600.0,
+        max_entries: int = _MAX_ENTRIES,
+    ) -> None:
+        if not limit > 0:
+            raise ValueError(f"limit must be more than 0 s, got {limit!r}")
+        if max_entries < 1:
+            raise ValueError(f"max_entries must be at least 1, got {max_entries!r}")
+        self._wanted = None if workers is None else list(workers)
+        self._arguments = (operators, max_entries, limit)
+        self._session = secrets.token_hex(8)
+        self._workers: list[str] = []
+        self._first: dict[str, clocks.Sample] = {}
+        self.recordings: dict[str, Recording] = {}
+        self.clocks: dict[str, clocks.Clock] = {}
+        self.missing: dict[str, str] = {}
+        self.begin_ns = self.end_ns = 0
+
+    def __enter__(self) -> profile:
+        members = monitoring.member_names()
+        self._workers = members if self._wanted is None else self._wanted
+        unknown = [name for name in self._workers if name not in members]
+        if unknown:
+            raise ValueError(
+                f"{', '.join(map(repr, unknown))}: no such worker in this group; there are "
+                f"{', '.join(members)}"
+            )
+        _check_versions(self._ask(recorder.describe))
+        me = rpc.get_worker_info().name
+        try:
+            self._ask(recorder.start, me, self._session, *self._arguments)
+            self._first = {name: clocks.compare(name) for name in self._workers}
+        except BaseException:
+            self._abandon()
+            raise
+        self.begin_ns = time.perf_counter_ns()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end_ns = time.perf_counter_ns()
+        for name in self._workers:
+            try:
+                last = clocks.compare(name)
+            except RuntimeError as problem:
+                self.missing[name] = errors.brief(problem)
+            else:
+                self.clocks[name] = clocks.Clock(self._first[name], last)
+        for name, future in self._start_asking(recorder.stop, self._session):
+            try:
+                plain = future()
+            except RuntimeError as problem:
+                self.missing[name] = errors.brief(problem)
+                continue
+            if plain is None:
+                self.missing[name] = (
+                    f"it had stopped by itself at the limit ({self._arguments[2]} s)"
+                )
+            elif name in self.clocks:
+                self.recordings[name] = Recording.from_plain(plain)
+        for name, why in self.missing.items():
+            logger.warning("no recording of worker %s: %s", name, why)
+
+    def table(self) -> list[Row]:
+        """Return one row for each function and callee, the one that took longest first."""
+        return table.rows(self.recordings)
+
+    def summary(self) -> str:
+        """Return the table as text, with the errors of the clocks below."""
+        worst = max((clock.error_ns for clock in self.clocks.values()), default=0)
+        return (
+            f"{table.text(self.table())}\n"
+            f"clocks of {len(self.clocks)} workers aligned within {worst / 1e3:.1f} us"
+        )
+
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Write one trace of all workers; https://ui.perfetto.dev opens it.
+
+        Args:
+            path: of the file, JSON.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(chrome.merge(self.recordings, self.clocks, self.begin_ns, self.end_ns), file)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw a timeline, for a notebook; needs matplotlib.
+
+        Args:
+            path: where to save it too, e.g. "trace.png".
+        """
+        from torch_rpc_ext.profiler import picture
+
+        figure = picture.draw(self.recordings, self.clocks, self.begin_ns, self.end_ns)
+        if path is not None:
+            figure.savefig(path, dpi=130)
+        return figure
+
+    def _start_asking(self, function: Any, *arguments: Any) -> list[tuple[str, Callable[[], Any]]]:
+        """Call a function on all at once; names, and what waits for the answer."""
+        asked: list[tuple[str, Callable[[], Any]]] = []
+        for name in self._workers:
+            try:
+                future = rpc.rpc_async(name, function, args=arguments, timeout=_TIMEOUT)
+            except RuntimeError as problem:
+                asked.append((name, _raising(problem)))
+            else:
+                asked.append((name, future.wait))
+        return asked
+
+    def _ask(self, function: Any, *arguments: Any) -> dict[str, Any]:
+        """Call a function on all; the error of the first that fails names the worker."""
+        answers: dict[str, Any] = {}
+        failed: RuntimeError | None = None
+        for name, answer in self._start_asking(function, *arguments):
+            try:
+                answers[name] = answer()
+            except Exception as problem:  # noqa: BLE001  an import error of the callee, say
+                text = f"worker {name} cannot be profiled: {errors.brief(problem)}"
+                failed = failed or RuntimeError(text).with_traceback(problem.__traceback__)
+        if failed is not None:
+            raise failed
+        return answers
+
+    def _abandon(self) -> None:
+        """Stop those that have begun."""
+        for name, answer in self._start_asking(recorder.stop, self._session):
+            try:
+                answer()
+            except RuntimeError as problem:
+                logger.warning("worker %s may go on recording: %s", name, problem)
+
+
+def _raising(problem: RuntimeError) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise problem
+
+    return answer
+
+
+def _check_versions(answers: dict[str, str]) -> None:
+    described = {name: json.loads(text) for name, text in answers.items()}
+    for name, facts in described.items():
+        if facts["busy"]:
+            raise RuntimeError(
+                f"worker {name} is being profiled already, by {facts['busy']}: one profile() at "
+                "a time"
+            )
+    versions: dict[str, list[str]] = {}
+    for name, facts in described.items():
+        versions.setdefault(facts["torch"], []).append(name)
+    if len(versions) > 1:
+        found = "; ".join(f"{version} on {', '.join(on)}" for version, on in versions.items())
+        raise RuntimeError(
+            f"a trace needs the same torch on all its workers, but there is {found}. Install the "
+            "same, or name workers of one version: profile(workers=[...])"
+        )
