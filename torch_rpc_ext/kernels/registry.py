@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_rpc_ext.kernels.casts import CASTS
-from torch_rpc_ext.kernels.checksum import checksum
+from torch_rpc_ext.kernels.integrity import checksum
 from torch_rpc_ext.kernels.memory import COPY
 from torch_rpc_ext.kernels.segments import copy_segments
 from torch_rpc_ext.kernels.strided import copy_strided
