@@ -142,10 +142,12 @@ def _compile(kernel: Any, target: Capability) -> str:
             f"kernel {kernel.name} cannot be compiled for compute capability "
             f"{target[0]}.{target[1]}: {problem}"
         ) from problem
-    # Numba's name for it holds the types and a hash, and is different each time.
+    # Numba's name holds a number that counts what was compiled: it is not the same each time.
     entry = re.search(r"\.visible \.entry (\S+)\(", ptx)
     assert entry is not None, "numba-cuda has compiled something that is no kernel"
     ptx = ptx.replace(entry[1], _PREFIX + kernel.name)
+    # Neither are those of variables that numba makes for each function, and kernels do not use.
+    ptx = re.sub(r"(?m)^\.common .*NumbaEnv.*\n", "", ptx)
     return re.sub(r"(?m)^\.version .*$", f".version {PTX_VERSIONS[target]}", ptx)
 
 
