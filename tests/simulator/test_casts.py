@@ -1,4 +1,4 @@
-"""Casts: bits of every kind of number. tests/unit/test_native_kernels.py has them by the million."""
+"""Casts of every kind of number; tests/unit/test_native_kernels.py has them by the million."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ def by_definition(data: bytes) -> int:
 
     words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
     gamma = 0x9E3779B97F4A7C15
-    total = mix(len(data)) + sum(
-        mix(word + (i + 1) * gamma & MASK) for i, word in enumerate(words)
-    )
+    total = mix(len(data)) + sum(mix(word + (i + 1) * gamma & MASK) for i, word in enumerate(words))
     return total & MASK
 
 

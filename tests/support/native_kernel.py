@@ -79,7 +79,9 @@ def _registers() -> str:
     lines = ["define void @host_barrier() { ret void }"]
     for name in _REGISTERS:
         lines.append(f"@{name}.value = global i32 0")
-        lines.append(f"define i32 @host_{name}_x() {{ %v = load i32, ptr @{name}.value ret i32 %v }}")
+        lines.append(
+            f"define i32 @host_{name}_x() {{ %v = load i32, ptr @{name}.value ret i32 %v }}"
+        )
         for other in "yz":
             value = int(name.startswith("n"))
             lines.append(f"define i32 @host_{name}_{other}() {{ ret i32 {value} }}")
@@ -89,7 +91,9 @@ def _registers() -> str:
 def _for_host(text: str) -> str:
     text = re.sub(r"(?m)^target .*$|^@\"llvm.used\".*$", "", text)
     text = re.sub(r" ?addrspace\(\d\)", "", text)
-    text = text.replace(" addrspacecast ", " bitcast ").replace("llvm.nvvm.barrier0", "host_barrier")
+    text = text.replace(" addrspacecast ", " bitcast ").replace(
+        "llvm.nvvm.barrier0", "host_barrier"
+    )
     text = re.sub(r"llvm\.nvvm\.read\.ptx\.sreg\.(\w+)\.([xyz])", r"host_\1_\2", text)
     # Each numba function has a variable for its globals, which kernels do not use.
     text = re.sub(r"(?m)^(@.*) = common global", r"\1 = linkonce_odr global", text)

@@ -8,6 +8,7 @@ import torch
 
 _MAP_NORESERVE = 0x4000  # in Python's mmap since 3.13 only
 
+
 def sparse_tensor(size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros of `size` bytes, one dimension."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE

@@ -139,7 +139,9 @@ def test_elements_beyond_two_to_the_31(index: int) -> None:
     destination = sparse_tensor(1 << 33, torch.uint8)
     values = random_bits((64,), torch.uint8)
     source = values[::2].expand(1 << 28, 32)
-    plan = plan_strided(layout_of(source), packed(destination.data_ptr(), source.shape, torch.uint8))
+    plan = plan_strided(
+        layout_of(source), packed(destination.data_ptr(), source.shape, torch.uint8)
+    )
     assert plan is not None and plan.elements == 1 << 33
     block = index // THREADS
     launch_strided("strided_1", plan, block + 1, block)
@@ -163,9 +165,7 @@ def test_a_segment_of_more_than_two_to_the_32_elements(
     run = Segment(source.data_ptr(), destination.data_ptr(), elements)
     table, chunks = segment_table([run], 1024)
     name = "segments" if kept is None or sent is None else f"segments_{CAST_NAMES[kept, sent]}"
-    native(name).launch(
-        chunks, THREADS, table.data_ptr(), 1, chunks, 1024, first_block=chunks - 1
-    )
+    native(name).launch(chunks, THREADS, table.data_ptr(), 1, chunks, 1024, first_block=chunks - 1)
     assert same_bits(destination[-1024:], reference.cast(tail, destination.dtype))
     assert not destination[-4096:-1024].view(torch.uint8).any()
 

@@ -62,7 +62,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return compiled
 
 
-@pytest.mark.parametrize("target", ptx.PTX_VERSIONS, ids=lambda target: f"sm_{target[0]}{target[1]}")
+@pytest.mark.parametrize(
+    "target", ptx.PTX_VERSIONS, ids=lambda target: f"sm_{target[0]}{target[1]}"
+)
 def test_all_kernels_are_compiled_and_assembled(target: ptx.Capability, shared: Path) -> None:
     ptxas = shutil.which("ptxas")
     for name in names(target):

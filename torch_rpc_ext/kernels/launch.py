@@ -88,7 +88,5 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the checksum of a contiguous tensor, int64, 0-dim, on its device."""
     result = torch.zeros((), dtype=torch.int64, device=tensor.device)
     blocks = -(-tensor.nbytes // (8 * _THREADS))
-    _launch(
-        tensor.device, "checksum", blocks, tensor.data_ptr(), tensor.nbytes, result.data_ptr()
-    )
+    _launch(tensor.device, "checksum", blocks, tensor.data_ptr(), tensor.nbytes, result.data_ptr())
     return result

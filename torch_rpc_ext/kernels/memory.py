@@ -7,7 +7,7 @@ A C++ program that launches a kernel passes addresses and integers, 8 bytes each
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from numba.cuda.core import config
 
@@ -20,11 +20,17 @@ if SIMULATED:
 else:
     from torch_rpc_ext.kernels import memory_gpu as _memory
 
-load1, load2, load4, load8 = (getattr(_memory, f"load{n}") for n in (1, 2, 4, 8))
-store1, store2, store4, store8 = (getattr(_memory, f"store{n}") for n in (1, 2, 4, 8))
-load16, store16 = _memory.load16, _memory.store16
-atomic_add8 = _memory.atomic_add8
-divide, shift_right, wrap = _memory.divide, _memory.shift_right, _memory.wrap
+Load = Callable[[int], int]  # of an address
+Store = Callable[[int, int], None]  # of an address and a value
+
+load1, load2, load4, load8 = (cast(Load, getattr(_memory, f"load{n}")) for n in (1, 2, 4, 8))
+store1, store2, store4, store8 = (cast(Store, getattr(_memory, f"store{n}")) for n in (1, 2, 4, 8))
+load16: Callable[[int], tuple[int, int]] = _memory.load16
+store16: Callable[[int, int, int], None] = _memory.store16
+atomic_add8: Store = _memory.atomic_add8
+divide: Callable[[int, int], int] = _memory.divide
+shift_right: Callable[[int, int], int] = _memory.shift_right
+wrap: Callable[[int], int] = _memory.wrap
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +48,7 @@ def device(function: Function) -> Function:
     return _memory.device(function)  # type: ignore[no-any-return]
 
 
-def _copier(load: Callable[..., int], store: Callable[..., None]) -> Callable[[int, int], None]:
+def _copier(load: Load, store: Store) -> Callable[[int, int], None]:
     @device
     def copy(source: int, destination: int) -> None:
         store(destination, load(source))

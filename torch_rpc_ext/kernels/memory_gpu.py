@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
+from numba.cuda import extending, types
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -22,11 +21,16 @@ _GLOBAL = 1  # NVVM's address space: memory of a device, of a peer, or pinned me
 Function = Callable[..., Any]
 
 
+def intrinsic(function: Function) -> Any:
+    """Make an intrinsic, of a function that returns a signature and what generates its code."""
+    return extending.intrinsic(function)
+
+
 def _pointer(builder: Any, address: Any, element: Any) -> Any:
     return builder.inttoptr(address, ir.PointerType(element, addrspace=_GLOBAL))
 
 
-def _load(width: int) -> Function:
+def _load(width: int) -> Any:
     element = ir.IntType(8 * width)
 
     def load(typing: Any, address: Any) -> Any:
@@ -36,10 +40,10 @@ def _load(width: int) -> Function:
 
         return types.int64(types.int64), lower
 
-    return intrinsic(load)  # type: ignore[no-any-return]
+    return intrinsic(load)
 
 
-def _store(width: int) -> Function:
+def _store(width: int) -> Any:
     element = ir.IntType(8 * width)
 
     def store(typing: Any, address: Any, value: Any) -> Any:
@@ -50,7 +54,7 @@ def _store(width: int) -> Function:
 
         return types.void(types.int64, types.int64), lower
 
-    return intrinsic(store)  # type: ignore[no-any-return]
+    return intrinsic(store)
 
 
 load1, load2, load4, load8 = (_load(width) for width in (1, 2, 4, 8))

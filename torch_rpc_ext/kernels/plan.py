@@ -206,9 +206,7 @@ def _merge(dims: Sequence[_Dim]) -> list[_Dim]:
     return merged
 
 
-def _widen(
-    source: Layout, destination: Layout, dims: list[_Dim]
-) -> tuple[int, list[_Dim]]:
+def _widen(source: Layout, destination: Layout, dims: list[_Dim]) -> tuple[int, list[_Dim]]:
     """Cut a copy into pieces of the largest power of two, up to 16 bytes, that divides them all.
 
     Returns:

@@ -80,9 +80,7 @@ def cache_folder() -> Path | None:
     return folder / "torch-rpc-ext" / "ptx"
 
 
-def compile_kernel(
-    name: str, capability: Capability, folder: Path | None = None
-) -> CompiledKernel:
+def compile_kernel(name: str, capability: Capability, folder: Path | None = None) -> CompiledKernel:
     """Compile a kernel, or take it from disk.
 
     Neither a GPU nor a driver is needed.

@@ -55,8 +55,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype == dtype:
         return tensor
-    bits = tensor.detach().contiguous().view(
-        torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    bits = (
+        tensor.detach()
+        .contiguous()
+        .view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     )
     if tensor.dtype == torch.float32 and dtype == torch.bfloat16:
         nan = (bits >> 16).bitwise_or(0x40)
