@@ -112,3 +112,11 @@ def test_cast_there_and_back(kept: torch.dtype, sent: torch.dtype) -> None:
     both_scatter(block, offsets, back, sent)
     for tensor, result in zip(tensors, back, strict=True):
         assert same_bits(result, reference.cast(reference.cast(tensor, sent), kept))
+
+
+@pytest.mark.parametrize(("kept", "sent"), CASTS, ids=str)
+def test_cast_at_every_alignment(kept: torch.dtype, sent: torch.dtype) -> None:
+    # Four elements at a time only where both sides are aligned for that.
+    for misaligned in range(0, 4 * kept.itemsize, kept.itemsize):
+        for offset in range(0, 4 * sent.itemsize, sent.itemsize):
+            both_gather([random_bits((37,), kept, misaligned)], [offset], 200, sent)
