@@ -62,6 +62,15 @@ def test_import_alone_does_not_even_import_torch() -> None:
     assert loaded == [False, False, False]
 
 
+def test_kernels_are_imported_without_numba() -> None:
+    loaded = _run(
+        "import torch_rpc_ext; assert 'torch_rpc_ext.kernels' not in sys.modules;"
+        "import torch_rpc_ext.kernels, torch_rpc_ext.kernels.ptx;"
+        "print(json.dumps([n in sys.modules for n in ('numba', 'numba_cuda', 'llvmlite')]))"
+    )
+    assert loaded == [False, False, False]
+
+
 def test_import_is_quick() -> None:
     # Promised: 50 ms for the import, 5 ms for torch's autoload. The best of a few: others share
     # this machine.

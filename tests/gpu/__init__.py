@@ -1,0 +1,1 @@
+"""Tests that need a GPU; each is skipped without one."""

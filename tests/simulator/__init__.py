@@ -1,0 +1,1 @@
+"""Tests of the kernels in numba's CUDA simulator."""

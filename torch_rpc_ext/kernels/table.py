@@ -1,0 +1,22 @@
+"""What the kernels and those who launch them agree on. Needs no numba."""
+
+from __future__ import annotations
+
+#: Row of the table of segments: source, destination, elements, first chunk; int64 each.
+ROW_BYTES = 32
+
+#: Dimensions that copy_strided takes, after those that can be merged have been.
+MAX_DIMS = 8
+
+#: Threads of a block at most, for the kernel `checksum`: its shared memory holds so many.
+CHECKSUM_THREADS = 256
+
+
+def _signed(value: int) -> int:
+    # Numba would make an unsigned constant of a value above 2**63, and a float of its sum.
+    return value - (1 << 64) if value >> 63 else value
+
+
+#: SplitMix64's constants, as int64.
+CHECKSUM_GAMMA = _signed(0x9E3779B97F4A7C15)
+CHECKSUM_MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
