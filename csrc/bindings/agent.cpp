@@ -216,6 +216,9 @@ void bindAgent(py::module_& module) {
       .def_property_readonly(
           "address",
           [](const UcxAgent& self) { return py::bytes(self.address()); })
+      .def_property_readonly(
+          "group_id",
+          [](UcxAgent& self) { return py::bytes(self.membership().group()); })
       .def_property_readonly("is_static_group", &UcxAgent::isStaticGroup)
       .def(
           "set_group",

@@ -2,6 +2,7 @@
 
 #include "agent/codec.h"
 #include "memory/buffer_cache.h"
+#include "transport/ucx/secure_channel.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -152,6 +153,41 @@ void bindBufferCache(py::module_& m) {
       .def("stats", &statsOf);
 }
 
+using transport::ucx::SecureChannel;
+
+// A sealed message is (number, bytes).
+py::tuple sealText(SecureChannel& channel, const std::string& text) {
+  auto sealed = channel.seal(/*token=*/1, {}, {text.data(), text.size()});
+  const auto& data = unwrap(sealed).data;
+  return py::make_tuple(
+      sealed.value().header.transfer, toBytes(data.data(), data.size()));
+}
+
+py::bytes
+openText(SecureChannel& channel, uint64_t number, const std::string& bytes) {
+  transport::ucx::FrameHeader outer;
+  outer.kind = transport::ucx::FrameKind::kSealed;
+  outer.token = 1;
+  outer.transfer = number;
+  auto opened = channel.open(outer, {bytes.data(), bytes.size()});
+  const base::ConstSpan data = unwrap(opened).data();
+  return toBytes(data.data, data.size);
+}
+
+void bindSecureChannel(py::module_& m) {
+  py::class_<SecureChannel>(m, "SecureChannel")
+      .def(
+          py::init([](const std::string& shared, bool opener) {
+            return std::make_unique<SecureChannel>(
+                transport::ucx::deriveKeys("key", {1, "P1", "P2"}, shared),
+                opener);
+          }),
+          py::arg("shared"),
+          py::arg("opener"))
+      .def("seal", &sealText, py::arg("text"))
+      .def("open", &openText, py::arg("number"), py::arg("bytes"));
+}
+
 } // namespace
 
 void bindWire(py::module_& parent) {
@@ -167,6 +203,7 @@ void bindWire(py::module_& parent) {
   m.def("decode_message", &decodeMessage, py::arg("head"), py::arg("bulk"));
   m.def("size_class", &memory::sizeClass, py::arg("size"));
   bindBufferCache(m);
+  bindSecureChannel(m);
 }
 
 } // namespace torch_rpc_ext::bindings

@@ -133,6 +133,9 @@ PathInfo UcxConnection::path() const {
     for (const auto& name : names) {
       info.control += (info.control.empty() ? "" : ", ") + name;
     }
+    if (encrypted()) {
+      info.control += ", encrypted (AES-256-GCM)";
+    }
     info.bulk = cmaUsable_ ? "cma (process_vm_readv)" : "ucx: " + info.control;
     info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
   });
