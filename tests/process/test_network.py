@@ -178,6 +178,61 @@ def test_a_killed_peer_is_noticed(hosts: Hosts) -> None:
         group[0].run(check_alive, "worker2")
 
 
+def seconds_until_lost(to: str, *, busy: bool) -> tuple[str, float]:
+    """(error, s): of a call that is under way, or of the first that is made when it is noticed."""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        if busy:
+            while True:
+                rpc.rpc_sync(to, f.identity, args=(torch.ones(1_000_000),), timeout=30)
+        rpc.rpc_sync(to, f.sleep, args=(30,), timeout=60)
+    return f"{type(raised.value).__name__} {raised.value}", time.monotonic() - start
+
+
+@needs_ucx("waits for the kernel's time-out, a quarter of an hour")
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=3, keepalive=2.0) as group:
+        group[0].run(check_alive, "worker1")
+        group[0].run(check_alive, "worker2")
+        call = group[0].start(seconds_until_lost, "worker1", busy=busy)
+        time.sleep(0.5)
+        hosts[1].run("ip", "link", "set", "eth0", "down")
+        try:
+            text, seconds = call.result(60)
+            assert "PeerLostError" in text and "worker1" in text, text
+            assert seconds < 10, (text, seconds)
+            group[0].run(check_alive, "worker2")  # on this host
+        finally:
+            hosts[1].run("ip", "link", "set", "eth0", "up")
+        group[1].killed = True
+        group.close(gently=False)
+
+
+def sleep_through(to: str, seconds: float) -> float:
+    """Calls, also to one that is stopped meanwhile; s that the longest took."""
+    longest, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.monotonic()
+        assert rpc.rpc_sync(to, f.identity, args=(1,), timeout=30) == 1
+        longest = max(longest, time.monotonic() - start)
+    return longest
+
+
+@needs_ucx("not a promise of its")
+def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, keepalive=1.0) as group:
+        group[0].run(check_alive, "worker1")
+        pid = str(group[1].run(os.getpid))  # within its namespace
+        call = group[0].start(sleep_through, "worker1", 6.0)
+        time.sleep(0.5)
+        hosts[1].run("kill", "-STOP", pid)
+        time.sleep(4)
+        hosts[1].run("kill", "-CONT", pid)
+        assert call.result(60) > 3
+        group[0].run(check_alive, "worker1")
+
+
 def test_a_shaped_link_holds_its_rate(hosts: Hosts) -> None:
     """The helper's own test: what benchmarks say of a link is only as good as the link."""
     try:

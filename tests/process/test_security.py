@@ -142,7 +142,7 @@ def served() -> int:
 
 
 def test_a_client_without_the_secret_gets_nothing() -> None:
-    with Group(2, options={"secret": SECRET}, init=False) as group:
+    with Group(3, options={"secret": SECRET}, init=False) as group:
         group[0].init(1, secret=SECRET).result()
         group_id, address = group[0].run(way_in)
         before = group[0].run(served)
@@ -150,7 +150,7 @@ def test_a_client_without_the_secret_gets_nothing() -> None:
         assert "answer:" not in text and "worker0" in text
         assert group[0].run(served) == before
         # The same with the secret is let in: it was the secret that was missing.
-        text = group[1].run(call_with_secret, SECRET.encode(), group_id, address)
+        text = group[2].run(call_with_secret, SECRET.encode(), group_id, address)
         assert text == "answer: worker0"
         assert "does not know this group's secret" in group.output()
         group.close(gently=False)

@@ -1,4 +1,7 @@
-"""What goes over this host's loopback interface, for tests of what a listener learns. Needs root."""
+"""What goes over this host's loopback interface, for tests of what a listener learns.
+
+Needs root.
+"""
 
 from __future__ import annotations
 

@@ -93,6 +93,18 @@ void configure(ucp_config_t* config, const Options& options) {
       std::to_string(
           std::max(1, static_cast<int>(options.keepaliveSeconds * 500))) +
           "ms");
+  // The kernels at both ends answer, so a process that is stopped keeps its
+  // connections and a host that is gone loses them: after `keepalive` without
+  // an answer, whether data is under way (user timeout) or not (probes, in
+  // whole seconds).
+  const int seconds = std::max(2, static_cast<int>(options.keepaliveSeconds));
+  const int idle = seconds / 2;
+  set(config,
+      "TCP_USER_TIMEOUT",
+      std::to_string(static_cast<int>(options.keepaliveSeconds * 1000)) + "ms");
+  set(config, "TCP_KEEPIDLE", std::to_string(idle) + "s");
+  set(config, "TCP_KEEPINTVL", std::to_string(seconds - idle) + "s");
+  set(config, "TCP_KEEPCNT", "1");
   if (options.portLow != 0) {
     set(config,
         "TCP_PORT_RANGE",
