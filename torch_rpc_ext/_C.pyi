@@ -21,6 +21,8 @@ class AgentOptions:
     receive_cache_bytes: int
     max_message_bytes: int
     inline_bytes: int
+    max_calls_in_flight: int
+    max_bytes_in_flight: int
     fault_messages_to_fail: list[str]
     fault_messages_to_delay: dict[str, float]
     fault_num_fail_sends: int

@@ -180,6 +180,8 @@ def _agent_options(
         "receive_cache_bytes": options.receive_cache_bytes,
         "receive_cache_idle": options.receive_cache_idle,
         "max_message_bytes": options.max_message_bytes,
+        "max_calls_in_flight": options.max_calls_in_flight,
+        "max_bytes_in_flight": options.max_bytes_in_flight,
         "fault_messages_to_fail": options.messages_to_fail,
         "fault_messages_to_delay": options.messages_to_delay,
         "fault_num_fail_sends": options.num_fail_sends,

@@ -17,6 +17,8 @@ from typing import Any
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
+# More than any program needs on purpose; each costs its caller about a kilobyte.
+DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
 # Processes that are started together are ready seconds apart, however short their calls may be.
 MINIMUM_INIT_TIMEOUT = 3.0
 
@@ -55,6 +57,15 @@ def positive_int(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value <= 0:
         raise ValueError(f"{name} must be positive, got {value}")
+    return int(value)
+
+
+def count(name: str, value: Any) -> int:
+    """Accept an int, 0 included."""
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
     return int(value)
 
 
@@ -344,6 +355,21 @@ OPTIONS: tuple[Option, ...] = (
         byte_count,
         "bytes",
         "Largest message to accept; 0 for as much as the receiver's memory holds.",
+    ),
+    Option(
+        "max_calls_in_flight",
+        DEFAULT_MAX_CALLS_IN_FLIGHT,
+        count,
+        "",
+        "Calls that this worker may have under way to each other one. One more waits for room, "
+        "and fails with an OverloadedError at its time-out; 0 for no limit.",
+    ),
+    Option(
+        "max_bytes_in_flight",
+        0,
+        byte_count,
+        "bytes",
+        "The same for the bytes of those calls; a larger call goes alone.",
     ),
     Option(
         "allow_list",

@@ -75,6 +75,7 @@ SOURCES = (
     _Source("agent.pending_calls", "pending_calls", "Own calls that wait for a response."),
     _Source("agent.peers", "connections", "Connections to other workers."),
     _counter("agent.calls_sent", "calls_sent", "Calls that this worker has made."),
+    _counter("agent.calls_held_back", "calls_held_back", "Of these, those that waited for room."),
     _counter("agent.calls_served", "calls_served", "Requests of others that it has answered."),
     _counter("agent.calls_failed", "calls_failed", "Own calls that ended with an error."),
     _counter("agent.calls_timed_out", "calls_timed_out", "Of these, those by time-out."),

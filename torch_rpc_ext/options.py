@@ -50,6 +50,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             of the machine's memory, whichever is less.
         receive_cache_idle: after how long unused some of it is given back, s.
         max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
+        max_calls_in_flight: calls that this worker may have under way to each other one; more
+            wait. 0 for no limit.
+        max_bytes_in_flight: the same for their bytes.
         allow_list: names of the modules, functions, classes and operators that peers may call
             here; None for everything.
 
@@ -76,6 +79,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     receive_cache_bytes: int
     receive_cache_idle: float
     max_message_bytes: int
+    max_calls_in_flight: int
+    max_bytes_in_flight: int
     allow_list: tuple[str, ...] | None
     messages_to_fail: list[str]
     messages_to_delay: dict[str, float]
@@ -101,6 +106,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         receive_cache_bytes: int | None = None,
         receive_cache_idle: float = 30.0,
         max_message_bytes: int = 0,
+        max_calls_in_flight: int = table.DEFAULT_MAX_CALLS_IN_FLIGHT,
+        max_bytes_in_flight: int = 0,
         allow_list: Sequence[str] | None = None,
         _messages_to_fail: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
@@ -130,6 +137,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             ),
             "receive_cache_idle": receive_cache_idle,
             "max_message_bytes": max_message_bytes,
+            "max_calls_in_flight": max_calls_in_flight,
+            "max_bytes_in_flight": max_bytes_in_flight,
             "allow_list": allow_list,
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,

@@ -30,6 +30,9 @@ struct AgentOptions {
   double receiveCacheIdleSeconds = 30;
   // Storages up to this size travel inside the frame, larger ones as bulk.
   uint64_t inlineBytes = 16 << 10;
+  // To each other worker; 0 for no limit.
+  uint64_t maxCallsInFlight = 0;
+  uint64_t maxBytesInFlight = 0;
   transport::ucx::Options transport;
   AllowList allowed;
   FaultOptions faults;

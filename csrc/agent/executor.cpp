@@ -19,6 +19,9 @@ constexpr size_t kMaxThreads = 4096;
 constexpr size_t kSpareThreads = 1;
 // For how long queued work may stand still before one more thread joins in.
 constexpr int kStallMilliseconds = 1;
+// When requests that wait for a thread are worth a word, and how often.
+constexpr std::chrono::seconds kFullAfter{1};
+constexpr std::chrono::seconds kFullEvery{60};
 
 } // namespace
 
@@ -202,14 +205,31 @@ void Executor::submitCompletion(base::TaskPtr task) {
 
 void Executor::submitRequest(base::TaskPtr task) {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (running_ >= requestThreads_) {
       backlog_.push_back(std::move(task));
+      tellWhenFull(lock);
       return;
     }
     ++running_;
   }
   admit(std::move(task));
+}
+
+void Executor::tellWhenFull(std::unique_lock<std::mutex>& lock) {
+  const auto now = std::chrono::steady_clock::now();
+  if (backlog_.size() == 1) {
+    fullSince_ = now;
+  }
+  if (now < fullSince_ + kFullAfter || now < nextFullHook_ || !fullHook_) {
+    return;
+  }
+  nextFullHook_ = now + kFullEvery;
+  const size_t waiting = backlog_.size();
+  const double seconds =
+      std::chrono::duration<double>(now - fullSince_).count();
+  lock.unlock();
+  fullHook_(waiting, seconds);
 }
 
 void Executor::admit(base::TaskPtr task) {

@@ -4,6 +4,7 @@
 #include "base/task.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -80,6 +81,12 @@ class Executor final : public base::TaskRunner {
   // run by the thread itself.
   class Claim;
 
+  // Called now and then, at most once a minute, while requests have been
+  // waiting for a thread for a second and more: (how many wait, for how long).
+  void setFullHook(std::function<void(size_t waiting, double seconds)> hook) {
+    fullHook_ = std::move(hook);
+  }
+
   size_t requestThreads() const {
     return requestThreads_;
   }
@@ -98,6 +105,7 @@ class Executor final : public base::TaskRunner {
   void run(Work work);
   void spawn();
   void admit(base::TaskPtr task);
+  void tellWhenFull(std::unique_lock<std::mutex>& lock);
   void releaseSlotLocked(std::unique_lock<std::mutex>& lock);
 
   const size_t requestThreads_;
@@ -117,6 +125,10 @@ class Executor final : public base::TaskRunner {
   std::deque<Work> readyRequests_; // admitted
   std::atomic<size_t> readyCount_{0};
   std::deque<base::TaskPtr> backlog_; // requests, not yet admitted
+  std::function<void(size_t, double)> fullHook_;
+  std::chrono::steady_clock::time_point
+      fullSince_; // a backlog that is not empty
+  std::chrono::steady_clock::time_point nextFullHook_;
   size_t running_ = 0;
   size_t threads_ = 0;
 };

@@ -6,6 +6,7 @@
 #include "transport/transport.h"
 
 #include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/types.h>
 
 #include <chrono>
 #include <cstdint>
@@ -32,6 +33,9 @@ struct PendingCall {
   Executor::RequestScopePtr scope; // of the request that made the call
   bool counted = true; // part of what shutdown waits for
   bool createsRRef = false;
+  bool limited = false; // counts in LoadLimits, with these:
+  torch::distributed::rpc::worker_id_t to = -1;
+  uint64_t bytes = 0;
 };
 
 // The calls of this worker that are under way, and their deadlines.

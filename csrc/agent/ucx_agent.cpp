@@ -89,7 +89,20 @@ UcxAgent::UcxAgent(
             failLater(
                 std::move(call), {base::ErrorKind::kTimedOut, std::string()});
           }),
-      trimTimer_(executor_.poller(), [this] { trim(); }) {}
+      load_(options_.maxCallsInFlight, options_.maxBytesInFlight),
+      trimTimer_(executor_.poller(), [this] { trim(); }) {
+  executor_.setFullHook([this](size_t waiting, double seconds) {
+    base::log(
+        base::LogLevel::kWarning,
+        "all " + std::to_string(executor_.requestThreads()) +
+            " threads for requests have been busy for " +
+            std::to_string(static_cast<int>(seconds)) + " s, and " +
+            std::to_string(waiting) +
+            " requests wait. Running: " + runningRequests_.describe() +
+            ". More threads (option num_worker_threads) or shorter functions "
+            "would help");
+  });
+}
 
 UcxAgent::~UcxAgent() {
   if (rpcAgentRunning_.load()) {
@@ -113,6 +126,7 @@ void UcxAgent::shutdownImpl() {
     return;
   }
   // First the calls: threads that wait for one must be able to end.
+  load_.stop();
   for (auto& call : pending_.takeAll()) {
     failLater(
         std::move(call), {base::ErrorKind::kShutDown, "this worker shut down"});
@@ -157,6 +171,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   PendingCall call;
   call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
   call.worker = to.name_;
+  call.to = to.id_;
   call.label = labelOf(*message);
   call.createsRRef = createsRRef(*message);
   call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout
@@ -170,6 +185,10 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   }
   counters_.clientActiveCalls.fetch_add(1);
   metrics::add(counters_.callsSent, 1);
+  if (base::Error error = limit(call, *message)) {
+    fail(std::move(call), error);
+    return future;
+  }
   const uint64_t id = pending_.add(std::move(call));
 
   auto encoded =
@@ -256,7 +275,37 @@ bool UcxAgent::awaitedHere(uint64_t callId) const {
   return executor_.leads() && lastCall.agent == this && lastCall.id == callId;
 }
 
+base::Error UcxAgent::limit(PendingCall& call, const rpc::Message& message) {
+  switch (message.type()) {
+    case rpc::MessageType::SCRIPT_CALL:
+    case rpc::MessageType::PYTHON_CALL:
+    case rpc::MessageType::SCRIPT_REMOTE_CALL:
+    case rpc::MessageType::PYTHON_REMOTE_CALL:
+    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
+    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+      break;
+    default:
+      return {}; // what others wait for: RRefs, backward passes, shutdown
+  }
+  if (load_.countsBytes()) {
+    call.bytes = message.payload().size();
+    for (const auto& tensor : message.tensors()) {
+      call.bytes += tensor.has_storage() ? tensor.storage().nbytes() : 0;
+    }
+  }
+  base::Error error = load_.begin(
+      call.to,
+      call.bytes,
+      call.timeout.count() > 0 ? call.sentAt + call.timeout
+                               : PendingCall::Clock::time_point::max());
+  call.limited = !error;
+  return error;
+}
+
 void UcxAgent::callEnded(const PendingCall& call) {
+  if (call.limited) {
+    load_.end(call.to, call.bytes);
+  }
   if (call.scope) {
     executor_.endNested(call.scope);
   }

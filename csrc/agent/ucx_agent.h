@@ -4,9 +4,11 @@
 #include "agent/barrier.h"
 #include "agent/codec.h"
 #include "agent/executor.h"
+#include "agent/load_limits.h"
 #include "agent/membership.h"
 #include "agent/peers.h"
 #include "agent/pending_calls.h"
+#include "agent/running_requests.h"
 #include "memory/buffer_cache.h"
 #include "metrics/counters.h"
 #include "transport/transport.h"
@@ -187,6 +189,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void fail(PendingCall call, const base::Error& error);
   void failLater(PendingCall call, const base::Error& error);
   void callEnded(const PendingCall& call);
+  // Waits for room where the callee has much to do; only what users call.
+  base::Error limit(PendingCall& call, const rpc::Message& message);
 
   // Shutdown.
   void waitForOwnCalls(std::chrono::steady_clock::time_point deadline);
@@ -204,6 +208,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::shared_ptr<transport::Context> loopback_;
   Peers peers_;
   PendingCalls pending_;
+  LoadLimits load_;
+  RunningRequests runningRequests_;
   Barrier barrier_;
   uint64_t barrierRound_ = 0;
   std::function<void()> interruptCheck_;

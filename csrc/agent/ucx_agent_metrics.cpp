@@ -24,6 +24,7 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       {"agent.queued_requests", std::to_string(executor_.queuedRequests())},
       {"agent.pending_calls", std::to_string(pending_.size())},
       {"agent.peers", std::to_string(peers_.size())},
+      {"agent.calls_held_back", std::to_string(load_.heldBack())},
       {"agent.calls_sent", std::to_string(counters_.callsSent.load())},
       {"agent.calls_served", std::to_string(counters_.callsServed.load())},
       {"agent.calls_failed", std::to_string(counters_.callsFailed.load())},

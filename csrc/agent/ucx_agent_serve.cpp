@@ -1,6 +1,7 @@
 // UcxAgent, the receiving side: frames become requests that are served and
 // responses that complete calls.
 
+#include "agent/call_label.h"
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
 #include "base/log.h"
@@ -240,7 +241,12 @@ void UcxAgent::serve(Arrival& arrival) {
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
 
-  auto future = execute(std::move(message.value()));
+  c10::intrusive_ptr<rpc::JitFuture> future;
+  {
+    const RunningRequests::Entry entry(
+        runningRequests_, labelOf(*message.value()));
+    future = execute(std::move(message.value()));
+  }
   if (future->completed()) {
     counters_.serverActiveCalls.fetch_sub(1);
     auto response = responseOf(*future, id);

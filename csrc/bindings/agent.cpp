@@ -84,6 +84,8 @@ void bindOptions(py::module_& module) {
       .def_readwrite(
           "receive_cache_idle", &AgentOptions::receiveCacheIdleSeconds)
       .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
+      .def_readwrite("max_calls_in_flight", &AgentOptions::maxCallsInFlight)
+      .def_readwrite("max_bytes_in_flight", &AgentOptions::maxBytesInFlight)
 #define TORCH_RPC_EXT_FIELD(python, outer, inner, type)    \
   def_property(                                            \
       python,                                              \

@@ -1,0 +1,61 @@
+#pragma once
+
+#include "base/error.h"
+
+#include <torch/csrc/distributed/rpc/types.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <unordered_map>
+
+namespace torch_rpc_ext::agent {
+
+// How much this worker may have under way to each other one. Who wants more
+// waits: a caller that is faster than its callee is slowed down, and does not
+// fill the callee's memory.
+//
+// Thread: any.
+class LoadLimits {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using worker_id_t = torch::distributed::rpc::worker_id_t;
+
+  // 0: no limit.
+  LoadLimits(uint64_t maxCalls, uint64_t maxBytes);
+
+  bool countsBytes() const {
+    return maxBytes_ != 0;
+  }
+
+  // Waits until there is room for a call of `bytes` to `to`; a call that is
+  // larger than the limit goes alone. kOverloaded at the deadline, kShutDown
+  // after stop(); otherwise end() has to follow.
+  base::Error begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline);
+  void end(worker_id_t to, uint64_t bytes);
+  // Ends all waits.
+  void stop();
+
+  // Calls that had to wait, ever.
+  uint64_t heldBack() const;
+
+ private:
+  struct Load {
+    uint64_t calls = 0;
+    uint64_t bytes = 0;
+  };
+
+  bool fits(const Load& load, uint64_t bytes) const;
+
+  const uint64_t maxCalls_;
+  const uint64_t maxBytes_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<worker_id_t, Load> loads_;
+  uint64_t heldBack_ = 0;
+  size_t waiting_ = 0;
+  bool stopped_ = false;
+};
+
+} // namespace torch_rpc_ext::agent

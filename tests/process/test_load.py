@@ -1,0 +1,126 @@
+"""More calls than a worker can serve: who calls waits, others do not, and it is said why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.process.test_death import check_alive
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("knows no limits")
+
+_lock = threading.Lock()
+_running = _most = 0
+
+
+def occupy(seconds: float, data: Any = None) -> None:
+    """Takes so long, and counts how many of it run at once."""
+    global _running, _most
+    with _lock:
+        _running += 1
+        _most = max(_most, _running)
+    time.sleep(seconds)
+    with _lock:
+        _running -= 1
+
+
+def most() -> int:
+    """The most that have run at once, since it was last asked."""
+    global _most
+    with _lock:
+        value, _most = _most, 0
+    return value
+
+
+def held_back() -> int:
+    return int(rpc.api._get_current_rpc_agent().get_metrics()["agent.calls_held_back"])
+
+
+@workers(3, options={"max_calls_in_flight": 4})
+def test_callers_wait_for_room() -> None:
+    # One limit for each callee: the other one is not concerned.
+    elsewhere = threading.Thread(target=check_alive, args=("worker2",))
+    futures = [rpc.rpc_async("worker1", occupy, args=(0.2,)) for _ in range(4)]
+    elsewhere.start()
+    elsewhere.join(10)
+    assert not any(future.done() for future in futures) or held_back() == 0
+    futures += [rpc.rpc_async("worker1", occupy, args=(0.2,)) for _ in range(8)]
+    for future in futures:
+        future.wait()
+    assert rpc.rpc_sync("worker1", most) == 4
+    assert held_back() >= 4
+
+
+@workers(2, options={"max_calls_in_flight": 2})
+def test_no_room_until_the_time_out() -> None:
+    from torch_rpc_ext.errors import OverloadedError
+
+    futures = [rpc.rpc_async("worker1", occupy, args=(2.0,)) for _ in range(2)]
+    with pytest.raises(OverloadedError, match="max_calls_in_flight") as raised:
+        rpc.rpc_sync("worker1", f.nothing, timeout=0.3)
+    assert raised.value.worker == "worker1" and "nothing" in str(raised.value)
+    with pytest.raises(OverloadedError):
+        rpc.remote("worker1", f.nothing, timeout=0.3)
+    for future in futures:
+        future.wait()
+    check_alive("worker1")
+
+
+@workers(2, options={"max_bytes_in_flight": 10_000_000})
+def test_bytes_count_too() -> None:
+    data = torch.zeros(1_000_000)
+    futures = [rpc.rpc_async("worker1", occupy, args=(0.1, data)) for _ in range(6)]
+    for future in futures:
+        future.wait()
+    assert rpc.rpc_sync("worker1", most) <= 2
+    # Larger than the limit: alone.
+    large = torch.zeros(5_000_000)
+    futures = [rpc.rpc_async("worker1", occupy, args=(0.1, large)) for _ in range(3)]
+    for future in futures:
+        future.wait()
+    assert rpc.rpc_sync("worker1", most) == 1
+
+
+def call_back(to: str, depth: int) -> int:
+    return (
+        0 if depth == 0 else 1 + int(rpc.rpc_sync(to, call_back, args=(f.name_here(), depth - 1)))
+    )
+
+
+@workers(2, options={"max_calls_in_flight": 3})
+def test_calls_that_call_back_go_on() -> None:
+    """What callees do to answer is theirs to limit, and answers are never held back."""
+    assert rpc.rpc_sync("worker1", call_back, args=("worker0", 4)) == 4
+    futures = [rpc.rpc_async("worker1", call_back, args=("worker0", 1)) for _ in range(12)]
+    assert [future.wait() for future in futures] == [1] * 12
+
+
+def fill() -> None:
+    futures = [rpc.rpc_async("worker1", occupy, args=(1.6,)) for _ in range(4)]
+    time.sleep(1.3)
+    futures.append(rpc.rpc_async("worker1", f.nothing))
+    for future in futures:
+        future.wait()
+
+
+def test_a_full_pool_says_so_once() -> None:
+    with Group(2, options={"num_worker_threads": 2}) as group:
+        call = group[0].start(fill)
+        time.sleep(0.8)
+        assert int(group[1].run(queued)) >= 1
+        call.result(30)
+        output = group.output()
+        assert output.count("all 2 threads for requests have been busy") == 1, output
+        assert "2 x tests.process.test_load.occupy" in output
+
+
+def queued() -> str:
+    return str(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"])
