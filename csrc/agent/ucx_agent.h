@@ -14,6 +14,7 @@
 #include "transport/transport.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/distributed/rpc/rref_impl.h>
 
 #include <condition_variable>
 #include <functional>
@@ -44,6 +45,8 @@ inline constexpr uint16_t kBarrierResponseType =
 // Outlives: the transport's callbacks; shutdown() ends them.
 class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
  public:
+  using RRefs = std::vector<c10::intrusive_ptr<rpc::RRef>>;
+
   UcxAgent(
       AgentOptions options,
       const std::string& name,
@@ -109,6 +112,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   bool isStaticGroup() const {
     return isStaticGroup_;
   }
+  // Lets go of values that may be Python's.
+  void setDropValues(std::function<void(RRefs)> drop) {
+    dropValues_ = std::move(drop);
+  }
   // Called every 100 ms while join() waits; throws to end it.
   void setInterruptCheck(std::function<void()> check) {
     interruptCheck_ = std::move(check);
@@ -158,8 +165,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Looks into the receive memory after a while, for what is idle.
   void trimLater();
   void trim();
-  // Contexts that a worker began end with it (pytorch issue 26379).
-  void releaseAutograd(const std::string& worker);
+  // What a worker that is lost has begun and held here: autograd contexts
+  // (pytorch issue 26379), and RRefs if it is dead.
+  void release(const std::string& worker, bool died);
 
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
@@ -214,6 +222,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   uint64_t barrierRound_ = 0;
   std::function<void()> interruptCheck_;
   std::function<void()> startHook_;
+  std::function<void(RRefs)> dropValues_;
   ExceptionDecoder exceptionDecoder_;
 
   std::mutex callCountMutex_;

@@ -65,23 +65,33 @@ void UcxAgent::onClosed(
   if (gone) {
     barrier_.lose(
         *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
-    releaseAutograd(*gone);
+    release(*gone, connection->peerDied());
   }
 }
 
-void UcxAgent::releaseAutograd(const std::string& worker) {
+void UcxAgent::release(const std::string& worker, bool died) {
   const auto id = membership_.idOf(worker);
   if (!id || stopped_.load()) {
     return;
   }
   // Sends to the others that took part; not for the thread that polls.
-  executor_.submit(base::makeTask([id = *id, worker] {
-    const size_t released = compat::releaseAutogradOf(id);
-    if (released != 0) {
+  executor_.submit(base::makeTask([this, id = *id, worker, died] {
+    const size_t contexts = compat::releaseAutogradOf(id);
+    // One that cannot be reached may come back, and use its RRefs.
+    RRefs values;
+    if (died) {
+      values = compat::releaseRRefsOf(id);
+    }
+    if (contexts + values.size() != 0) {
       base::log(
           base::LogLevel::kInfo,
-          "released " + std::to_string(released) +
-              " distributed autograd contexts of worker \"" + worker + "\"");
+          "released " + std::to_string(contexts) +
+              " distributed autograd contexts and " +
+              std::to_string(values.size()) + " values of RRefs of worker \"" +
+              worker + "\"");
+    }
+    if (!values.empty() && dropValues_) {
+      dropValues_(std::move(values));
     }
   }));
 }

@@ -65,6 +65,10 @@ std::shared_ptr<UcxAgent> makeAgent(
       ReleaseGil<UcxAgent>());
   agent->setInterruptCheck(checkInterrupt);
   agent->setThreadScope(keepPythonThreadState);
+  agent->setDropValues([](UcxAgent::RRefs values) {
+    py::gil_scoped_acquire gil;
+    values.clear();
+  });
   agent->setExceptionDecoder(decodeRemoteException);
   // Upstream makes the agent current, then starts it.
   agent->setStartHook([] {

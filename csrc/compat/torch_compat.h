@@ -12,6 +12,7 @@
 #include <mutex>
 #include <random>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::compat {
@@ -46,6 +47,8 @@ TORCH_RPC_EXT_EXPOSE(
     RRefDestroyed,
     torch::distributed::rpc::RRefContext,
     destroyed_)
+TORCH_RPC_EXT_EXPOSE(RRefMutex, torch::distributed::rpc::RRefContext, mutex_)
+TORCH_RPC_EXT_EXPOSE(RRefForks, torch::distributed::rpc::RRefContext, forks_)
 TORCH_RPC_EXT_EXPOSE(
     RRefNextLocalId,
     torch::distributed::rpc::RRefContext,
@@ -130,6 +133,38 @@ inline void keepRRefErrorsHarmless() {
   (*first)->handleError(
       rpc::RPCErrorType::TIMEOUT,
       *c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get()));
+}
+
+// Takes back the RRefs to values here that a worker got from remote(), and
+// returns the values that nobody else holds; these may need the GIL to go.
+// torch waits for the worker to give them back. An RRef that was passed on
+// counts for its new holder and stays: it is known by its number, because
+// remote() draws those of the RRef and of its first fork one after the other.
+inline std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>
+releaseRRefsOf(torch::distributed::rpc::worker_id_t worker) {
+  namespace rpc = torch::distributed::rpc;
+  auto& context = rpc::RRefContext::getInstance();
+  std::vector<std::pair<rpc::RRefId, rpc::ForkId>> held;
+  {
+    std::lock_guard lock(context.*privateMember(RRefMutex{}));
+    for (const auto& [id, forks] : context.*privateMember(RRefForks{})) {
+      const rpc::ForkId first(id.createdOn_, id.localId_ + 1);
+      if (id.createdOn_ == worker && forks.count(first) != 0) {
+        held.emplace_back(id, first);
+      }
+    }
+  }
+  std::vector<c10::intrusive_ptr<rpc::RRef>> values;
+  for (const auto& [id, fork] : held) {
+    try {
+      if (auto value = context.delForkOfOwner(id, fork)) {
+        values.push_back(std::move(value));
+      }
+    } catch (const std::exception&) {
+      // Its own word that it lets go was still under way, and is there now.
+    }
+  }
+  return values;
 }
 
 // What RRef::handleError() should have done.

@@ -92,6 +92,11 @@ class Connection {
   // to go on has to connect anew.
   virtual bool closed() const = 0;
 
+  // True once it is certain that the process at the other end is no more.
+  virtual bool peerDied() const {
+    return false;
+  }
+
   virtual PathInfo path() const = 0;
 };
 

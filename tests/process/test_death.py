@@ -283,6 +283,39 @@ def test_autograd_contexts_of_a_dead_worker_are_released() -> None:
             group[rank].run(wait_for_contexts, 1)
 
 
+def owned_values() -> int:
+    return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+def hold_values_of_worker0() -> None:
+    HELD["theirs"] = [rpc.remote("worker0", f.identity, args=(i,)) for i in range(5)]
+    HELD["tensors"] = [rpc.remote("worker0", torch.neg, args=(torch.ones(3),)) for _ in range(3)]
+    for rref in HELD["theirs"] + HELD["tensors"]:
+        rref.to_here()
+    rpc.rpc_sync("worker2", take_over_rref, args=(HELD["theirs"][4],))
+
+
+def take_over_rref(rref: Any) -> None:
+    HELD["passed on"] = rref
+
+
+def use_passed_on() -> int:
+    return int(HELD["passed on"].to_here())
+
+
+@needs_ucx("keeps them")
+def test_values_that_a_dead_worker_held_are_released() -> None:
+    with Group(3) as group:
+        group[1].run(hold_values_of_worker0)
+        assert group[0].run(owned_values) == 8
+        group[1].kill()
+        deadline = time.monotonic() + 10
+        while group[0].run(owned_values) != 1:
+            assert time.monotonic() < deadline, group[0].run(owned_values)
+            time.sleep(0.05)
+        assert group[2].run(use_passed_on) == 4  # passed on, and held by one that lives
+
+
 def begin_own() -> None:
     """One that has nothing to do with worker1, and must stay."""
     autograd._new_context()

@@ -107,6 +107,9 @@ class FaultConnection final
   bool closed() const override {
     return inner_->closed();
   }
+  bool peerDied() const override {
+    return inner_->peerDied();
+  }
   PathInfo path() const override {
     return inner_->path();
   }

@@ -302,6 +302,7 @@ void UcxConnection::watchProcess() {
           return;
         }
         self->context_->worker().post(base::makeTask([self, pid] {
+          self->peerDied_ = true;
           self->fail(
               {base::ErrorKind::kPeerLost,
                "process " + std::to_string(pid) + " died"},

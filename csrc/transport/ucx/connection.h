@@ -52,6 +52,9 @@ class UcxConnection final : public Connection,
   bool closed() const override {
     return state_.load() == ConnectionState::kClosed;
   }
+  bool peerDied() const override {
+    return peerDied_.load();
+  }
   PathInfo path() const override;
 
   // Moves the peer's bulk spans [first, first + into.size()) of `transfer`
@@ -161,6 +164,7 @@ class UcxConnection final : public Connection,
   // Written under the lock; closed() reads it from anywhere.
   std::atomic<ConnectionState> state_{ConnectionState::kOpening};
   std::atomic<int> deliveries_{1}; // one is the open connection itself
+  std::atomic<bool> peerDied_{false};
   base::Error ending_; // written before deliveries_ can reach 0
   ucp_ep_h endpoint_ = nullptr;
   Preamble peer_; // once it has introduced itself
