@@ -212,6 +212,7 @@ void UcxConnection::establish() {
               " go through UCX instead of direct copies: " + whyNoCma_);
     }
   }
+  transcript_ = {};
   setState(ConnectionState::kOpen);
   while (!unsent_.empty() && state_ == ConnectionState::kOpen) {
     Unsent frame = std::move(unsent_.front());
@@ -221,6 +222,7 @@ void UcxConnection::establish() {
 }
 
 void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
+  channel_.reset(); // the handshake is not over
   base::Buffer text(std::min<size_t>(why.size(), 512));
   std::memcpy(text.data(), why.data(), text.size());
   sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));

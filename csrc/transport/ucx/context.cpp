@@ -24,9 +24,9 @@ constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 // How long a handshake may take: on a loaded machine a peer may be slow, and a
 // stranger gets no further than this.
 constexpr std::chrono::seconds kHandshakeTime{30};
-// Connections of peers that have not confirmed who they are. Only one who has
-// listened to a peer of ours, and repeats what it said, gets as far.
-constexpr size_t kMaxUnconfirmed = 4096;
+// Connections begun within that time, more than any group needs. Who has
+// listened to a peer of ours, and repeats what it said, gets as far as this.
+constexpr size_t kMaxOpening = 4096;
 
 uint64_t randomToken() {
   std::random_device source;
@@ -387,8 +387,8 @@ void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
     refuse("sent a " + preamble.error().message);
     return;
   }
-  if (opening_.size() >= kMaxUnconfirmed) {
-    refuse("is one of too many that have not confirmed who they are");
+  if (opening_.size() >= kMaxOpening) {
+    refuse("is one of too many at once");
     return;
   }
   auto connection = makeConnection(/*initiator=*/false);
