@@ -104,7 +104,7 @@ def test_many_silent_connections_do_not_stop_calls() -> None:
                     )
         start = time.monotonic()
         group.run(check_alive, "worker1")
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         assert group[1].run(f.name_here) == "worker1"
 
 

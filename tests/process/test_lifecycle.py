@@ -58,7 +58,7 @@ def test_ctrl_c_during_init() -> None:
             pytest.skip("TENSORPIPE: waits for its store, deaf to signals")
         with pytest.raises(KeyboardInterrupt):
             call.result(10)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 5
 
 
 def test_ctrl_c_during_shutdown() -> None:
@@ -93,7 +93,7 @@ def test_ctrl_c_during_a_call() -> None:
         group[0].signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             call.result(10)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 5
         assert group[0].run(rpc.rpc_sync, "worker1", f.name_here) == "worker1"
         group.close(gently=False)  # a graceful end would wait for the sleeper
 
