@@ -78,9 +78,8 @@ def main() -> int:
     workers = min(os.cpu_count() or 1, len(names))
     seconds = max(1, int(arguments.seconds / math.ceil(len(names) / workers)))
     with ThreadPoolExecutor(workers) as pool:
-        outcomes = dict(
-            zip(names, pool.map(lambda name: _run(name, programs[name], seconds), names))
-        )
+        runs = {name: pool.submit(_run, name, programs[name], seconds) for name in names}
+    outcomes = {name: run.result() for name, run in runs.items()}
     _report(outcomes)
     return 1 if any(outcome.failure for outcome in outcomes.values()) else 0
 
@@ -123,10 +122,8 @@ def _report(outcomes: dict[str, Outcome]) -> None:
             print(f"==== {name}\n{outcome.failure}")
     print(f"{'target':16}{'executions':>14}{'per second':>12}{'edges':>8}  found")
     for name, outcome in outcomes.items():
-        found = "a failure, see above" if outcome.failure else "nothing"
-        print(
-            f"{name:16}{outcome.executions:14,}{outcome.per_second:12,}{outcome.coverage:8}  {found}"
-        )
+        numbers = f"{outcome.executions:14,}{outcome.per_second:12,}{outcome.coverage:8}"
+        print(f"{name:16}{numbers}  {'a failure, see above' if outcome.failure else 'nothing'}")
 
 
 def _write_seeds(compiler: str) -> int:

@@ -109,8 +109,21 @@ void writeFrames() {
       {kStrided, 4, 0, 0, 0, 0},
       {kUndefined, 0, 0, 0, 0, 0}};
   const Dim dims[] = {
-      {2, 4}, {4, 1}, {100, 1}, {8, 0}, {8, 0}, {2, 2}, {2, 1}, {2, 1},
-      {2, 0}, {2, 0}, {3, 1}, {2, 1}, {2, 1}, {4, 4}, {4, 1}};
+      {2, 4},
+      {4, 1},
+      {100, 1},
+      {8, 0},
+      {8, 0},
+      {2, 2},
+      {2, 1},
+      {2, 1},
+      {2, 0},
+      {2, 0},
+      {3, 1},
+      {2, 1},
+      {2, 1},
+      {4, 4},
+      {4, 1}};
   CallFrame frame;
   frame.header = {CallKind::kRequest, 0, 0, 1};
   write("call_frame", "empty", fuzz::spanOf(encode(frame).value()));

@@ -1,9 +1,9 @@
 // transport::loopback on an executor: frames with bulk, connections that close
 // and contexts that stop in the middle. Each callback fires once.
 
+#include "transport/loopback/loopback.h"
 #include "agent/executor.h"
 #include "sanitize/stress.h"
-#include "transport/loopback/loopback.h"
 
 #include <cstring>
 #include <memory>
@@ -89,18 +89,19 @@ uint64_t live(Executor& executor, Sent& sent) {
   {
     Crowd crowd;
     crowd.add(2, [&](auto& random) {
-      const auto connection = client->connect(
-          address, random() % 8 == 0 ? "stranger" : "friend");
+      const auto connection =
+          client->connect(address, random() % 8 == 0 ? "stranger" : "friend");
       for (int i = 0; i < 10; ++i) {
         send(connection, bulk, sent, random());
       }
       connection->close();
       require(connection->closed(), "closed for good");
     });
-    crowd.run(0.02);
-    // Nobody connects any more: those still under way end in errors.
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
     server->stop();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
     client->stop();
+    crowd.run(0);
   }
   for (int i = 0; i < 5000 && sent.answered != sent.frames; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

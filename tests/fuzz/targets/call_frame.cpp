@@ -1,8 +1,8 @@
 // An RPC message: everything that a frame says is read, and what was accepted
 // is written again.
 
-#include "fuzz/targets/target.h"
 #include "wire/call_frame.h"
+#include "fuzz/targets/target.h"
 #include "wire/limits.h"
 
 #include <algorithm>

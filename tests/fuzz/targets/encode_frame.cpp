@@ -90,7 +90,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   auto parsed = CallFrameView::parse(fuzz::spanOf(encoded.value()));
-  fuzz::require(parsed.ok() == inBounds(message), "what is written can be read");
+  fuzz::require(
+      parsed.ok() == inBounds(message), "what is written can be read");
   if (!parsed.ok()) {
     return 0;
   }

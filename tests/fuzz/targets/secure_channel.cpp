@@ -2,9 +2,9 @@
 // reorder and make up messages, and of a peer who knows the keys and lies. The
 // input is what they do, a byte for each act and some for its details.
 
+#include "transport/ucx/secure_channel.h"
 #include "base/bytes.h"
 #include "fuzz/targets/target.h"
-#include "transport/ucx/secure_channel.h"
 
 #include <algorithm>
 #include <set>
@@ -67,8 +67,8 @@ class Scene {
   }
 
   void seal() {
-    const base::ConstSpan plain = script_.bytes(
-        std::min<size_t>(script_.u8(), script_.remaining()));
+    const base::ConstSpan plain =
+        script_.bytes(std::min<size_t>(script_.u8(), script_.remaining()));
     FrameHeader inner;
     inner.count = script_.u8();
     auto sealed = sender_.seal(kToken, inner, plain);
@@ -132,8 +132,8 @@ class Scene {
     outer.kind = FrameKind::kSealed;
     outer.token = kToken;
     outer.transfer = script_.u64();
-    const base::ConstSpan data = script_.bytes(
-        std::min<size_t>(script_.u8(), script_.remaining()));
+    const base::ConstSpan data =
+        script_.bytes(std::min<size_t>(script_.u8(), script_.remaining()));
     refused(
         outer,
         {static_cast<const char*>(data.data), data.size},
@@ -146,8 +146,8 @@ class Scene {
     outer.kind = FrameKind::kSealed;
     outer.token = kToken;
     outer.transfer = number;
-    const base::ConstSpan plain = script_.bytes(
-        std::min<size_t>(script_.u8(), script_.remaining()));
+    const base::ConstSpan plain =
+        script_.bytes(std::min<size_t>(script_.u8(), script_.remaining()));
     std::string data(plain.size + crypto::kTagBytes, '\0');
     fuzz::require(
         !liar_.seal(
@@ -166,10 +166,8 @@ class Scene {
     }
   }
 
-  void refused(
-      const FrameHeader& outer,
-      const std::string& data,
-      const char* what) {
+  void
+  refused(const FrameHeader& outer, const std::string& data, const char* what) {
     fuzz::require(!receiver_.open(outer, fuzz::spanOf(data)).ok(), what);
   }
 
