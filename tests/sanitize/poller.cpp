@@ -8,17 +8,21 @@
 #include <unistd.h>
 
 #include <memory>
+#include <mutex>
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::stress;
 
 namespace {
 
-// Counts what is written to it; its handler must never run twice at a time.
+// Counts what is written to it. Its handler must not run twice at a time, the
+// main one's excepted, which has a lock.
 class Source {
  public:
   Source(base::Poller& poller, bool main)
-      : poller_(poller), fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      : poller_(poller),
+        main_(main),
+        fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     const auto handler = [this] { onReadable(); };
     main ? poller.addMain(fd_, handler) : poller.add(fd_, handler);
   }
@@ -36,6 +40,10 @@ class Source {
 
  private:
   void onReadable() {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (main_) {
+      lock.lock();
+    }
     require(!running_.exchange(true), "one handler at a time");
     uint64_t count = 0;
     if (read(fd_, &count, sizeof(count)) == sizeof(count)) {
@@ -47,7 +55,9 @@ class Source {
   }
 
   base::Poller& poller_;
+  const bool main_;
   const int fd_;
+  std::mutex mutex_;
   std::atomic<bool> running_{false};
   std::atomic<uint64_t> raised_{0};
   std::atomic<uint64_t> seen_{0};
