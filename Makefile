@@ -11,8 +11,11 @@ TORCH ?= torch==2.13.0
 export MAX_JOBS ?= 2
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
+# C++ that is not part of the extension.
+CTESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
+FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-fast bench bench-all chaos build lint format clean
+.PHONY: demo test test-fast bench bench-all chaos fuzz sanitize build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
@@ -31,12 +34,21 @@ bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
-	$(BIN)/python -m pytest tests/unit tests/rules tests/process -m "not slow" -n 4 -q
+	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow" -n 4 -q
 
 # Workers are killed, stopped, delayed and restarted under load, for 10 minutes. To do one again:
 # make chaos CHAOS="--seconds 60 --seed 1".
 chaos: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+# Whatever reads bytes of a peer, under clang's libFuzzer; FUZZ_SECONDS for all targets together.
+fuzz: $(STAMPS)/venv
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+# ThreadSanitizer and AddressSanitizer; builds an extension of its own, in build/asan.
+# One half of it: make sanitize SANITIZE="--only programs".
+sanitize: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m tests.sanitize $(SANITIZE)
 
 build: $(STAMPS)/build
 
@@ -46,7 +58,7 @@ lint: $(STAMPS)/test $(STAMPS)/build
 format: $(STAMPS)/test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(CTESTS)
 
 clean:
 	rm -rf build $(VENV) $(BENCH_VENV) torch_rpc_ext/*.so torch_rpc_ext/_build_info.py *.egg-info

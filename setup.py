@@ -1,7 +1,9 @@
 """Builds torch_rpc_ext._C against the installed torch and the UCX of the libucx wheel."""
 
 import importlib.util
+import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 
@@ -64,6 +66,8 @@ def extension(root: Path) -> CppExtension:
             "-DUSE_DISTRIBUTED",
             "-DUSE_RPC",
             "-DUSE_C10D_GLOO",
+            # Last, so that they win over those above.
+            *shlex.split(os.environ.get("CXXFLAGS", "")),
         ],
     )
 

@@ -14,7 +14,7 @@ import time
 # time keep two cores busy; gigabyte tensors want the machine's memory for themselves.
 PARTS = [
     ("rules", ["tests/rules"]),
-    ("unit", ["tests/unit", "-n", "2"]),
+    ("unit", ["tests/unit", "tests/fuzz", "-n", "2"]),
     # A process of its own: numba reads whether to simulate when it is imported.
     ("simulator", ["tests/simulator", "-n", "2"]),
     ("process", ["tests/process", "-m", "not slow", "-n", "3"]),

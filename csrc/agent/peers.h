@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/hello.h"
 #include "agent/membership.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -14,16 +15,6 @@
 #include <vector>
 
 namespace torch_rpc_ext::agent {
-
-// How a worker introduces itself when a connection opens.
-struct Hello {
-  std::string group;
-  int32_t workerId = -1;
-  std::string name;
-};
-
-std::string encode(const Hello& hello);
-base::Result<Hello> parseHello(const std::string& bytes);
 
 // The connections to other workers, opened at the first call, whoever makes
 // it; a call to oneself goes through a loopback context.

@@ -10,11 +10,13 @@ namespace torch_rpc_ext::base {
 
 // A set of file descriptors that several threads wait on at once. Each event
 // wakes one thread, which runs the descriptor's handler; the descriptor is then
-// disarmed until rearm(), so a handler never runs twice at a time.
+// disarmed until rearm(), so a handler does not run twice at a time.
 //
 // One descriptor may be the main one. A thread that waits for its result anyway
 // can lead: it takes the main descriptor away from the other waiters and serves
-// it itself (Lead), so that what it waits for needs no hand-off.
+// it itself (Lead), so that what it waits for needs no hand-off. Another thread
+// may be in the main handler at that moment: that one must bear to run twice at
+// a time.
 //
 // Owns: the epoll descriptor and the handlers, not the descriptors.
 // Thread: any.

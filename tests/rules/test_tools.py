@@ -35,4 +35,4 @@ def test_ruff_format() -> None:
 
 @pytest.mark.timeout(300)
 def test_clang_format() -> None:
-    run("clang-format", "--dry-run", "--Werror", *map(str, sources()))
+    run("clang-format", "--dry-run", "--Werror", *map(str, [*sources(), *sources(ROOT / "tests")]))

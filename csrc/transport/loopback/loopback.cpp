@@ -1,9 +1,11 @@
 #include "transport/loopback/loopback.h"
 
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace torch_rpc_ext::transport::loopback {
 
@@ -114,11 +116,16 @@ class LoopbackConnection final
     return {"loopback", "memcpy", ""};
   }
 
-  void join(const std::shared_ptr<LoopbackConnection>& peer) {
+  // False when it has ended already.
+  bool join(const std::shared_ptr<LoopbackConnection>& peer) {
     std::lock_guard lock(mutex_);
-    peer_ = peer;
+    peer_ = ended_ ? nullptr : peer;
+    return !ended_;
   }
   void deliver(std::unique_ptr<Incoming> incoming);
+  // For good, without a word. False when it had done so before, or was never
+  // joined.
+  bool part();
   void end(const base::Error& error);
 
  private:
@@ -130,6 +137,7 @@ class LoopbackConnection final
   const std::shared_ptr<LoopbackContext> context_;
   mutable std::mutex mutex_;
   std::shared_ptr<LoopbackConnection> peer_; // null once closed
+  bool ended_ = false;
 };
 
 class LoopbackContext final
@@ -156,10 +164,25 @@ class LoopbackContext final
       override;
   void stop() override;
 
-  // Null once stopped.
-  Handler* handler() {
+  // Calls `use` with the handler, for which stop() waits; not once stopped.
+  // Returns whether it did.
+  template <typename F>
+  bool withHandler(F&& use) {
+    Handler* handler = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (handler_ == nullptr) {
+        return false;
+      }
+      handler = handler_;
+      ++uses_;
+    }
+    use(*handler);
     std::lock_guard lock(mutex_);
-    return handler_;
+    if (--uses_ == 0) {
+      unused_.notify_all();
+    }
+    return true;
   }
   void run(base::TaskPtr task) {
     std::lock_guard lock(mutex_);
@@ -167,11 +190,14 @@ class LoopbackContext final
       runner_->submit(std::move(task));
     }
   }
-  std::shared_ptr<LoopbackConnection> makeConnection() {
-    auto connection = std::make_shared<LoopbackConnection>(shared_from_this());
+  // Whether stop() will end the connection; not once it has begun.
+  bool keep(const std::shared_ptr<LoopbackConnection>& connection) {
     std::lock_guard lock(mutex_);
-    connections_.push_back(connection);
-    return connection;
+    return !stopping_ && connections_.insert(connection).second;
+  }
+  void forget(LoopbackConnection* connection) {
+    std::lock_guard lock(mutex_);
+    connections_.erase(connection->shared_from_this());
   }
 
  private:
@@ -179,8 +205,11 @@ class LoopbackContext final
   std::string address_;
   std::mutex mutex_;
   base::TaskRunner* runner_ = nullptr;
-  Handler* handler_ = nullptr;
-  std::vector<std::shared_ptr<LoopbackConnection>> connections_;
+  Handler* handler_ = nullptr; // null once stopped
+  size_t uses_ = 0; // of the handler, now
+  std::condition_variable unused_;
+  bool stopping_ = false;
+  std::unordered_set<std::shared_ptr<LoopbackConnection>> connections_;
 };
 
 void LoopbackConnection::send(
@@ -203,21 +232,28 @@ void LoopbackConnection::send(
 }
 
 void LoopbackConnection::deliver(std::unique_ptr<Incoming> incoming) {
-  Handler* handler = context_->handler();
-  if (handler != nullptr && peer() != nullptr) {
-    handler->onFrame(shared_from_this(), std::move(incoming));
-  }
+  context_->withHandler([&](Handler& handler) {
+    if (peer() != nullptr) {
+      handler.onFrame(shared_from_this(), std::move(incoming));
+    }
+  });
 }
 
-void LoopbackConnection::end(const base::Error& error) {
+bool LoopbackConnection::part() {
   std::shared_ptr<LoopbackConnection> old;
   {
     std::lock_guard lock(mutex_);
     old = std::exchange(peer_, nullptr);
+    ended_ = true;
   }
-  Handler* handler = context_->handler();
-  if (old != nullptr && handler != nullptr) {
-    handler->onClosed(shared_from_this(), error);
+  context_->forget(this);
+  return old != nullptr;
+}
+
+void LoopbackConnection::end(const base::Error& error) {
+  if (part()) {
+    context_->withHandler(
+        [&](Handler& handler) { handler.onClosed(shared_from_this(), error); });
   }
 }
 
@@ -232,47 +268,58 @@ void LoopbackConnection::close() {
 ConnectionPtr LoopbackContext::connect(
     const std::string& address,
     const std::string& hello) {
-  auto mine = makeConnection();
+  auto mine = std::make_shared<LoopbackConnection>(shared_from_this());
   auto other = hub_->find(address);
-  Handler* theirs = other ? other->handler() : nullptr;
-  if (theirs == nullptr) {
-    run(base::makeTask([this, mine, address] {
-      handler()->onClosed(
-          mine, {base::ErrorKind::kPeerLost, "nobody at " + address});
+  bool joined = false;
+  base::Error refused;
+  std::string answer;
+  const auto introduce = [&](Handler& theirs) {
+    auto peer = std::make_shared<LoopbackConnection>(other);
+    joined =
+        keep(mine) && other->keep(peer) && mine->join(peer) && peer->join(mine);
+    if (!joined) {
+      mine->part(); // one of the two contexts is about to stop
+      peer->part();
+      return;
+    }
+    refused = theirs.onAccept(peer, hello);
+    answer = theirs.introduction();
+  };
+  if (other == nullptr || !other->withHandler(introduce) || !joined) {
+    run(base::makeTask([self = shared_from_this(), mine, address] {
+      self->withHandler([&](Handler& own) {
+        own.onClosed(
+            mine, {base::ErrorKind::kPeerLost, "nobody at " + address});
+      });
     }));
     return mine;
   }
-  auto peer = other->makeConnection();
-  mine->join(peer);
-  peer->join(mine);
-  const base::Error refused = theirs->onAccept(peer, hello);
-  const std::string answer = theirs->introduction();
-  run(base::makeTask([this, mine, refused, answer]() mutable {
-    Handler* own = handler();
-    if (own == nullptr) {
-      return;
-    }
-    const base::Error error = refused
-        ? base::Error{base::ErrorKind::kRefused, refused.message}
-        : own->onConnected(mine, answer);
-    if (error) {
-      mine->end(error);
-    }
+  run(base::makeTask([self = shared_from_this(), mine, refused, answer] {
+    self->withHandler([&](Handler& own) {
+      const base::Error error = refused
+          ? base::Error{base::ErrorKind::kRefused, refused.message}
+          : own.onConnected(mine, answer);
+      if (error) {
+        mine->end(error);
+      }
+    });
   }));
   return mine;
 }
 
 void LoopbackContext::stop() {
-  std::vector<std::shared_ptr<LoopbackConnection>> connections;
+  std::unordered_set<std::shared_ptr<LoopbackConnection>> connections;
   {
     std::lock_guard lock(mutex_);
+    stopping_ = true;
     connections.swap(connections_);
   }
   for (auto& connection : connections) {
     connection->close();
   }
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   handler_ = nullptr;
+  unused_.wait(lock, [this] { return uses_ == 0; });
 }
 
 } // namespace

@@ -1,0 +1,186 @@
+// Writes the seed corpus: what the encoders make of ordinary values.
+// `python -m tests.fuzz seeds` runs it after a change of a format.
+
+#include "agent/hello.h"
+#include "fuzz/targets/target.h"
+#include "transport/ucx/handshake.h"
+#include "transport/ucx/protocol.h"
+#include "wire/call_frame.h"
+
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::transport::ucx;
+
+namespace {
+
+std::filesystem::path corpus;
+
+void write(const char* target, const char* name, base::ConstSpan bytes) {
+  const auto folder = corpus / target;
+  std::filesystem::create_directories(folder);
+  std::ofstream file(folder / name, std::ios::binary);
+  file.write(static_cast<const char*>(bytes.data), bytes.size);
+}
+
+void write(const char* target, const char* name, const std::string& bytes) {
+  write(target, name, fuzz::spanOf(bytes));
+}
+
+void writeHeaders() {
+  for (const auto kind : {FrameKind::kOpen, FrameKind::kFrame}) {
+    FrameHeader header;
+    header.kind = kind;
+    header.count = 2;
+    header.token = 0x1122334455667788;
+    header.transfer = 3;
+    header.acknowledged = kAdopted | 4;
+    write(
+        "frame_header",
+        kind == FrameKind::kOpen ? "open" : "frame",
+        {&header, sizeof(header)});
+  }
+}
+
+void writePreambles() {
+  Preamble preamble;
+  preamble.challenge = std::string(kChallengeBytes, 'c');
+  preamble.token = 42;
+  preamble.process = {1, 2, 345, 0x7f0000001000, 6};
+  preamble.address = std::string(48, 'a');
+  preamble.hello = agent::encode(agent::Hello{"group", 3, "worker3"});
+  write("preamble", "plain", fuzz::spanOf(encode(preamble)));
+  preamble.keyShare = std::string(kKeyShareBytes, 'k');
+  preamble.encryption = Encryption::kBetweenHosts;
+  const base::Buffer bytes = encode(preamble);
+  write("preamble", "encrypted", fuzz::spanOf(bytes));
+  const std::string text(
+      reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const std::string key = groupKey("secret");
+  write(
+      "signed",
+      "preamble",
+      fuzz::spanOf(withProof(text, proof(key, 1, {9, text, {}}))));
+}
+
+void writeBulk() {
+  write(
+      "pull_request",
+      "request",
+      fuzz::spanOf(encode(PullRequest{0, 3, 0x10000, std::string(40, 'b')})));
+  const BulkEntry entries[] = {
+      {1 << 20, 0x7f0000000000, 0, 0}, {3 << 20, 0, 77, 12}};
+  std::string table("\2\0\0\0", 4);
+  table.append(reinterpret_cast<const char*>(entries), sizeof(entries));
+  write("bulk_entries", "table", table);
+  write("bulk_entries", "table_and_head", table + "head");
+}
+
+void writeSmallOnes() {
+  write("address", "address", encodeAddress(42, std::string(48, 'a')));
+  write("hello", "hello", agent::encode(agent::Hello{"group", 3, "worker3"}));
+  write("hello", "no_group", agent::encode(agent::Hello{"", -1, "w"}));
+  write("key_share", "key", std::string(32, '\11'));
+  write("key_share", "zeros", std::string(32, '\0'));
+}
+
+void writeFrames() {
+  using namespace wire;
+  const std::string payload = "payload";
+  const std::string bytes(64, 's');
+  const StorageEntry storages[] = {
+      {fuzz::spanOf(bytes), false}, {{nullptr, 1 << 20}, true}};
+  using enum TensorLayout;
+  const TensorRecord records[] = {
+      {kStrided, 6, kRequiresGrad, 2, 0, 0},
+      {kStrided, 6, 0, 1, 1, 16},
+      {kSparseCoo, 0, kCoalesced, 2, 1, 0},
+      {kStrided, 4, 0, 2, 0, 0},
+      {kStrided, 6, 0, 1, 0, 8},
+      {kSparseCsr, 0, 0, 2, 0, 0},
+      {kStrided, 4, 0, 1, 0, 0},
+      {kStrided, 4, 0, 1, 0, 0},
+      {kStrided, 6, 0, 1, 0, 0},
+      {kQuantized, 0, 0, 0, kPerTensor, 0},
+      {kStrided, 13, 0, 2, 0, 0},
+      {kStrided, 7, 0, 0, 0, 0},
+      {kStrided, 4, 0, 0, 0, 0},
+      {kUndefined, 0, 0, 0, 0, 0}};
+  const Dim dims[] = {
+      {2, 4},
+      {4, 1},
+      {100, 1},
+      {8, 0},
+      {8, 0},
+      {2, 2},
+      {2, 1},
+      {2, 1},
+      {2, 0},
+      {2, 0},
+      {3, 1},
+      {2, 1},
+      {2, 1},
+      {4, 4},
+      {4, 1}};
+  CallFrame frame;
+  frame.header = {CallKind::kRequest, 0, 0, 1};
+  write("call_frame", "empty", fuzz::spanOf(encode(frame).value()));
+  frame.header = {CallKind::kResponse, 0x102, 5, 0x1234567890};
+  frame.payload = fuzz::spanOf(payload);
+  write("call_frame", "payload", fuzz::spanOf(encode(frame).value()));
+  frame.storages = storages;
+  frame.records = records;
+  frame.dims = dims;
+  write("call_frame", "tensors", fuzz::spanOf(encode(frame).value()));
+  frame.payloadBulk = true;
+  write("call_frame", "bulk_payload", fuzz::spanOf(encode(frame).value()));
+}
+
+// Scripts of targets whose input is not a message.
+void writeScripts() {
+  write(
+      "encode_frame",
+      "one_tensor",
+      std::string("\0\1\1\5\0\0\0\1\2\3\4\5\6\7\0\2pa", 18) +
+          std::string("\1\0\20ssssssssssssssss", 19) +
+          std::string("\1\1\6\0\1\0\0\20\10", 9));
+  // Twice sealed; delivered, delivered again, changed, cut, other header.
+  const std::string sealed("\0\3\1abc\0\2\1de", 11);
+  write("secure_channel", "in_order", sealed + std::string("\1\0\1\1", 4));
+  write("secure_channel", "reordered", sealed + std::string("\1\1\1\0", 4));
+  write("secure_channel", "replayed", sealed + std::string("\1\0\1\0", 4));
+  write(
+      "secure_channel",
+      "changed",
+      sealed + std::string("\2\0\7\0\3\3\0\11\0\4\0\20\1\1\0", 15));
+  // The peer jumps to number 4098: the first message is then too late, the
+  // second one is not.
+  write(
+      "secure_channel",
+      "late",
+      sealed + std::string("\6\2\20\40\3\0\4\0\0\0\0\0", 12) +
+          std::string(24, '\1') + std::string("\1\0\1\1", 4));
+  // The peer jumps ahead, to the last number there is.
+  write(
+      "secure_channel",
+      "jump",
+      sealed + std::string("\7\377\377\377\377\377\377\377\377\40", 10) +
+          std::string("\3\0\4\0\0\0\0\0", 8) + std::string(24, '\1') +
+          std::string("\1\0", 2));
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+  fuzz::require(count == 2, "one argument: the folder of the corpus");
+  corpus = arguments[1];
+  writeHeaders();
+  writePreambles();
+  writeBulk();
+  writeSmallOnes();
+  writeFrames();
+  writeScripts();
+  return 0;
+}

@@ -1,0 +1,17 @@
+// A worker's address, as it stands in the rendezvous store.
+
+#include "fuzz/targets/target.h"
+#include "transport/ucx/protocol.h"
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::transport::ucx;
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  auto address = parseAddress(fuzz::toString(data, size));
+  if (address.ok()) {
+    const auto& [token, worker] = address.value();
+    fuzz::requireSame(
+        fuzz::spanOf(encodeAddress(token, worker)), data, size, "same address");
+  }
+  return 0;
+}

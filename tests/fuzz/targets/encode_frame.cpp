@@ -1,0 +1,109 @@
+// The encoder of RPC messages, whose input comes from this process: what it
+// writes is read as the same message, or is refused with a reason.
+
+#include "base/bytes.h"
+#include "fuzz/targets/target.h"
+#include "wire/call_frame.h"
+
+#include <vector>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::wire;
+
+namespace {
+
+// Small numbers mostly; each eighth is any.
+int64_t number(base::ByteReader& reader) {
+  const uint8_t byte = reader.u8();
+  return byte % 8 == 7 ? reader.i64() : byte / 8;
+}
+
+struct Message {
+  CallFrame frame;
+  std::vector<StorageEntry> storages;
+  std::vector<TensorRecord> records;
+  std::vector<Dim> dims;
+};
+
+void fill(Message& message, base::ByteReader& reader) {
+  CallFrame& frame = message.frame;
+  const uint8_t shape = reader.u8();
+  frame.header.kind = static_cast<CallKind>(shape & 1);
+  frame.header.messageType = reader.u16();
+  frame.header.flags = reader.u32();
+  frame.header.callId = reader.u64();
+  frame.payloadBulk = (shape & 2) != 0;
+  frame.payload = frame.payloadBulk
+      ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
+      : reader.bytes(reader.u8());
+  for (uint8_t left = reader.u8() % 8; left != 0; --left) {
+    const bool bulk = (reader.u8() & 1) != 0;
+    const base::ConstSpan bytes = bulk
+        ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
+        : reader.bytes(reader.u8());
+    message.storages.push_back({bytes, bulk});
+  }
+  for (uint8_t left = reader.u8() % 16; left != 0; --left) {
+    TensorRecord record;
+    record.layout = static_cast<TensorLayout>(reader.u8() % 9);
+    record.dtype = reader.u8();
+    record.flags = reader.u8();
+    record.ndim = reader.u8() % 5;
+    record.aux = static_cast<uint32_t>(number(reader));
+    record.offset = number(reader);
+    message.records.push_back(record);
+    for (uint8_t i = 0; i < record.ndim; ++i) {
+      const int64_t size = number(reader);
+      message.dims.push_back({size, number(reader)});
+    }
+  }
+  frame.storages = message.storages;
+  frame.records = message.records;
+  frame.dims = message.dims;
+}
+
+// What encode() leaves to the codec, which knows the tensors: that they lie
+// within their storages.
+bool inBounds(const Message& message) {
+  size_t at = 0;
+  for (const TensorRecord& record : message.records) {
+    const std::span<const Dim> dims(message.dims.data() + at, record.ndim);
+    at += record.ndim;
+    const auto elements = reach(record.offset, dims);
+    if (record.layout == TensorLayout::kStrided &&
+        *elements / 4 > message.storages[record.aux].bytes.size) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  base::ByteReader reader({data, size});
+  Message message;
+  fill(message, reader);
+  auto encoded = encode(message.frame);
+  if (!encoded.ok()) {
+    fuzz::require(!encoded.error().message.empty(), "a refusal says why");
+    return 0;
+  }
+  auto parsed = CallFrameView::parse(fuzz::spanOf(encoded.value()));
+  fuzz::require(
+      parsed.ok() == inBounds(message), "what is written can be read");
+  if (!parsed.ok()) {
+    return 0;
+  }
+  const CallFrameView& view = parsed.value();
+  fuzz::require(
+      view.header().callId == message.frame.header.callId &&
+          view.header().flags == message.frame.header.flags &&
+          view.header().kind == message.frame.header.kind,
+      "same header");
+  fuzz::require(
+      view.payloadSize() == message.frame.payload.size, "same payload");
+  fuzz::require(view.storageCount() == message.storages.size(), "all storages");
+  fuzz::require(view.recordCount() == message.records.size(), "all records");
+  return 0;
+}

@@ -1,0 +1,21 @@
+// The header of every active message.
+
+#include "fuzz/targets/target.h"
+#include "transport/ucx/protocol.h"
+
+using namespace torch_rpc_ext;
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  auto header = transport::ucx::parseHeader({data, size});
+  if (header.ok()) {
+    const auto kind = header.value().kind;
+    fuzz::require(
+        kind >= transport::ucx::FrameKind::kOpen &&
+            kind <= transport::ucx::FrameKind::kSealed,
+        "a kind that there is");
+    // Its layout is that of the struct: senders send the struct itself.
+    fuzz::requireSame(
+        {&header.value(), sizeof(header.value())}, data, size, "same header");
+  }
+  return 0;
+}

@@ -1,0 +1,128 @@
+// transport::loopback on an executor: frames with bulk, connections that close
+// and contexts that stop in the middle. Each callback fires once.
+
+#include "transport/loopback/loopback.h"
+#include "agent/executor.h"
+#include "sanitize/stress.h"
+
+#include <cstring>
+#include <memory>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::stress;
+using agent::Executor;
+
+namespace {
+
+constexpr size_t kBulkBytes = 1000;
+
+class Echo final : public transport::Handler {
+ public:
+  std::string introduction() override {
+    return "echo";
+  }
+  base::Error onAccept(
+      const transport::ConnectionPtr& /*connection*/,
+      const std::string& hello) override {
+    return hello == "stranger"
+        ? base::Error{base::ErrorKind::kRefused, "not in the group"}
+        : base::Error{};
+  }
+  base::Error onConnected(
+      const transport::ConnectionPtr& /*connection*/,
+      const std::string& /*hello*/) override {
+    return {};
+  }
+  void onFrame(
+      const transport::ConnectionPtr& /*connection*/,
+      std::unique_ptr<transport::Incoming> incoming) override {
+    frames.fetch_add(1);
+    std::vector<unsigned char> bytes(kBulkBytes);
+    if (incoming->head().size % 2 == 0) {
+      return; // refuses the bulk
+    }
+    incoming->receive({{bytes.data(), bytes.size()}}, [](auto&) {});
+    require(bytes[0] == 'b' && bytes[kBulkBytes - 1] == 'b', "the bulk");
+  }
+  void onClosed(
+      const transport::ConnectionPtr& /*connection*/,
+      const base::Error& error) override {
+    require(static_cast<bool>(error), "an end has a reason");
+  }
+
+  std::atomic<uint64_t> frames{0};
+};
+
+struct Sent {
+  std::atomic<uint64_t> frames{0};
+  std::atomic<uint64_t> answered{0};
+};
+
+void send(
+    const transport::ConnectionPtr& connection,
+    const std::string& bulk,
+    Sent& sent,
+    size_t size) {
+  base::Buffer head(1 + size % 8);
+  std::memset(head.data(), 'h', head.size());
+  transport::BulkSpan span;
+  span.data = bulk.data();
+  span.size = bulk.size();
+  sent.frames.fetch_add(1);
+  const auto fired = std::make_shared<std::atomic<bool>>(false);
+  connection->send(std::move(head), {span}, [&sent, fired](auto&) {
+    require(!fired->exchange(true), "a callback fires once");
+    sent.answered.fetch_add(1);
+  });
+}
+
+// One life of two contexts.
+uint64_t live(Executor& executor, Sent& sent) {
+  const std::string bulk(kBulkBytes, 'b');
+  const auto hub = transport::loopback::makeHub();
+  const auto server = transport::loopback::makeContext(hub);
+  const auto client = transport::loopback::makeContext(hub);
+  const auto handler = std::make_unique<Echo>();
+  server->start(executor.poller(), executor, *handler);
+  client->start(executor.poller(), executor, *handler);
+  const std::string address = server->address();
+  {
+    Crowd crowd;
+    crowd.add(2, [&](auto& random) {
+      const auto connection =
+          client->connect(address, random() % 8 == 0 ? "stranger" : "friend");
+      for (int i = 0; i < 10; ++i) {
+        send(connection, bulk, sent, random());
+      }
+      connection->close();
+      require(connection->closed(), "closed for good");
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    server->stop();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    client->stop();
+    crowd.run(0);
+  }
+  for (int i = 0; i < 5000 && sent.answered != sent.frames; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  require(sent.answered == sent.frames, "each callback fires");
+  return handler->frames.load();
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+  Executor executor(2);
+  executor.start();
+  Sent sent;
+  uint64_t frames = 0;
+  const auto end = std::chrono::steady_clock::now() +
+      std::chrono::duration<double>(seconds(count, arguments));
+  do {
+    frames += live(executor, sent);
+  } while (std::chrono::steady_clock::now() < end);
+  require(frames > 0, "frames arrive");
+  require(executor.stop(10000), "it ends");
+  return 0;
+}

@@ -1,0 +1,128 @@
+// base::Poller, its leaders, and base::Timer.
+
+#include "base/poller.h"
+#include "base/timer.h"
+#include "sanitize/stress.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <memory>
+#include <mutex>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::stress;
+
+namespace {
+
+// Counts what is written to it. Its handler must not run twice at a time, the
+// main one's excepted, which has a lock.
+class Source {
+ public:
+  Source(base::Poller& poller, bool main)
+      : poller_(poller),
+        main_(main),
+        fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    const auto handler = [this] { onReadable(); };
+    main ? poller.addMain(fd_, handler) : poller.add(fd_, handler);
+  }
+  ~Source() {
+    close(fd_);
+  }
+  void raise() {
+    const uint64_t one = 1;
+    raised_.fetch_add(1);
+    (void)!write(fd_, &one, sizeof(one));
+  }
+  bool served() const {
+    return seen_.load() == raised_.load();
+  }
+
+ private:
+  void onReadable() {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (main_) {
+      lock.lock();
+    }
+    require(!running_.exchange(true), "one handler at a time");
+    uint64_t count = 0;
+    if (read(fd_, &count, sizeof(count)) == sizeof(count)) {
+      seen_.fetch_add(count);
+    }
+    ++unguarded_; // a race, if the Poller does not order its handlers
+    running_.store(false);
+    poller_.rearm(fd_);
+  }
+
+  base::Poller& poller_;
+  const bool main_;
+  const int fd_;
+  std::mutex mutex_;
+  std::atomic<bool> running_{false};
+  std::atomic<uint64_t> raised_{0};
+  std::atomic<uint64_t> seen_{0};
+  uint64_t unguarded_ = 0;
+};
+
+} // namespace
+
+int main(int count, char** arguments) {
+  base::Poller poller;
+  Source main(poller, /*main=*/true);
+  Source other(poller, /*main=*/false);
+  std::atomic<uint64_t> fired{0};
+  base::Timer timer(poller, [&fired] { fired.fetch_add(1); });
+  const auto signal = std::make_shared<base::Poller::Lead::Signal>();
+  {
+    Crowd waiters;
+    waiters.add(3, [&](auto&) { poller.wait(10); });
+    waiters.add(2, [&](auto&) {
+      base::Poller::Lead lead(poller, signal);
+      if (lead.leads()) {
+        lead.wait();
+      }
+      std::this_thread::yield();
+    });
+    Crowd crowd;
+    crowd.add(1, [&](auto&) { main.raise(); });
+    crowd.add(1, [&](auto&) { other.raise(); });
+    crowd.add(1, [&](auto& random) {
+      timer.set(
+          base::Timer::Clock::now() + std::chrono::microseconds(random() % 99));
+      signal->raise();
+      poller.wake(1 + random() % 3);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    });
+    // Descriptors that come and go, whose numbers are used again.
+    crowd.add(1, [&](auto&) {
+      const int fd = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK);
+      const auto alive = std::make_shared<std::atomic<int>>(0);
+      poller.add(fd, [alive] { alive->fetch_add(1); });
+      std::this_thread::yield();
+      poller.rearm(fd);
+      poller.remove(fd);
+      close(fd);
+    });
+    const uint64_t acts = crowd.run(seconds(count, arguments));
+    require(acts > 100, "something was done");
+    for (int i = 0; i < 1000 && !(main.served() && other.served()); ++i) {
+      signal->raise();
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    require(main.served() && other.served(), "no event is lost");
+    // A leader waits until somebody wakes it: for good, from here on.
+    std::atomic<bool> over{false};
+    std::thread waker([&] {
+      while (!over.load()) {
+        signal->raise();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    });
+    waiters.run(0);
+    over.store(true);
+    waker.join();
+  }
+  require(fired.load() != 0, "the timer fires");
+  timer.stop();
+  return 0;
+}

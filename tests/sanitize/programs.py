@@ -1,0 +1,88 @@
+"""The stress programs: threads on the parts of csrc that need neither torch nor UCX."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.support import cxx
+
+HERE = Path(__file__).parent
+BUILD = cxx.ROOT / "build" / "sanitize"
+
+_NEEDS = {
+    "poller": ("base/poller.cpp", "base/timer.cpp"),
+    "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp"),
+    "memory": ("memory/buffer_cache.cpp", "transport/ucx/shared_maps.cpp"),
+    "loopback": (
+        "agent/executor.cpp",
+        "base/log.cpp",
+        "base/poller.cpp",
+        "transport/loopback/loopback.cpp",
+    ),
+}
+PROGRAMS = {
+    name: [HERE / f"{name}.cpp", *(cxx.CSRC / source for source in sources)]
+    for name, sources in _NEEDS.items()
+}
+#: What programs are built with -> what that is for.
+SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
+
+
+def compiler() -> str:
+    """The C++ compiler of this machine.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if found is None:
+        raise RuntimeError("no C++ compiler: install g++ or clang++, or let CXX name one")
+    return found
+
+
+def build(sanitizer: str) -> dict[str, Path]:
+    """Build all with one of SANITIZERS; name -> program."""
+    return cxx.build(
+        BUILD / sanitizer,
+        PROGRAMS,
+        compiler=compiler(),
+        flags=("-O1", "-g1", "-pthread", SANITIZERS[sanitizer], "-fno-sanitize-recover=all"),
+    )
+
+
+def run(program: Path, seconds: float) -> str:
+    """Run one program.
+
+    Args:
+        program: its file.
+        seconds: how long it makes trouble; it takes a few more to end.
+
+    Returns:
+        What is wrong; empty when nothing is.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            ended = subprocess.run(
+                [*_fixed_addresses(), str(program), str(seconds)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=60 + 10 * seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            ended = None
+        output.seek(0)
+        text = output.read()
+    if ended == 0 and not text:
+        return ""
+    how = "does not end" if ended is None else f"ended with {ended}"
+    return f"{program.parent.name}/{program.name} {how}\n{text[:6000]}"
+
+
+def _fixed_addresses() -> list[str]:
+    """ThreadSanitizer's older runtimes do not start where kernels spread addresses widely."""
+    setarch = shutil.which("setarch")
+    return [setarch, "-R"] if setarch else []

@@ -1,0 +1,73 @@
+#pragma once
+
+// What the stress programs share. Each makes threads do everything that they
+// may do at once; the sanitizers say what is wrong, require() what is lost.
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace torch_rpc_ext::stress {
+
+inline void require(bool holds, const char* what) {
+  if (!holds) {
+    std::fprintf(stderr, "does not hold: %s\n", what);
+    std::abort();
+  }
+}
+
+// The seconds that a program is asked to take.
+inline double seconds(int count, char** arguments) {
+  return count > 1 ? std::atof(arguments[1]) : 1;
+}
+
+// Threads that each repeat a function until the time is over.
+class Crowd {
+ public:
+  using Source = std::minstd_rand;
+  using Act = std::function<void(Source&)>;
+
+  ~Crowd() {
+    join();
+  }
+
+  void add(size_t threads, const Act& act) {
+    for (size_t i = 0; i < threads; ++i) {
+      threads_.emplace_back(
+          [this, act, seed = static_cast<unsigned>(threads_.size() + 1)] {
+            Source random(seed);
+            while (!over_.load()) {
+              act(random);
+              acts_.fetch_add(1);
+            }
+          });
+    }
+  }
+
+  // Returns how often something was done.
+  uint64_t run(double seconds) {
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    join();
+    return acts_.load();
+  }
+
+ private:
+  void join() {
+    over_.store(true);
+    for (auto& thread : threads_) {
+      thread.join();
+    }
+    threads_.clear();
+  }
+
+  std::atomic<bool> over_{false};
+  std::atomic<uint64_t> acts_{0};
+  std::vector<std::thread> threads_;
+};
+
+} // namespace torch_rpc_ext::stress
