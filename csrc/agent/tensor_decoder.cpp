@@ -55,6 +55,12 @@ at::Layout torchLayout(TensorLayout layout) {
   }
 }
 
+// torch looks at each index, scale and zero point: with strides of 0 a few
+// bytes could stand for as many as an hour goes through.
+bool hasEachElement(const at::Tensor& tensor) {
+  return tensor.nbytes() <= tensor.storage().nbytes();
+}
+
 // One tensor of the message and what it is made of.
 class TensorBuilder {
  public:
@@ -207,6 +213,9 @@ Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
       indices.scalar_type() != at::kLong) {
     return fail("has indices of the wrong shape");
   }
+  if (!hasEachElement(indices)) {
+    return fail("has more indices than it has brought");
+  }
   const bool coalesced = (view.flags & wire::kCoalesced) != 0;
   const Shape shape = shapeOf(view);
   // torch only does this by itself when the user turned checks on, and uses an
@@ -227,6 +236,9 @@ Error TensorBuilder::buildCompressed(
   const Shape shape = shapeOf(view);
   const at::Layout layout = torchLayout(view.layout);
   const at::Tensor& values = parts_[2];
+  if (!hasEachElement(parts_[0]) || !hasEachElement(parts_[1])) {
+    return fail("has more indices than it has brought");
+  }
   if (layout == at::kSparseBsr || layout == at::kSparseBsc) {
     // torch's check lets blocks without elements pass, and later on divides by
     // their size. values: batch, blocks, rows and columns of a block, dense.
@@ -254,6 +266,7 @@ Error TensorBuilder::buildQuantized(
   const at::Tensor& scales = parts_[1];
   const at::Tensor& zeroPoints = parts_[2];
   if (!dtype || !c10::isQIntType(*dtype) || scales.dim() != 1 ||
+      !hasEachElement(scales) || !hasEachElement(zeroPoints) ||
       zeroPoints.dim() != 1 || scales.numel() != zeroPoints.numel() ||
       !c10::isFloatingType(scales.scalar_type())) {
     return fail("has malformed scales or zero points");

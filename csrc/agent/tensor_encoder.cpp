@@ -196,7 +196,11 @@ Error TensorEncoder::addSparse(const at::Tensor& tensor) {
         byRow ? tensor.col_indices() : tensor.row_indices(),
         tensor.values()};
   }
-  for (const auto& part : parts) {
+  for (auto& part : parts) {
+    const bool isIndex = &part != &parts.back();
+    if (isIndex && part.nbytes() > part.storage().nbytes()) {
+      part = part.contiguous(); // the decoder refuses repeated indices
+    }
     if (auto error = addPart(part)) {
       return error;
     }

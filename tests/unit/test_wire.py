@@ -508,6 +508,28 @@ def patched(head: bytes, at: int, fmt: str, value: int) -> bytes:
     return head[:at] + struct.pack(fmt, value) + head[at + struct.calcsize(fmt) :]
 
 
+def test_a_few_bytes_that_claim_many_indices() -> None:
+    """With strides of 0 they would fit; torch would look at each of them, for an hour."""
+    count, claimed = 7919, 1 << 40
+    sparse = torch.sparse_coo_tensor(torch.zeros(1, count, dtype=torch.long), torch.ones(count), (9,))
+    head, bulk = encode([sparse])
+    for at in range(len(head) - 16):
+        size, stride = struct.unpack_from("<qq", head, at)
+        if size == count and stride in (0, 1):
+            head = patched(patched(head, at, "<q", claimed), at + 8, "<q", 0)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="more indices than it has brought"):
+        decode(head, bulk)
+    assert time.monotonic() - start < 60
+
+
+def test_repeated_indices_of_the_user() -> None:
+    indices = torch.zeros(1, 1, dtype=torch.long).expand(1, 5)
+    sparse = torch.sparse_coo_tensor(indices, torch.arange(5.0), (3,), is_coalesced=False)
+    (got,) = decode(*encode([sparse]))[1]
+    assert torch.equal(got.to_dense(), sparse.to_dense())
+
+
 def test_wrong_version_names_both() -> None:
     head, bulk = sample()
     with pytest.raises(ValueError, match="version 9 .* this worker version 1"):
