@@ -12,10 +12,14 @@ export MAX_JOBS ?= 2
 
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-fast bench bench-all chaos build lint format clean
+.PHONY: demo tutorials test test-fast bench bench-all chaos build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
+
+# Executes the notebooks and keeps their outputs. Some only: make tutorials TUTORIALS="01 03".
+tutorials: $(STAMPS)/tutorials $(STAMPS)/build
+	$(BIN)/python tutorials/execute.py $(TUTORIALS)
 
 test: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.run
@@ -81,4 +85,8 @@ $(BENCH_VENV)/.stamp: $(STAMPS)/bench
 
 $(STAMPS)/demo: $(STAMPS)/build
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[demo]"
+	touch $@
+
+$(STAMPS)/tutorials: $(STAMPS)/build
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[tutorials]"
 	touch $@

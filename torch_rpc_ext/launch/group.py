@@ -209,7 +209,7 @@ class WorkerGroup:
         here, self._joined = self._joined, False
         alive = [worker for worker in self._workers if worker.exitcode is None]
         graceful = graceful and len(alive) == len(self._workers)
-        if graceful and alive[0].submit(_rpc.needs_halves).result(timeout):
+        if graceful and here and _rpc.needs_halves():
             _everywhere(alive, here, timeout, _rpc.finish_work, timeout)
             graceful = False
         _everywhere(alive, here, timeout, _rpc.shutdown, graceful, timeout)
