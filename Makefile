@@ -15,10 +15,14 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CTESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-fast bench bench-all chaos fuzz sanitize build lint format clean
+.PHONY: demo tutorials test test-fast bench bench-all chaos fuzz sanitize build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
+
+# Executes the notebooks and keeps their outputs. Some only: make tutorials TUTORIALS="01 03".
+tutorials: $(STAMPS)/tutorials $(STAMPS)/build
+	$(BIN)/python tutorials/execute.py $(TUTORIALS)
 
 test: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.run
@@ -34,7 +38,7 @@ bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
-	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow" -n 4 -q
+	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow and not notebook" -n 4 -q
 
 # Workers are killed, stopped, delayed and restarted under load, for 10 minutes. To do one again:
 # make chaos CHAOS="--seconds 60 --seed 1".
@@ -93,4 +97,8 @@ $(BENCH_VENV)/.stamp: $(STAMPS)/bench
 
 $(STAMPS)/demo: $(STAMPS)/build
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[demo]"
+	touch $@
+
+$(STAMPS)/tutorials: $(STAMPS)/build
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[tutorials]"
 	touch $@

@@ -17,7 +17,7 @@ PARTS = [
     ("unit", ["tests/unit", "tests/fuzz", "-n", "2"]),
     # A process of its own: numba reads whether to simulate when it is imported.
     ("simulator", ["tests/simulator", "-n", "2"]),
-    ("process", ["tests/process", "-m", "not slow", "-n", "3"]),
+    ("process", ["tests/process", "-m", "not slow and not notebook", "-n", "3"]),
     ("upstream", ["tests/upstream", "-n", "4"]),
     ("slow", ["tests/process", "-m", "slow"]),
 ]

@@ -34,7 +34,6 @@ _TESTS = (
     # Minutes each with sanitizers; the fuzz targets flip, cut and lie, too.
     "--deselect=tests/unit/test_wire.py::test_every_bit",
     "--deselect=tests/unit/test_wire.py::test_every_truncation",
-    "--deselect=tests/unit/test_wire.py::test_extreme_numbers",
 )
 
 

@@ -1,0 +1,55 @@
+"""The notebooks in tutorials/ run with small sizes; what is kept of the large ones is whole."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+import pytest
+
+from tests.support.backend import ROOT, needs_ucx
+
+sys.path.append(str(ROOT / "tutorials"))
+
+import execute  # noqa: E402
+
+SOURCES = execute.sources()
+SECTIONS = ["What you will learn", "smallest version", "What can go wrong", "What it costs"]
+by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+
+
+@pytest.mark.notebook
+@needs_ucx("the notebooks choose their back ends themselves")
+@by_name
+def test_runs_with_small_sizes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTORIAL_SMALL", "1")
+    check_outputs(execute.execute(source))
+
+
+@by_name
+def test_kept_notebook_is_the_source_executed(source: Path) -> None:
+    kept = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    now = jupytext.read(source)
+    assert [cell.source for cell in kept.cells] == [cell.source for cell in now.cells], (
+        "make tutorials"
+    )
+    counts = [cell.execution_count for cell in kept.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    check_outputs(kept)
+
+
+@by_name
+def test_has_all_sections(source: Path) -> None:
+    text = source.read_text()
+    assert not [section for section in [*SECTIONS, "Exercises"] if section not in text]
+
+
+def check_outputs(notebook: Any) -> None:
+    """No warnings, nothing of the machine that it ran on."""
+    text = execute.text_outputs(notebook)
+    assert "Warning" not in text and "deprecated" not in text
+    assert not re.search(r"/(home|root|work|tmp)/", text), text

@@ -1,0 +1,282 @@
+"""WorkerGroup: several worker processes that know each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch_rpc_ext.launch import _rpc
+from torch_rpc_ext.launch.process import Worker, wait_all
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# One compute thread each, as torchrun sets it: many processes share the cores.
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_printing = threading.Lock()
+
+
+def _print(name: str, line: str) -> None:
+    # sys.stdout of the moment: in a notebook the text then appears under the cell that runs.
+    with _printing, contextlib.suppress(ValueError):  # closed, at the end of the program
+        sys.stdout.write(f"[{name}] {line}\n")
+        sys.stdout.flush()
+
+
+class WorkerGroup:
+    """Worker processes on this host; a context manager, or start() and stop().
+
+    Each is a fresh Python process with this one's ``sys.path`` and current folder. It ends when
+    the group is stopped or forgotten, and when this process ends, even by SIGKILL.
+
+    Args:
+        workers: their names, or how many: then they are "worker0", "worker1" and so on.
+        env: environment variables to set in all of them. Unless set there or here, each gets one
+            compute thread (OMP_NUM_THREADS=1).
+        show: called with a worker's name and a line that it has printed, one call at a time for
+            each worker; by default prints both. ``lambda name, line: None`` for silence.
+
+    Raises:
+        ValueError: no workers, or one name twice.
+    """
+
+    def __init__(
+        self,
+        workers: int | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        show: Callable[[str, str], None] = _print,
+    ) -> None:
+        if isinstance(workers, str):
+            raise ValueError(f"workers must be a number or a list of names, got {workers!r}")
+        if isinstance(workers, int):
+            workers = [f"worker{rank}" for rank in range(workers)]
+        if not workers:
+            raise ValueError("workers must be at least 1, got none")
+        if len(set(workers)) < len(workers):
+            raise ValueError(f"workers must have different names, got {list(workers)}")
+        self.names = list(workers)
+        self._env, self._show = dict(env or {}), show
+        self._workers: list[Worker] = []
+        self._store: tempfile.TemporaryDirectory[str] | None = None
+        self._sessions = 0
+        self._rpc = self._joined = False
+
+    def start(self) -> WorkerGroup:
+        """Start the processes; they are ready when they answer their first call.
+
+        Returns:
+            The group itself.
+
+        Raises:
+            RuntimeError: it is started already.
+        """
+        if self._workers:
+            raise RuntimeError("the group is started already: stop() it first")
+        env = {**dict.fromkeys(_THREADS, "1"), **os.environ, **self._env}
+        try:
+            for name in self.names:
+                self._workers.append(Worker(name, env, self._show))
+        finally:
+            self._finalizer = weakref.finalize(self, _kill, self._workers, os.getpid())
+        return self
+
+    def __enter__(self) -> WorkerGroup:
+        return self if self._workers else self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(graceful=error is None)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, which: int | str) -> Worker:
+        """The worker of a name, or of a place in the list of names."""
+        return self._started()[which if isinstance(which, int) else self._place(which)]
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup {', '.join(map(repr, self._workers)) or 'not started'}>"
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Run a function on all workers at once, each in its main thread.
+
+        Args:
+            function: any that cloudpickle takes, also from a cell of a notebook.
+            *args: its arguments.
+            **kwargs: likewise.
+
+        Returns:
+            What it returned, in the order of the names.
+
+        Raises:
+            WorkerExitedError: a worker ended before it had finished.
+            Exception: the first one that the function raised, with its traceback over there as a
+                note. Other workers may still be running it.
+        """
+        calls = [worker.submit(function, *args, **kwargs) for worker in self._started()]
+        try:
+            done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
+        except KeyboardInterrupt:
+            for worker, call in zip(self._workers, calls, strict=True):
+                if not call.done():
+                    worker.interrupt()
+            raise
+        for call in done:
+            call.result()
+        return [call.result() for call in calls]
+
+    def init_rpc(
+        self, backend: str = "UCX", *, join: str | None = None, **options: Any
+    ) -> WorkerGroup:
+        """Call rpc.init_rpc on all workers, in one static group.
+
+        Args:
+            backend: a name in rpc.BackendType.
+            join: name under which this process becomes a worker as well, with rank 0, and the
+                others follow; None to stay outside, then ranks begin with the first of them. A
+                process that has had RPC before can join UCX. It can join TENSORPIPE only if its
+                rank was 0 and it has made no RRefs: upstream keeps both for ever.
+            **options: of the back end's options class, such as num_worker_threads and rpc_timeout;
+                for all workers.
+
+        Returns:
+            The group itself.
+
+        Raises:
+            ValueError: no such back end.
+            TypeError: no such option.
+            RuntimeError: RPC is initialized already, here or on the workers.
+            Exception: what a worker's init_rpc raised; stop() the group then.
+        """
+        workers = self._started()
+        if self._rpc:
+            raise RuntimeError("the group's RPC is initialized already: call shutdown_rpc() first")
+        if join is not None and (join in self.names or _rpc.is_initialized()):
+            why = "a worker has that name" if join in self.names else "this process has RPC already"
+            raise RuntimeError(f"cannot join as {join!r}: {why}")
+        if self._store is None:
+            self._store = tempfile.TemporaryDirectory(prefix="rpc_launch_")
+        self._sessions = max(self._sessions, _rpc.init_count()) + 1
+        before = int(join is not None)
+        meeting = f"file://{Path(self._store.name) / str(self._sessions)}"
+        size = len(workers) + before
+        session = _rpc.Session(backend, size, self._sessions, {**options, "init_method": meeting})
+        session.check()  # before anybody waits for anybody
+        calls = [
+            worker.submit(session.init, worker.name, rank)
+            for rank, worker in enumerate(workers, start=before)
+        ]
+        self._rpc = True
+        if join is not None:
+            session.init(join, 0)
+            self._joined = True
+        for call in calls:
+            call.result()
+        return self
+
+    def shutdown_rpc(self, *, graceful: bool = True, timeout: float = 30.0) -> None:
+        """Call rpc.shutdown on all workers, and here when this process has joined.
+
+        Args:
+            graceful: wait for all outstanding work everywhere. Not possible once a worker is gone.
+            timeout: how long to wait then, s.
+
+        Raises:
+            Exception: what a worker's shutdown raised.
+            TimeoutError: a worker's did not end.
+        """
+        if not self._rpc:
+            return
+        self._rpc = False
+        here, self._joined = self._joined, False
+        alive = [worker for worker in self._workers if worker.exitcode is None]
+        graceful = graceful and len(alive) == len(self._workers)
+        if graceful and here and _rpc.needs_halves():
+            _everywhere(alive, here, timeout, _rpc.finish_work, timeout)
+            graceful = False
+        _everywhere(alive, here, timeout, _rpc.shutdown, graceful, timeout)
+
+    def stop(self, *, graceful: bool = True, timeout: float = 30.0) -> None:
+        """Shut RPC down and end all workers. Does nothing when they are stopped.
+
+        Args:
+            graceful: let them finish what they do. Otherwise they are killed.
+            timeout: how long to wait for that, s; who has not ended then is killed, with a
+                warning that names it.
+        """
+        workers, self._workers = self._workers, []
+        if not workers:
+            return
+        self._workers = workers  # shutdown_rpc() needs them
+        try:
+            self._shut_down(graceful, timeout)
+            if graceful:
+                for worker in workers:
+                    worker.end()
+                late = [worker.name for worker in wait_all(workers, timeout)]
+                if late:
+                    warnings.warn(
+                        f"{', '.join(late)} did not end within {timeout:g} s: killed", stacklevel=2
+                    )
+        finally:
+            self._workers = []
+            self._finalizer()
+            if self._store is not None:
+                self._store.cleanup()
+                self._store = None
+
+    def _shut_down(self, graceful: bool, timeout: float) -> None:
+        if graceful:
+            try:
+                self.shutdown_rpc(timeout=timeout)
+            except Exception as error:  # noqa: BLE001  whatever it is, the workers shall end
+                warnings.warn(f"rpc.shutdown failed: {error}", stacklevel=3)
+        elif self._joined:
+            _rpc.shutdown(False, timeout)
+        self._rpc = self._joined = False
+
+    def _started(self) -> list[Worker]:
+        if not self._workers:
+            raise RuntimeError("the group is not started: call start(), or use it in a with block")
+        return self._workers
+
+    def _place(self, name: str) -> int:
+        if name not in self.names:
+            raise KeyError(f"no worker {name!r}; there are {', '.join(self.names)}")
+        return self.names.index(name)
+
+
+def _everywhere(
+    workers: list[Worker], here: bool, timeout: float, function: Callable[..., Any], *args: Any
+) -> None:
+    """Run a function on the workers, and here as well, at once."""
+    calls = [worker.submit(function, *args) for worker in workers]
+    if here:
+        function(*args)
+    for call in calls:
+        call.result(timeout)
+
+
+def _kill(workers: list[Worker], owner: int) -> None:
+    # A forked child forgets the group as well; the workers are not its own.
+    if os.getpid() == owner:
+        for worker in workers:
+            worker.kill()

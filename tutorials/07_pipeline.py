@@ -1,0 +1,403 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. A small GPT as a pipeline over three workers
+#
+# **What you will learn**
+#
+# - to split a model over workers with `sharding.shard`, and to train it as a pipeline of micro-batches
+# - to *see* the pipeline's bubble in a timeline, and what makes it smaller
+# - to check that the gradients are those of the local model
+#
+# The first notebook explains workers, `%%writefile` and `WorkerGroup`.
+
+# %%
+import logging
+import os
+import statistics
+import time
+
+os.environ["PYTORCH_JIT"] = "0"  # plain optimizers; those on TorchScript are deprecated
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+from tqdm import tqdm
+
+from torch_rpc_ext import sharding
+from torch_rpc_ext.launch import WorkerGroup
+
+logging.getLogger("torch.distributed.optim").setLevel("ERROR")  # it would mention TorchScript
+SMALL = "TUTORIAL_SMALL" in os.environ
+WORKERS = ["stage0", "stage1", "stage2"]
+torch.set_num_threads(1)  # as the workers have: sums in the same order
+
+# %% [markdown]
+# ## The smallest version
+#
+# `shard` copies consecutive layers to the workers. The pipeline cuts a batch into micro-batches and keeps all stages busy with
+# them; activations go from worker to worker, gradients back.
+
+# %%
+group = WorkerGroup(WORKERS).start()
+group.init_rpc("UCX", join="notebook")
+
+tiny = sharding.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)), WORKERS)
+pipeline = sharding.Pipeline(tiny, nn.functional.mse_loss, micro_batches=4)
+with dist_autograd.context() as context:
+    print("loss", pipeline.forward_backward(torch.ones(8, 4), torch.zeros(8, 1)).item())
+tiny
+
+# %% [markdown]
+# ## The real version
+#
+# A GPT of six blocks, as plain as one can be. It stands in a module, because the workers must be able to import its classes.
+# `Mark` is an identity that notes when a forward and a backward pass it: with one at each end of a stage we can draw what the
+# stage did. With `pace` it also sleeps, below.
+
+# %%
+# %%writefile gpt_parts.py
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+EVENTS = []  # (what, label, time in s) of this process
+
+
+class Note(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, label, pace):
+        ctx.label, ctx.pace = label, pace
+        time.sleep(pace)
+        EVENTS.append(("forward", label, time.monotonic()))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        EVENTS.append(("backward", ctx.label, time.monotonic()))
+        time.sleep(2 * ctx.pace)
+        return gradient, None, None
+
+
+class Mark(nn.Module):
+    def __init__(self, label, pace=0.0):
+        super().__init__()
+        self.label, self.pace = label, pace
+
+    def forward(self, x):
+        return Note.apply(x, self.label, self.pace)
+
+
+class Embed(nn.Module):
+    def __init__(self, letters, width, length):
+        super().__init__()
+        self.letter, self.place = nn.Embedding(letters, width), nn.Embedding(length, width)
+
+    def forward(self, x):
+        return self.letter(x) + self.place.weight[: x.shape[1]]
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+def gpt(letters, width=48, heads=4, length=32, pace=0.0):
+    """Three stages of two blocks; each begins and ends with a mark."""
+    torch.manual_seed(0)
+
+    def middle():
+        return [Mark("in"), Block(width, heads), Block(width, heads), Mark("out", pace)]
+
+    head = [nn.LayerNorm(width), nn.Linear(width, letters)]
+    return nn.Sequential(Embed(letters, width, length), *middle(), *middle(), *middle(), *head)
+
+
+def loss(scores, target):
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+
+def take_events():
+    taken = EVENTS[:]
+    EVENTS.clear()
+    return taken
+
+
+def gradients(context, parameters):
+    """Called at the owner of the parameters' RRefs: their gradients."""
+    import torch.distributed.autograd as dist_autograd
+
+    found = dist_autograd.get_gradients(context)
+    return [found[parameter.local_value()] for parameter in parameters]
+
+
+# %%
+import gpt_parts
+
+PARTITION = [5, 4, 6]  # layers of each stage
+text = (
+    "she sells sea shells by the sea shore. the shells she sells are sea shells, i am sure. " * 40
+)
+letters = sorted(set(text))
+data = torch.tensor([letters.index(letter) for letter in text])
+
+
+def batch_of(number, size=16, length=32):
+    """Inputs and targets, [size, length] each."""
+    generator = torch.Generator().manual_seed(number)
+    at = torch.randint(len(data) - length - 1, (size,), generator=generator)
+    rows = torch.stack([data[i : i + length + 1] for i in at])
+    return rows[:, :-1], rows[:, 1:]
+
+
+# %% [markdown]
+# ### The gradients are the local model's
+#
+# The local model runs the same micro-batches one after another and adds up. Compared bit by bit:
+
+# %%
+local = gpt_parts.gpt(len(letters))
+model = sharding.shard(local, WORKERS, partition=PARTITION)
+x, y = batch_of(0)
+for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
+    (gpt_parts.loss(local(part_x), part_y) / 4).backward()
+expected = [parameter.grad for parameter in local.parameters()]
+
+pipeline = sharding.Pipeline(model, gpt_parts.loss, micro_batches=4)
+parameters = {worker: [] for worker in WORKERS}
+for rref in model.remote_parameters():
+    parameters[rref.owner().name].append(rref)
+with dist_autograd.context() as context:
+    pipeline.forward_backward(x, y)
+    found = []
+    for worker in WORKERS:
+        found += rpc.rpc_sync(worker, gpt_parts.gradients, args=(context, parameters[worker]))
+print(sum(map(torch.equal, expected, found)), "of", len(expected), "gradients are equal")
+assert len(found) == len(expected) and all(map(torch.equal, expected, found))
+
+# %% [markdown]
+# ### Training
+
+# %%
+STEPS = 3 if SMALL else 100
+optimizer = DistributedOptimizer(torch.optim.Adam, model.remote_parameters(), lr=3e-3)
+losses = []
+for step in tqdm(range(STEPS), mininterval=1):
+    with dist_autograd.context() as context:
+        losses.append(pipeline.forward_backward(*batch_of(step)).item())
+        optimizer.step(context)
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per letter")
+
+# %%
+figure, axis = plt.subplots(figsize=(6, 2.6), layout="constrained")
+axis.plot(losses)
+axis.set(xlabel="step", ylabel="cross entropy, nats", ylim=(0, None))
+axis.spines[["top", "right"]].set_visible(False)
+
+# %%
+line = [letters.index(letter) for letter in "she sells "]
+model.eval()
+for _ in range(40):
+    line.append(model(torch.tensor([line[-32:]]))[0, -1].argmax().item())
+print("".join(letters[i] for i in line))
+
+# %% [markdown]
+# ### The bubble
+#
+# The first stage has nothing to do until the last one's gradients come back, and the last one has nothing to do in the beginning.
+# That is the *bubble*. With `m` micro-batches and `s` stages it takes `(s - 1) / (m + s - 1)` of the time.
+#
+# This machine may have fewer cores than we have stages, and our GPT is tiny. So that the picture shows the schedule, and not who
+# gets a core, each stage sleeps 20 ms in a forward and 40 ms in a backward, as if it were larger.
+
+# %%
+del model, optimizer, pipeline, parameters, rref, tiny
+slow = sharding.shard(gpt_parts.gpt(len(letters), pace=0.02), WORKERS, partition=PARTITION)
+
+
+def intervals(micro_batches, schedule):
+    """Run a batch; return (stage, what, micro-batch, begin, end) of all that was done, s."""
+    pipeline = sharding.Pipeline(
+        slow, gpt_parts.loss, micro_batches=micro_batches, schedule=schedule
+    )
+    for _ in range(2):  # the first batch warms up
+        for worker in WORKERS:
+            rpc.rpc_sync(worker, gpt_parts.take_events)
+        with dist_autograd.context():
+            pipeline.forward_backward(*batch_of(0))
+    found = []
+    for stage, worker in enumerate(WORKERS):
+        events = rpc.rpc_sync(worker, gpt_parts.take_events)
+        for what, first, last in (("forward", "in", "out"), ("backward", "out", "in")):
+            begins = [t for kind, label, t in events if (kind, label) == (what, first)]
+            ends = [t for kind, label, t in events if (kind, label) == (what, last)]
+            pairs = zip(begins, ends, strict=True)
+            found += [(stage, what, i, begin, end) for i, (begin, end) in enumerate(pairs)]
+    start = min(begin for *_, begin, _ in found)
+    return [(*what, begin - start, end - start) for *what, begin, end in found]
+
+
+def idle_share(found):
+    """The part of all stages' time in which they waited."""
+    busy = sum(end - begin for *_, begin, end in found)
+    return 1 - busy / (len(WORKERS) * max(end for *_, end in found))
+
+
+runs = {
+    (m, s): intervals(m, s) for m, s in tqdm([(1, "1f1b"), (4, "gpipe"), (4, "1f1b"), (8, "1f1b")])
+}
+
+# %%
+figure, axes = plt.subplots(4, 1, figsize=(8, 7), sharex=True, layout="constrained")
+colors = {"forward": "tab:blue", "backward": "tab:orange"}
+for axis, ((m, schedule), found) in zip(axes, runs.items(), strict=True):
+    for stage, what, number, begin, end in found:
+        axis.barh(stage, end - begin, left=begin, color=colors[what], edgecolor="white", height=0.8)
+        axis.text(
+            (begin + end) / 2, stage, number, ha="center", va="center", fontsize=7, color="white"
+        )
+    axis.set(yticks=range(3), yticklabels=WORKERS)
+    axis.invert_yaxis()
+    axis.set_title(
+        f"{m} micro-batches, {schedule}: idle {idle_share(found):.0%}", fontsize=10, loc="left"
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+axes[-1].set_xlabel("time, s   (blue: forward, orange: backward; the number is the micro-batch's)")
+figure.align_labels()
+
+# %%
+for (m, schedule), found in runs.items():
+    formula = (len(WORKERS) - 1) / (m + len(WORKERS) - 1)
+    print(
+        f"{m} micro-batches, {schedule:<6} idle {idle_share(found):4.0%}, by the formula {formula:4.0%}"
+    )
+
+# %% [markdown]
+# One micro-batch is no pipeline at all: one stage works, two wait. More micro-batches make the bubble smaller. (The pace is per
+# micro-batch here, so more of them also take longer in all; in a real model each gets smaller.) GPipe and 1F1B take the same
+# time, in another order: 1F1B begins its backwards early, and so holds the activations of fewer micro-batches.
+
+# %% [markdown]
+# ## What can go wrong
+#
+# **1. A loss that the last stage cannot import.**
+
+# %%
+try:
+    sharding.Pipeline(slow, lambda scores, y: scores.sum(), micro_batches=2)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# **2. A batch that is too small, and a call outside of a context.**
+
+# %%
+pipeline = sharding.Pipeline(slow, gpt_parts.loss, micro_batches=32)
+try:
+    with dist_autograd.context():
+        pipeline.forward_backward(x, y)
+except ValueError as error:
+    print(error)
+try:
+    pipeline.forward_backward(x, y)
+except RuntimeError as error:
+    print(error)
+
+# %% [markdown]
+# **3. A stage that raises.** The error says which one, and has the stage's own error as its cause. Here a letter that the
+# embedding does not know:
+
+# %%
+pipeline = sharding.Pipeline(slow, gpt_parts.loss, micro_batches=2)
+with dist_autograd.context():
+    try:
+        pipeline.forward_backward(x + 1000, y)
+    except sharding.StageError as error:
+        print(str(error).splitlines()[0])
+
+# %%
+slow = pipeline = None
+group.stop()
+
+# %% [markdown]
+# ## What it costs
+#
+# Between stages travel activations and gradients, each as large as [micro-batch, length, width]. The step is measured under both
+# back ends, with the driver as a worker of its own, by a function of this cell. (In this process TENSORPIPE could not use
+# RRefs any more: torch keeps the agent with which they were used first.)
+
+# %%
+from torch_rpc_ext.profiler import profile
+
+ROUNDS, STEPS = (1, 3) if SMALL else (2, 20)
+
+
+def measure(steps):
+    """Seconds of each step, and the bytes of the calls of one."""
+    model = sharding.shard(gpt_parts.gpt(len(letters)), WORKERS, partition=PARTITION)
+    pipeline = sharding.Pipeline(model, gpt_parts.loss, micro_batches=4)
+    times = []
+    for step in range(steps):
+        begin = time.perf_counter()
+        with dist_autograd.context():
+            pipeline.forward_backward(*batch_of(step))
+        times.append(time.perf_counter() - begin)
+    with profile(operators=False) as prof, dist_autograd.context():
+        pipeline.forward_backward(*batch_of(0))
+    return times, sum(row.sent_bytes for row in prof.table())
+
+
+times, sent = {"UCX": [], "TENSORPIPE": []}, {}
+names = [*WORKERS, "driver"]
+with WorkerGroup(names) as ucx, WorkerGroup(names) as tensorpipe:
+    groups = {"UCX": ucx.init_rpc("UCX"), "TENSORPIPE": tensorpipe.init_rpc("TENSORPIPE")}
+    for _ in tqdm(range(ROUNDS)):
+        for backend, each in groups.items():
+            some, sent[backend] = each["driver"].run(measure, STEPS)
+            times[backend] += some[len(some) // 3 :]  # the first ones warm up
+
+# %%
+one_way = 16 * 32 * 48 * 4  # batch, length, width, bytes of a float
+print(f"activations and gradients over two borders: {4 * one_way / 1e3:.0f} kB a step")
+for backend in times:
+    milliseconds = statistics.median(times[backend]) * 1e3
+    print(
+        f"{backend:<11}{milliseconds:6.1f} ms a step, {sent[backend] / 1e3:.0f} kB in all requests"
+    )
+
+# %% [markdown]
+# ## Exercises
+#
+# 1. Give stage1 twice the pace of the others (`Mark("out", 2 * pace)` in its part) and draw the timeline again. How much of the
+#    time do the others wait? Move the borders in `PARTITION` with `balance="time"`.
+# 2. Print `pipeline.stats` after a batch with each schedule. Where does `peak_micro_batches` differ?
+# 3. Save the model with `save_checkpoint`, shard it over two workers instead of three, and load it.
+# 4. Kill `stage1` within a batch (`group["stage1"].kill()` from a thread). What does the error say, and how soon?
