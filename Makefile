@@ -15,6 +15,15 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CTESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
 FUZZ_SECONDS ?= 600
 
+# What an extra of pyproject.toml names. Not `pip install -e ".[test]"`: that compiles everything once
+# more.
+define install_extra
+$(BIN)/python -c "import tomllib; \
+  print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)']))" \
+  > $(STAMPS)/$(1).txt
+$(BIN)/python -m pip install -q -r $(STAMPS)/$(1).txt
+endef
+
 .PHONY: demo tutorials test test-fast bench bench-all chaos fuzz sanitize build lint format clean
 
 demo: $(STAMPS)/demo $(STAMPS)/build
@@ -80,11 +89,11 @@ $(STAMPS)/build: $(STAMPS)/venv setup.py pyproject.toml $(CSRC)
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/build
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	$(call install_extra,test)
 	touch $@
 
 $(STAMPS)/bench: $(STAMPS)/build
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[bench]"
+	$(call install_extra,bench)
 	touch $@
 
 # The peers' dependencies stay out of $(VENV); what is there is found from here, by a .pth file.
@@ -96,9 +105,9 @@ $(BENCH_VENV)/.stamp: $(STAMPS)/bench
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/build
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[demo]"
+	$(call install_extra,demo)
 	touch $@
 
 $(STAMPS)/tutorials: $(STAMPS)/build
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[tutorials]"
+	$(call install_extra,tutorials)
 	touch $@
