@@ -403,6 +403,15 @@ def test_calls_to_a_dead_worker_open_nothing() -> None:
         assert group.run(open_sockets) < before + 10
 
 
+def wait_until_stopped(pid: int) -> None:
+    """A signal takes its time, in which a call may be answered."""
+    deadline = time.monotonic() + 10
+    tasks = Path(f"/proc/{pid}/task")
+    while any("T (stopped)" not in (t / "status").read_text() for t in tasks.iterdir()):
+        assert time.monotonic() < deadline, "it does not stop"
+        time.sleep(0.01)
+
+
 def time_out() -> None:
     from torch_rpc_ext.errors import CallTimeoutError
 
@@ -416,6 +425,7 @@ def test_a_stopped_worker_is_not_dead() -> None:
     with Group(2, options={"keepalive": 0.5}) as group:
         group.run(check_alive, "worker1")
         group[1].signal(signal.SIGSTOP)
+        wait_until_stopped(group[1].child.pid)
         group.run(time_out)
         group[1].signal(signal.SIGCONT)
         group.run(check_alive, "worker1")
