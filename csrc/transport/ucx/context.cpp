@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstring>
 #include <new>
-#include <random>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -21,26 +20,6 @@ namespace {
 constexpr int kDrainMilliseconds = 1000;
 // How long a peer waits at most to have its memory back after we have read it.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
-// How long a handshake may take: on a loaded machine a peer may be slow, and a
-// stranger gets no further than this.
-constexpr std::chrono::seconds kHandshakeTime{30};
-// Connections begun within that time, more than any group needs. Who has
-// listened to a peer of ours, and repeats what it said, gets as far as this.
-constexpr size_t kMaxOpening = 4096;
-
-uint64_t randomToken() {
-  std::random_device source;
-  uint64_t token = 0;
-  while (token == 0) {
-    token = (static_cast<uint64_t>(source()) << 32) | source();
-  }
-  return token;
-}
-
-std::string toText(base::ConstSpan data) {
-  return {
-      static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
-}
 
 // The kind of error that a kDone names.
 base::ErrorKind toKind(uint32_t number) {
@@ -105,41 +84,6 @@ void UcxContext::start(
   openingTimer_.emplace(poller, [this] {
     control_->post(base::makeTask([this] { expireOpening(); }));
   });
-}
-
-std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
-  const uint64_t token = randomToken();
-  auto connection =
-      std::make_shared<UcxConnection>(shared_from_this(), token, initiator);
-  connections_.emplace(token, connection);
-  const auto deadline = base::Timer::Clock::now() + kHandshakeTime;
-  if (opening_.empty()) {
-    openingTimer_->set(deadline);
-  }
-  opening_.emplace_back(deadline, connection);
-  return connection;
-}
-
-void UcxContext::expireOpening() {
-  const auto now = base::Timer::Clock::now();
-  while (!opening_.empty() && opening_.front().first <= now) {
-    const auto connection = opening_.front().second.lock();
-    opening_.pop_front();
-    if (connection && connection->state() == ConnectionState::kOpening) {
-      connection->fail(
-          {base::ErrorKind::kPeerLost,
-           "no answer to the introduction within " +
-               std::to_string(kHandshakeTime.count()) +
-               " s (a worker that hangs, or knows another secret)"});
-    }
-  }
-  if (!opening_.empty()) {
-    openingTimer_->set(opening_.front().first);
-  }
-}
-
-void UcxContext::setSecret(const std::string& secret) {
-  control_->runLocked([&] { groupKey_ = ucx::groupKey(secret); });
 }
 
 ConnectionPtr UcxContext::connect(
@@ -353,91 +297,6 @@ void UcxContext::onConnectionMessage(
     case FrameKind::kConfirm:
     case FrameKind::kSealed:
       break; // not inside of another
-  }
-}
-
-void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
-  const auto refuse = [this](const std::string& why) {
-    refusals_(
-        base::LogLevel::kWarning, "refused a connection: the other end " + why);
-  };
-  if (header.token != doorToken_ || groupKey_.empty()) {
-    refuse("does not know this worker's address token");
-    return;
-  }
-  if (header.version != kProtocolVersion) {
-    refuse(
-        "speaks version " + std::to_string(header.version) +
-        " of the torch_rpc_ext protocol, this worker version " +
-        std::to_string(kProtocolVersion) +
-        ": install the same torch_rpc_ext everywhere");
-    return;
-  }
-  auto opener = parseSigned(data);
-  if (!opener.ok() ||
-      !crypto::equal(
-          opener.value().proof,
-          proof(groupKey_, 1, {header.token, opener.value().preamble, {}}))) {
-    refuse("does not know this group's secret");
-    return;
-  }
-  const std::string& bytes = opener.value().preamble;
-  auto preamble = parsePreamble({bytes.data(), bytes.size()});
-  if (!preamble.ok()) {
-    refuse("sent a " + preamble.error().message);
-    return;
-  }
-  if (opening_.size() >= kMaxOpening) {
-    refuse("is one of too many at once");
-    return;
-  }
-  auto connection = makeConnection(/*initiator=*/false);
-  base::Error error = connection->openEndpoint(preamble.value().address);
-  if (error) {
-    connection->fail(std::move(error));
-    return;
-  }
-  const uint64_t token = preamble.value().token;
-  error = connection->accept(
-      header.token,
-      bytes,
-      std::move(preamble.value()),
-      handler_->introduction());
-  if (error) {
-    connection->sendRefusal(token, error.message);
-    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
-  }
-}
-
-void UcxContext::onHandshake(
-    const std::shared_ptr<UcxConnection>& connection,
-    const FrameHeader& header,
-    base::ConstSpan data) {
-  if (header.kind == FrameKind::kRefused) {
-    connection->fail({base::ErrorKind::kRefused, toText(data)});
-    return;
-  }
-  const bool accepted = header.kind == FrameKind::kOpened;
-  if (connection->initiator() != accepted ||
-      connection->state() != ConnectionState::kOpening) {
-    return;
-  }
-  base::Error error;
-  if (accepted) {
-    auto accepter = parseSigned(data);
-    error = accepter.ok() ? connection->onAccepted(accepter.value())
-                          : accepter.error();
-  } else {
-    error = connection->onConfirm(data);
-  }
-  if (error) {
-    refusals_(
-        base::LogLevel::kWarning, "refused a connection: " + error.message);
-    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
-    return;
-  }
-  for (auto& [early, bytes] : connection->takeEarly()) {
-    onFrameOf(connection, early, {bytes.data(), bytes.size()});
   }
 }
 

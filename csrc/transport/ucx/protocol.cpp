@@ -2,6 +2,9 @@
 
 #include "base/bytes.h"
 
+#include <algorithm>
+#include <random>
+
 namespace torch_rpc_ext::transport::ucx {
 
 namespace {
@@ -26,6 +29,20 @@ void putText(base::ByteWriter& writer, const std::string& text) {
 }
 
 } // namespace
+
+uint64_t randomToken() {
+  std::random_device source;
+  uint64_t token = 0;
+  while (token == 0) {
+    token = (static_cast<uint64_t>(source()) << 32) | source();
+  }
+  return token;
+}
+
+std::string toText(base::ConstSpan data) {
+  return {
+      static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
+}
 
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
   base::ByteReader reader(bytes);

@@ -104,6 +104,12 @@ inline uint64_t chunkCount(uint64_t bytes) {
   return (bytes + kChunkBytes - 1) / kChunkBytes;
 }
 
+// 64 random bits, not 0.
+uint64_t randomToken();
+
+// A reason that a peer gives, for people: not more of it than they read.
+std::string toText(base::ConstSpan data);
+
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes);
 
 base::Buffer encode(const Preamble&);
