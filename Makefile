@@ -14,6 +14,9 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h')
 # C++ that is not part of the extension.
 CTESTS := $(shell find tests -name '*.cpp' -o -name '*.h')
 FUZZ_SECONDS ?= 600
+# Of a machine with a GPU: its Python, which has torch, and a folder of wheels for what it lacks.
+GPU_PYTHON ?= python3
+WHEELS ?= wheels
 
 # What an extra of pyproject.toml names. Not `pip install -e ".[test]"`: that compiles everything once
 # more.
@@ -24,7 +27,7 @@ $(BIN)/python -c "import tomllib; \
 $(BIN)/python -m pip install -q -r $(STAMPS)/$(1).txt
 endef
 
-.PHONY: demo tutorials test test-fast bench bench-all chaos fuzz sanitize build lint format clean
+.PHONY: demo tutorials test test-fast bench bench-all chaos soak fuzz sanitize build lint format clean docs docs-links test-gpu bench-gpu
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
@@ -49,10 +52,23 @@ bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 test-fast: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow and not notebook" -n 4 -q
 
-# Workers are killed, stopped, delayed and restarted under load, for 10 minutes. To do one again:
+# What needs a GPU, by the Python that has torch with CUDA: nothing is fetched. The exit status is
+# 77 (make's: 2) where there is no GPU.
+test-gpu:
+	$(GPU_PYTHON) -m tests.support.gpu --wheels $(WHEELS) test -m tests.gpu
+
+# Tensors on a GPU beside TENSORPIPE with device maps. Some only: make bench-gpu BENCH="--cases gpu-4m".
+bench-gpu:
+	$(GPU_PYTHON) -m tests.support.gpu --wheels $(WHEELS) bench -m benchmarks cuda --out benchmarks-gpu.jsonl $(BENCH)
+
+# Workers are killed, stopped, delayed, restarted and cut off under load, for 10 minutes. To do one again:
 # make chaos CHAOS="--seconds 60 --seed 1".
 chaos: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+# Mixed calls for 10 minutes, after which no worker may hold more than after the first.
+soak: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m tests.soak $(SOAK)
 
 # Whatever reads bytes of a peer, under clang's libFuzzer; FUZZ_SECONDS for all targets together.
 fuzz: $(STAMPS)/venv
@@ -62,6 +78,16 @@ fuzz: $(STAMPS)/venv
 # One half of it: make sanitize SANITIZE="--only programs".
 sanitize: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.sanitize $(SANITIZE)
+
+# The manual, into build/docs/html. Needs no network; a warning, a broken link within it too, is an error.
+docs: $(STAMPS)/docs $(STAMPS)/build
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/docs/trees . build/docs/html
+	@echo "open build/docs/html/index.html"
+
+# Asks the network for every link that leads out of the manual.
+docs-links: $(STAMPS)/docs $(STAMPS)/build
+	$(BIN)/python -m sphinx -q -b linkcheck -c docs -d build/docs/trees . build/docs/links
 
 build: $(STAMPS)/build
 
@@ -102,6 +128,10 @@ $(BENCH_VENV)/.stamp: $(STAMPS)/bench
 	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	  > "$$($(BENCH_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	$(BENCH_VENV)/bin/python -m pip install -q $(PEERS)
+	touch $@
+
+$(STAMPS)/docs: $(STAMPS)/build
+	$(call install_extra,docs)
 	touch $@
 
 $(STAMPS)/demo: $(STAMPS)/build

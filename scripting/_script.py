@@ -36,15 +36,15 @@ class ScriptRemoteFunction(types.ModuleType, Generic[P, T]):
 
     Attributes:
         script: the function itself: to call it within TorchScript, or for rpc.rpc_sync().
-        sync: call it there and wait: sync(to, *args, rpc_timeout).
+        sync: call it there and wait: ``sync(to, *args, rpc_timeout)``.
         async_: call it there; returns a future.
         remote: call it there; returns an RRef.
         call: call it there, for `await` in asyncio.
-        gather: gather(workers, *args, rpc_timeout) returns a list; see scripting.gather().
+        gather: ``gather(workers, *args, rpc_timeout)`` returns a list; see scripting.gather().
         broadcast: call it on all workers; see scripting.broadcast().
         first_of: the first result of several workers; see scripting.first_of().
-        map_reduce: map_reduce(workers, items, *args, rpc_timeout), with items for the function's
-            first argument; see scripting.map_reduce().
+        map_reduce: ``map_reduce(workers, items, *args, rpc_timeout)``, with items for the
+            function's first argument; see scripting.map_reduce().
 
     Args:
         function: with types that TorchScript knows, for all arguments and the result.

@@ -14,10 +14,13 @@ import time
 # time keep two cores busy; gigabyte tensors want the machine's memory for themselves.
 PARTS = [
     ("rules", ["tests/rules"]),
-    ("unit", ["tests/unit", "tests/fuzz", "-n", "2"]),
+    # Those on a GPU are collected everywhere, and skipped.
+    ("unit", ["tests/unit", "tests/fuzz", "tests/gpu", "-n", "2"]),
     # A process of its own: numba reads whether to simulate when it is imported.
     ("simulator", ["tests/simulator", "-n", "2"]),
     ("process", ["tests/process", "-m", "not slow and not notebook", "-n", "3"]),
+    # Each starts a dozen of workers, one after the other.
+    ("notebooks", ["tests/process/test_tutorials.py", "-m", "notebook", "-n", "2"]),
     ("upstream", ["tests/upstream", "-n", "4"]),
     ("slow", ["tests/process", "-m", "slow"]),
 ]

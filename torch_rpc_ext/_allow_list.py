@@ -68,6 +68,7 @@ _PROTOCOL = {
     "torch_rpc_ext._upstream_hooks": ("_restore_parameter", "_restore_compressed"),
     "torch_rpc_ext._exceptions": ("RemoteType",),
     "torch_rpc_ext._dynamic": ("member_joined", "member_left"),
+    "torch_rpc_ext._returning": ("may_return", "member_returned"),
     "torch_rpc_ext.aio._server": ("run", "cancel"),
     "torch_rpc_ext.aio._batch": ("enqueue",),
     "torch_rpc_ext.errors": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch_rpc_ext import (
     _members,
     _native,
     _rendezvous,
+    _returning,
     _secret,
     _state,
     _store,
@@ -104,13 +106,23 @@ def start(
     seconds = options.effective_init_timeout()
     own = _store.unnumbered(store) if _init_hook.in_init_rpc() else store
     meeting = _rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds)
+    place = _returning.Place(own, rank)
+
+    def open_session() -> _state.Session:
+        return _open(native, store, name, rank, world_size, options, given_options)
+
     with _store.patient(store, seconds):
         _rendezvous.claim_kind(store, is_static=bool(world_size))
         session = None
+        standing = _returning.find(place, name, rank, world_size) if world_size else None
+        if standing is not None:
+            session = _start_again(open_session, place, standing)
+            if session is not None:
+                return session.agent
         try:
-            session = _open(native, store, name, rank, world_size, options, given_options)
+            session = open_session()
             if world_size:
-                _start_static(session, meeting)
+                _start_static(session, meeting, place)
             else:
                 _start_dynamic(session, own)
         except BaseException as problem:
@@ -183,15 +195,44 @@ def _agent_options(
         "max_calls_in_flight": options.max_calls_in_flight,
         "max_bytes_in_flight": options.max_bytes_in_flight,
         "fault_messages_to_fail": options.messages_to_fail,
+        "fault_messages_to_lose": options.messages_to_lose,
         "fault_messages_to_delay": options.messages_to_delay,
         "fault_num_fail_sends": options.num_fail_sends,
     }
 
 
-def _start_static(session: _state.Session, meeting: _rendezvous.Rendezvous) -> None:
-    _enter(session, meeting.join(session.me))
+def _start_static(
+    session: _state.Session, meeting: _rendezvous.Rendezvous, place: _returning.Place
+) -> None:
+    session.place = place
+    group = meeting.join(session.me)
+    _enter(session, group)
     api._init_rpc_states(session.agent)
     meeting.confirm_start()
+    place.take(group.id, session.me)
+
+
+def _start_again(
+    open_session: Callable[[], _state.Session],
+    place: _returning.Place,
+    standing: _returning.Standing,
+) -> _state.Session | None:
+    """Come back to the static group that this worker was in before it died; None if it is gone."""
+    session = open_session()
+    try:
+        session.place = place
+        group = _returning.with_new_life(place, standing, session.me)
+        if group is not None:
+            _enter(session, group)
+            api._init_rpc_states(session.agent)
+            if _returning.come_back(session, standing):
+                place.take(group.id, session.me)
+                return session
+    except BaseException:
+        _lifecycle.abandon(session)
+        raise
+    _lifecycle.abandon(session)
+    return None
 
 
 def _start_dynamic(session: _state.Session, store: Any) -> None:
@@ -212,6 +253,7 @@ def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
     """Give the agent its group."""
     with session.lock:
         session.members = dict(group.members)
+        session.me = group.members[session.me.name]
         rows = [member.row() for member in group.members.values()]
         session.agent.set_group(group.id, rows, _secret.own(session.options) or group.secret)
         reverse, devices = _members.device_tables(session.me, session.members)

@@ -12,6 +12,7 @@ import base64
 import json
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.rpc import api as _untyped_api
@@ -57,9 +58,11 @@ class Directory:
             group = _parse(before)
             members = group.members
             if not members:
-                group = Group(new_id, members, _secret.draw())
+                group = replace(group, id=new_id, secret=_secret.draw())
             _evict_dead_twins(me, members)
-            members[me.name] = me
+            # It stays when all have left: no life comes twice in a store.
+            group = replace(group, lives=group.lives + 1)
+            members[me.name] = replace(me, life=group.lives)
             # In the order of joining the newcomer is last, so errors name it.
             validate(list(members.values()), is_static=False)
             if self._swap(before, group):
@@ -92,6 +95,7 @@ class Directory:
             {
                 "group": base64.b64encode(group.id).decode(),
                 "secret": base64.b64encode(group.secret).decode(),
+                "lives": group.lives,
                 "members": [member.to_json() for member in group.members.values()],
             }
         )
@@ -107,6 +111,7 @@ def _parse(text: str) -> Group:
         base64.b64decode(fields["group"]),
         {member.name: member for member in members},
         base64.b64decode(fields["secret"]),
+        int(fields["lives"]),
     )
 
 
@@ -222,10 +227,10 @@ def add_member(session: _state.Session, member: Member) -> None:
     """Enter or replace a member in the agent's directory."""
     with session.lock:
         known = session.members.get(member.name)
-        if member.name == session.me.name or known == member:
+        if member.name == session.me.name:
             return
-        if known is not None:
-            session.agent.remove_member(known.name)
+        if known is not None and known.life >= member.life:
+            return
         session.members[member.name] = member
         session.agent.add_member(*member.row())
         apply_members(session)

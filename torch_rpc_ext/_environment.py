@@ -55,6 +55,11 @@ VARIABLES: tuple[Variable, ...] = (
         "a path",
     ),
     Variable(
+        "TORCH_RPC_EXT_LIBCUDA",
+        "The CUDA driver to load, where it is not the system's; tests have one without a GPU.",
+        "a file, 'libcuda.so.1' by default",
+    ),
+    Variable(
         "TORCH_RPC_EXT_LOG",
         "Lowest level of the agent's log lines on standard error.",
         "'debug', 'info', 'warning' (default), 'error'",

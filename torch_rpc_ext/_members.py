@@ -43,6 +43,8 @@ class Member:
         pid: its process.
         incarnation: random; tells a restarted worker from the one before it.
         secret: fingerprint of the secret that it was given, '' for the store's.
+        life: greater than those of all that joined or came back before it; 0 for the members of a
+            new static group.
         package: version of torch_rpc_ext, for messages.
     """
 
@@ -58,6 +60,7 @@ class Member:
     host: str
     pid: int
     secret: str = ""
+    life: int = 0
     package: str = __version__
 
     def to_json(self) -> str:
@@ -98,6 +101,7 @@ class Member:
                 host=str(fields["host"]),
                 pid=int(fields["pid"]),
                 secret=str(fields["secret"]),
+                life=int(fields["life"]),
                 package=str(fields["package"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -106,9 +110,9 @@ class Member:
                 f"or another version in this group? ({error!r})"
             ) from error
 
-    def row(self) -> tuple[str, int, bytes]:
+    def row(self) -> tuple[str, int, bytes, int]:
         """Return what the agent's directory holds of it."""
-        return (self.name, self.rank, self.address)
+        return (self.name, self.rank, self.address, self.life)
 
 
 @cache

@@ -287,7 +287,8 @@ OPTIONS: tuple[Option, ...] = (
         (0, 0),
         port_range,
         "",
-        "Ports to listen on, for firewalls: a port, 'lo-hi' or (lo, hi); 0 for any.",
+        "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), two for each worker of a host; "
+        "0 for any.",
     ),
     Option(
         "use_cma",
@@ -386,6 +387,15 @@ OPTIONS: tuple[Option, ...] = (
         "",
         "Fault injection: message types of which the first sends fail.",
         keyword="_messages_to_fail",
+    ),
+    Option(
+        "messages_to_lose",
+        [],
+        message_names,
+        "",
+        "Fault injection: message types of which the first sends lose the connection, at this end "
+        "only.",
+        keyword="_messages_to_lose",
     ),
     Option(
         "messages_to_delay",

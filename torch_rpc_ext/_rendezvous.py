@@ -40,11 +40,13 @@ class Group:
         id: random bytes; tells this group from any other.
         members: by name.
         secret: the one that the store gives out.
+        lives: how many a dynamic group has had.
     """
 
     id: bytes
     members: dict[str, Member]
     secret: bytes
+    lives: int = 0
 
 
 def claim_kind(store: Any, *, is_static: bool) -> None:
@@ -66,6 +68,24 @@ def claim_kind(store: Any, *, is_static: bool) -> None:
 def is_static(store: Any) -> bool:
     """Return whether the store's group is noted as static; without changing the store."""
     return bool(store.check([_KIND])) and store.get(_KIND).decode() == "static"
+
+
+def read_group(store: Any, group_id: str) -> Group:
+    """Return a static group as it was formed.
+
+    Raises:
+        RpcError, ValueError: it was not, or its members do not fit together; the text says why.
+    """
+    blob = json.loads(store.get(f"{PREFIX}/group/{group_id}"))
+    if "error" in blob:
+        raise errors.RpcError(str(blob["error"]))
+    members = [Member.from_json(text) for text in blob["members"]]
+    validate(members, is_static=True)
+    return Group(
+        bytes.fromhex(group_id),
+        {member.name: member for member in members},
+        bytes.fromhex(blob["secret"]),
+    )
 
 
 class Rendezvous:
@@ -101,16 +121,7 @@ class Rendezvous:
             self._form(me)
         else:
             self._wait_for_group()
-        blob = json.loads(self._store.get(self._key("group", self._id)))
-        if "error" in blob:
-            raise errors.RpcError(str(blob["error"]))
-        members = [Member.from_json(text) for text in blob["members"]]
-        validate(members, is_static=True)
-        return Group(
-            bytes.fromhex(self._id),
-            {member.name: member for member in members},
-            bytes.fromhex(blob["secret"]),
-        )
+        return read_group(self._store, self._id)
 
     def confirm_start(self) -> None:
         """Wait until every worker's agent runs.

@@ -27,6 +27,7 @@ class Session:
         store: the store that init_rpc passed.
         interface: what was chosen, and why.
         allowed: what peers may call (_allow_list.AllowList), None for everything.
+        place: this worker's in the store (_returning.Place), None in a dynamic group.
         directory: the dynamic group's directory (_dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
         all_done: every worker of the static group has reached rpc.shutdown().
@@ -40,6 +41,7 @@ class Session:
     store: Any
     interface: InterfaceChoice
     allowed: Any = None
+    place: Any = None
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
     all_done: bool = False

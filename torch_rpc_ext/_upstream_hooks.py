@@ -15,6 +15,7 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
+  An RRef whose owner has died and come back is an error here, and not a wait without an end there.
 - internal._unpickler, deserialize, with the option allow_list only: they check what is named.
 
 Source: torch/distributed/rpc/api.py, internal.py.
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
 api: Any = _untyped_api
 internal: Any = _untyped_internal
+rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
 _SYNC = api.RPCExecMode.SYNC
@@ -88,6 +91,8 @@ def install(allowed: Any = None) -> None:
         internal.deserialize = allowed.deserialize
     internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
     internal._internal_rpc_pickler._register_reducer(torch.Tensor, _reduce_tensor)
+    for rref_class in _rref_classes():
+        internal._internal_rpc_pickler._register_reducer(rref_class, _reduce_rref)
 
 
 def uninstall() -> None:
@@ -111,6 +116,8 @@ def uninstall() -> None:
         if table.get(torch.Tensor) is _reduce_tensor:
             del table[torch.Tensor]
     pickler._dispatch_table[torch.Tensor] = pickler._tensor_reducer
+    for rref_class in _rref_classes():
+        pickler._class_reducer_dict.pop(rref_class, None)
 
 
 def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +158,8 @@ def _wait_all_workers(timeout: float = 0) -> None:
             original(timeout)
         if session is not None:
             session.all_done = True
+            # While rank 0 still waits for this worker: its store may go with it.
+            session.place.empty()
         return
     with contextlib.suppress(RuntimeError):
         # The owners still know us now; after leaving they do not.
@@ -191,6 +200,16 @@ def _watch_members(session: _state.Session, done: threading.Event) -> None:
                 with api._all_gather_dict_lock:
                     for states in api._all_gather_sequence_id_to_states.values():
                         states.proceed_signal.set()
+
+
+def _rref_classes() -> tuple[type, ...]:
+    return (rpc.PyRRef, rpc.RRef)
+
+
+def _reduce_rref(rref: Any) -> tuple[Any, ...]:
+    _state.require().agent.require_owner(rref)
+    reduced: tuple[Any, ...] = internal._internal_rpc_pickler._py_rref_reducer(rref)
+    return reduced
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:

@@ -70,6 +70,16 @@ def from_text(text: str, worker: str) -> RpcError | None:
     return None
 
 
+def is_timeout(problem: BaseException) -> bool:
+    """Return whether a call had no answer in time, on any back end.
+
+    Args:
+        problem: what the call has raised.
+    """
+    # TENSORPIPE raises RuntimeErrors that say so.
+    return isinstance(problem, CallTimeoutError) or "timeout" in str(problem).lower()
+
+
 def brief(problem: BaseException) -> str:
     """Return one line of an error's text: what happened, without the way there.
 

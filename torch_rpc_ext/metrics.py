@@ -1,4 +1,4 @@
-"""The agent's counters as Prometheus metrics.
+"""The agent's counters and histograms as Prometheus metrics.
 
 In a worker, after init_rpc::
 
@@ -16,6 +16,7 @@ Source: https://prometheus.io/docs/practices/naming/ for names and units.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +24,12 @@ from typing import Any
 
 try:
     import prometheus_client as prometheus
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
     from prometheus_client.registry import Collector as PrometheusCollector
 except ImportError as problem:
     raise ImportError(
@@ -108,6 +114,54 @@ SOURCES = (
 )
 
 
+@dataclass(frozen=True)
+class _HistogramSource:
+    """Where a histogram comes from.
+
+    Attributes:
+        key: in the agent's get_histograms().
+        name: the metric's, without prefix.
+        help: one line.
+        scale: from the agent's unit to the metric's.
+    """
+
+    key: str
+    name: str
+    help: str
+    scale: float
+
+
+HISTOGRAMS = (
+    _HistogramSource(
+        "agent.latency",
+        "call_latency_seconds",
+        "Own calls that succeeded, from sending to the completed future.",
+        1e-9,
+    ),
+    _HistogramSource(
+        "agent.queue",
+        "queue_seconds",
+        "Requests, from being here with their tensors until a thread takes them.",
+        1e-9,
+    ),
+    _HistogramSource(
+        "agent.execution",
+        "execution_seconds",
+        "Requests, from when a thread takes them until their answer is made.",
+        1e-9,
+    ),
+    _HistogramSource(
+        "agent.gil_wait",
+        "gil_wait_seconds",
+        "Waits for the GIL; counted with rpc.enable_gil_profiling(True) only.",
+        1e-9,
+    ),
+    _HistogramSource(
+        "agent.message_bytes", "message_bytes", "Requests and answers sent, with tensors.", 1
+    ),
+)
+
+
 class Collector(PrometheusCollector):
     """Reads the agent of this process when it is asked; nothing while there is none.
 
@@ -126,6 +180,9 @@ class Collector(PrometheusCollector):
                 metric = family(_PREFIX + source.name, source.help, labels=["worker"])
                 metric.add_metric([worker], state["counters"][source.key] * source.scale)
                 yield metric
+        for histogram in HISTOGRAMS:
+            if histogram.key in state["histograms"]:
+                yield _histogram(histogram, worker, *state["histograms"][histogram.key])
         yield _gauge(
             "members", "Workers of the group.", ["worker"], {(worker,): len(state["members"])}
         )
@@ -149,6 +206,16 @@ def _gauge(
     metric = GaugeMetricFamily(_PREFIX + name, help, labels=labels)
     for label_values, value in values.items():
         metric.add_metric(list(label_values), value)
+    return metric
+
+
+def _histogram(
+    source: _HistogramSource, worker: str, bounds: list[int], counts: list[int], total: int
+) -> HistogramMetricFamily:
+    names = [f"{bound * source.scale:.12g}" for bound in bounds] + ["+Inf"]
+    metric = HistogramMetricFamily(_PREFIX + source.name, source.help, labels=["worker"])
+    buckets = list(zip(names, itertools.accumulate(counts), strict=True))
+    metric.add_metric([worker], buckets, total * source.scale)
     return metric
 
 

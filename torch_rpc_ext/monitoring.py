@@ -56,9 +56,10 @@ def snapshot() -> dict[str, Any]:
     Returns:
         A dict that JSON can hold: ``worker``, ``rank``, ``host``, ``pid``, ``time`` (monotonic,
         s; for rates between two snapshots), ``counters`` (the agent's get_metrics() as numbers),
-        ``members`` (names), ``lost`` (those of them that cannot be reached any more) and
-        ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``). On
-        TENSORPIPE ``lost`` and ``peers`` are empty: its agent does not know them.
+        ``histograms`` (name -> upper bounds, counts with one more for what is above, and sum; times
+        in ns, sizes in bytes), ``members`` (names), ``lost`` (those of them that cannot be reached
+        any more) and ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``).
+        On TENSORPIPE ``histograms``, ``lost`` and ``peers`` are empty.
     """
     agent = api._get_current_rpc_agent()
     me = agent.get_worker_info()
@@ -71,6 +72,7 @@ def snapshot() -> dict[str, Any]:
         "pid": os.getpid(),
         "time": time.monotonic(),
         "counters": _numbers(agent.get_metrics()),
+        "histograms": agent.get_histograms() if on_ucx else {},
         "members": members,
         "lost": sorted(set(agent.lost_workers()) & set(members)) if on_ucx else [],
         "peers": [dict(peer) for peer in agent.describe_peers()] if on_ucx else [],

@@ -83,6 +83,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     max_bytes_in_flight: int
     allow_list: tuple[str, ...] | None
     messages_to_fail: list[str]
+    messages_to_lose: list[str]
     messages_to_delay: dict[str, float]
     num_fail_sends: int
 
@@ -110,6 +111,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         max_bytes_in_flight: int = 0,
         allow_list: Sequence[str] | None = None,
         _messages_to_fail: Sequence[str] = (),
+        _messages_to_lose: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
         _num_fail_sends: int = 0,
     ) -> None:
@@ -141,6 +143,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "max_bytes_in_flight": max_bytes_in_flight,
             "allow_list": allow_list,
             "messages_to_fail": list(_messages_to_fail),
+            "messages_to_lose": list(_messages_to_lose),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,
         }

@@ -14,11 +14,13 @@ namespace torch_rpc_ext::agent {
 // production.
 struct FaultOptions {
   std::vector<std::string> messagesToFail;
+  std::vector<std::string> messagesToLose; // with the connection, at this end
   std::unordered_map<std::string, double> messagesToDelay; // seconds
   int failures = 0; // of each message, one after the other
 
   bool any() const {
-    return !messagesToFail.empty() || !messagesToDelay.empty();
+    return !messagesToFail.empty() || !messagesToLose.empty() ||
+        !messagesToDelay.empty();
   }
 };
 

@@ -55,4 +55,9 @@ void Barrier::lose(const std::string& worker, const base::Error& why) {
   }
 }
 
+void Barrier::regain(const std::string& worker) {
+  std::lock_guard lock(mutex_);
+  lost_.erase(worker);
+}
+
 } // namespace torch_rpc_ext::agent

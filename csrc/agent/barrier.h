@@ -33,6 +33,8 @@ class Barrier {
 
   // `worker` will not come any more: who waits for it, now or later, learns so.
   void lose(const std::string& worker, const base::Error& why);
+  // It has come back.
+  void regain(const std::string& worker);
 
  private:
   struct Round {

@@ -1,5 +1,7 @@
 #include "agent/call_label.h"
 
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
 #include <algorithm>
 #include <cctype>
 #include <string_view>
@@ -8,6 +10,7 @@ namespace torch_rpc_ext::agent {
 
 using torch::distributed::rpc::Message;
 using torch::distributed::rpc::MessageType;
+using torch::distributed::rpc::RRefId;
 
 namespace {
 
@@ -30,13 +33,7 @@ std::string_view takePickledString(std::string_view& bytes) {
   return text;
 }
 
-std::string pythonFunction(std::string_view bytes) {
-  constexpr std::string_view kUdf = "PythonUDF";
-  const size_t at = bytes.find(kUdf);
-  if (at == std::string_view::npos) {
-    return {};
-  }
-  bytes.remove_prefix(at + kUdf.size());
+std::string takeName(std::string_view& bytes) {
   const std::string_view module = takePickledString(bytes);
   const std::string_view name = takePickledString(bytes);
   if (module.empty() || name.empty()) {
@@ -45,29 +42,76 @@ std::string pythonFunction(std::string_view bytes) {
   return std::string(module) + "." + std::string(name);
 }
 
+// Functions of ours that stand in front of what the user has called.
+bool isBeforeFunction(std::string_view name) {
+  return name == "torch_rpc_ext.aio._server.run" ||
+      name == "torch_rpc_ext.aio._batch.enqueue";
+}
+
+std::string pythonFunction(std::string_view bytes) {
+  constexpr std::string_view kUdf = "PythonUDF";
+  // Is followed by the function's name (torch_rpc_ext/profiler/recorder.py).
+  constexpr std::string_view kTraced = "torch_rpc_ext.profiler.recorder.Traced";
+  const size_t at = bytes.find(kUdf);
+  if (at == std::string_view::npos) {
+    return {};
+  }
+  bytes.remove_prefix(at + kUdf.size());
+  std::string name = takeName(bytes);
+  if (name == kTraced) {
+    return std::string(takePickledString(bytes));
+  }
+  if (isBeforeFunction(name)) {
+    std::string function = takeName(bytes);
+    return function.empty() ? name : function;
+  }
+  return name;
+}
+
 bool isNameCharacter(char c) {
   return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' ||
       c == '.' || c == ':';
 }
 
-// An operator ("aten::add") or a TorchScript function ("__torch__.f").
+// How long the string that begins at `begin` is: torch's pickles have 'X' and
+// the length, in 4 bytes, in front of it.
+size_t pickledLength(std::string_view bytes, size_t begin) {
+  constexpr size_t kSize = 4;
+  if (begin < kSize + 1 || bytes[begin - kSize - 1] != 'X') {
+    return bytes.size();
+  }
+  size_t length = 0;
+  for (size_t i = 1; i <= kSize; ++i) {
+    length = length << 8 | static_cast<unsigned char>(bytes[begin - i]);
+  }
+  return length;
+}
+
+// An operator ("aten::add") or a TorchScript function ("module.f").
 std::string scriptFunction(std::string_view bytes) {
+  constexpr std::string_view kRoot = "__torch__.";
   size_t at = bytes.find("::");
   if (at == std::string_view::npos) {
-    at = bytes.find("__torch__");
+    at = bytes.find(kRoot);
   }
   if (at == std::string_view::npos) {
     return {};
   }
   size_t begin = at;
-  size_t end = at;
   while (begin > 0 && isNameCharacter(bytes[begin - 1])) {
     --begin;
   }
-  while (end < bytes.size() && isNameCharacter(bytes[end])) {
+  const size_t most =
+      begin + std::min(pickledLength(bytes, begin), bytes.size() - begin);
+  size_t end = at;
+  while (end < most && isNameCharacter(bytes[end])) {
     ++end;
   }
-  return std::string(bytes.substr(begin, end - begin));
+  std::string_view name = bytes.substr(begin, end - begin);
+  if (name.starts_with(kRoot)) {
+    name.remove_prefix(kRoot.size());
+  }
+  return std::string(name);
 }
 
 // The kind of message inside of one that adds something to it, such as the
@@ -97,18 +141,55 @@ int unwrap(std::string_view& bytes) {
       static_cast<unsigned char>(added[kBegin.size() + 1]) << 8;
 }
 
+// The innermost message: its type, and its payload.
+struct Inner {
+  int type;
+  std::string_view bytes;
+};
+
+Inner innermost(const Message& message) {
+  const auto& payload = message.payload();
+  Inner inner{message.type(), {payload.data(), payload.size()}};
+  while (inner.type == MessageType::FORWARD_AUTOGRAD_REQ ||
+         inner.type == MessageType::RUN_WITH_PROFILING_REQ) {
+    const int type = unwrap(inner.bytes);
+    if (type == 0) {
+      break;
+    }
+    inner.type = type;
+  }
+  return inner;
+}
+
 } // namespace
 
 bool createsRRef(const Message& message) {
-  int type = message.type();
-  const auto& payload = message.payload();
-  std::string_view bytes(payload.data(), payload.size());
-  while (type == MessageType::FORWARD_AUTOGRAD_REQ ||
-         type == MessageType::RUN_WITH_PROFILING_REQ) {
-    type = unwrap(bytes);
-  }
+  const int type = innermost(message).type;
   return type == MessageType::PYTHON_REMOTE_CALL ||
       type == MessageType::SCRIPT_REMOTE_CALL;
+}
+
+std::optional<RRefId> ownedRRef(const Message& message) {
+  using namespace torch::distributed::rpc;
+  const auto [type, bytes] = innermost(message);
+  const auto inner = [type = type, bytes = bytes] {
+    return c10::make_intrusive<Message>(
+        std::vector<char>(bytes.begin(), bytes.end()),
+        std::vector<at::Tensor>{},
+        static_cast<MessageType>(type));
+  };
+  switch (type) {
+    case MessageType::PYTHON_RREF_FETCH_CALL:
+      return PythonRRefFetchCall::fromMessage(*inner())->rrefId();
+    case MessageType::SCRIPT_RREF_FETCH_CALL:
+      return ScriptRRefFetchCall::fromMessage(*inner())->rrefId();
+    case MessageType::RREF_FORK_REQUEST:
+      return RRefForkRequest::fromMessage(*inner())->rrefId();
+    case MessageType::RREF_USER_DELETE:
+      return RRefUserDelete::fromMessage(*inner())->rrefId();
+    default:
+      return std::nullopt;
+  }
 }
 
 std::string labelOf(const Message& message) {
@@ -120,9 +201,17 @@ std::string labelOf(const Message& message) {
     label = scriptFunction(bytes);
   }
   if (label.empty()) {
-    label = nameOf(message.type());
+    label = nameOf(static_cast<MessageType>(innermost(message).type));
   }
   return label;
+}
+
+uint64_t bytesOf(const Message& message) {
+  uint64_t bytes = message.payload().size();
+  for (const auto& tensor : message.tensors()) {
+    bytes += tensor.has_storage() ? tensor.storage().nbytes() : 0;
+  }
+  return bytes;
 }
 
 std::string nameOf(MessageType type) {

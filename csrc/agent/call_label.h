@@ -1,7 +1,10 @@
 #pragma once
 
 #include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/types.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
 namespace torch_rpc_ext::agent {
@@ -14,6 +17,14 @@ std::string labelOf(const torch::distributed::rpc::Message& message);
 // Whether it is rpc.remote(), within distributed autograd and under a profiler
 // too.
 bool createsRRef(const torch::distributed::rpc::Message& message);
+
+// The RRef that a message to its owner is about: of a fetch, a new fork, or the
+// end of one. Nothing for other messages.
+std::optional<torch::distributed::rpc::RRefId> ownedRRef(
+    const torch::distributed::rpc::Message& message);
+
+// Payload and tensors.
+uint64_t bytesOf(const torch::distributed::rpc::Message& message);
 
 // "PYTHON_CALL", "RREF_USER_DELETE", ...: the names that upstream's fault
 // injection knows; empty for a number that is no message type.

@@ -1,7 +1,7 @@
 #include "agent/codec.h"
 
+#include "agent/device/staging.h"
 #include "agent/tensor_decoder.h"
-#include "agent/tensor_encoder.h"
 
 #include <c10/core/CPUAllocator.h>
 
@@ -80,6 +80,14 @@ Block* soleBlock(const c10::Storage& storage) {
       : nullptr;
 }
 
+// Only for as long as the frame is there.
+c10::Storage borrow(base::ConstSpan bytes) {
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      bytes.size,
+      at::DataPtr(const_cast<void*>(bytes.data), at::Device(at::kCPU)));
+}
+
 c10::Storage copyInlined(base::ConstSpan bytes) {
   at::DataPtr data = c10::GetCPUAllocator()->allocate(bytes.size);
   if (bytes.size != 0) {
@@ -88,61 +96,108 @@ c10::Storage copyInlined(base::ConstSpan bytes) {
   return makeStorage(std::move(data), bytes.size);
 }
 
-} // namespace
-
-Result<Encoded> encode(
-    const c10::intrusive_ptr<Message>& message,
-    uint64_t callId,
-    wire::CallKind kind,
-    uint64_t inlineThreshold,
-    uint32_t flags) {
+// Runs code that may throw.
+template <typename F>
+Error guarded(const char* what, F&& f) {
   try {
-    const auto& payload = message->payload();
-    wire::CallFrame frame;
-    frame.header.kind = kind;
-    frame.header.messageType = static_cast<uint16_t>(message->type());
-    frame.header.flags = flags;
-    frame.header.callId = callId;
-    frame.payload = {payload.data(), payload.size()};
-    frame.payloadBulk = payload.size() > inlineThreshold;
-
-    TensorEncoder tensors(inlineThreshold);
-    for (const auto& tensor : message->tensors()) {
-      if (auto error = tensors.add(tensor)) {
-        return error;
-      }
-    }
-    frame.storages = tensors.storages();
-    frame.records = tensors.records();
-    frame.dims = tensors.dims();
-    auto head = wire::encode(frame);
-    if (!head.ok()) {
-      return head.error();
-    }
-
-    Encoded encoded;
-    encoded.head = std::move(head.value());
-    encoded.totalBytes = encoded.head.size();
-    if (frame.payloadBulk) {
-      encoded.message = message;
-      encoded.bulk.push_back({frame.payload, {}});
-      encoded.totalBytes += frame.payload.size;
-    }
-    for (const auto& storage : frame.storages) {
-      if (storage.bulk) {
-        encoded.bulk.push_back({storage.bytes, {}});
-        encoded.totalBytes += storage.bytes.size;
-      }
-    }
-    encoded.storages = tensors.takeOwners();
-    return encoded;
+    return f();
+  } catch (const c10::OutOfMemoryError& e) {
+    return Error(ErrorKind::kOverloaded, e.what_without_backtrace());
   } catch (const c10::Error& e) {
     return Error(ErrorKind::kInvalid, e.what_without_backtrace());
   } catch (const std::bad_alloc&) {
-    return Error(ErrorKind::kOverloaded, "no memory to encode a message");
+    return Error(
+        ErrorKind::kOverloaded,
+        std::string("no memory to ") + what + " a message");
   } catch (const std::exception& e) {
     return Error(ErrorKind::kInvalid, e.what());
   }
+}
+
+} // namespace
+
+Error Encoder::describe() {
+  return guarded("encode", [this]() -> Error {
+    for (const auto& tensor : message_->tensors()) {
+      if (auto error = tensors_.add(tensor)) {
+        return error;
+      }
+    }
+    return {};
+  });
+}
+
+Result<bool> Encoder::depart(device::BesideWay* beside) {
+  if (auto error = guarded("encode", [this, beside]() -> Error {
+        departing_ = tensors_.takeDeparting();
+        if (beside != nullptr) {
+          const device::MessageKey key{options_.callId, options_.kind};
+          if (auto failed = beside->depart(key, departing_, parcel_)) {
+            return failed;
+          }
+        }
+        device::stage(departing_, staged_);
+        return {};
+      })) {
+    return error;
+  }
+  return !staged_.empty();
+}
+
+Result<Encoded> Encoder::finish() {
+  Encoded encoded;
+  if (auto error = guarded("encode", [&] { return write(encoded); })) {
+    return error;
+  }
+  return encoded;
+}
+
+Error Encoder::write(Encoded& encoded) {
+  const auto& payload = message_->payload();
+  wire::CallFrame frame;
+  frame.header.kind = options_.kind;
+  frame.header.messageType = static_cast<uint16_t>(message_->type());
+  frame.header.callId = options_.callId;
+  frame.payload = {payload.data(), payload.size()};
+  frame.payloadBulk = payload.size() > options_.inlineThreshold;
+  frame.storages = tensors_.storages();
+  frame.records = tensors_.records();
+  frame.dims = tensors_.dims();
+  auto head = wire::encode(frame);
+  if (!head.ok()) {
+    return head.error();
+  }
+
+  encoded.head = std::move(head.value());
+  encoded.totalBytes = encoded.head.size();
+  if (frame.payloadBulk) {
+    encoded.message = message_;
+    encoded.bulk.push_back({frame.payload, {}});
+    encoded.totalBytes += frame.payload.size;
+  }
+  for (const auto& storage : frame.storages) {
+    if (storage.bulk) {
+      encoded.bulk.push_back({storage.bytes, {}});
+      encoded.totalBytes += storage.bytes.size;
+    }
+  }
+  encoded.storages = tensors_.takeOwners();
+  encoded.storages.insert(
+      encoded.storages.end(), staged_.begin(), staged_.end());
+  encoded.parcel = std::move(parcel_);
+  departing_.clear();
+  return {};
+}
+
+Result<Encoded> encode(
+    const c10::intrusive_ptr<Message>& message,
+    const EncodeOptions& options,
+    const device::Route& route) {
+  Encoder encoder(message, options, route);
+  if (auto error = encoder.describe()) {
+    return error;
+  }
+  return encoder.finish();
 }
 
 bool Encoded::giveAway(memory::BufferCache& cache) {
@@ -197,8 +252,21 @@ Result<Decoder> Decoder::parse(base::ConstSpan head) {
 Result<std::vector<base::MutableSpan>> Decoder::allocate(
     memory::BufferCache& cache,
     const std::vector<uint64_t>& announced,
+    device::Devices devices,
     const Adopt& adopt) {
   std::vector<base::MutableSpan> spans;
+  if (view_.hasDevices()) {
+    wire::StorageView storage;
+    for (auto cursor = view_.storages(); cursor.next(storage);) {
+      if (storage.place == wire::kHostPlace) {
+        continue;
+      }
+      if (auto error =
+              device::check(device::deviceAt(storage.place), devices)) {
+        return error;
+      }
+    }
+  }
   try {
     if (auto error = allocateBulk(cache, announced, adopt, spans)) {
       return error;
@@ -262,6 +330,11 @@ Error Decoder::allocateBulk(
     if (!storage.bulk) {
       continue;
     }
+    if (storage.place != wire::kHostPlace) {
+      bulk_.push_back(device::pinned(storage.size));
+      spans.push_back({bulk_.back().mutable_data(), storage.size});
+      continue;
+    }
     if (auto memory = adopt ? adopt(spans.size()) : nullptr) {
       bulk_.push_back(adoptMemory(std::move(memory), storage.size));
       spans.push_back({nullptr, storage.size});
@@ -282,41 +355,112 @@ Error Decoder::allocateBulk(
   return {};
 }
 
-Result<c10::intrusive_ptr<Message>> Decoder::finish() {
+void Decoder::takeStorages(Storages& storages) {
+  wire::StorageView storage;
+  auto bulk = bulk_.begin();
+  for (auto cursor = view_.storages(); cursor.next(storage);) {
+    storages.push_back(
+        storage.bulk ? std::move(*bulk++) : copyInlined(storage.bytes));
+  }
+}
+
+// `onHost` gets the bytes of those that go to a device: to be looked at here,
+// where it costs no wait for the device. None for what came beside the frame.
+Error Decoder::placeStorages(
+    device::BesideWay* beside,
+    Storages& storages,
+    Storages& onHost) {
+  storages.resize(view_.storageCount());
+  onHost.resize(view_.storageCount());
+  std::vector<device::Arriving> arriving;
+  std::vector<size_t> arrivingAt;
+  std::vector<size_t> besideAt;
+  wire::StorageView storage;
+  auto bulk = bulk_.begin();
+  auto cursor = view_.storages();
+  for (size_t i = 0; cursor.next(storage); ++i) {
+    if (storage.beside) {
+      besideAt.push_back(i);
+      continue;
+    }
+    if (storage.bulk) {
+      onHost[i] = std::move(*bulk++);
+    } else if (storage.place == wire::kHostPlace) {
+      onHost[i] = copyInlined(storage.bytes);
+    } else {
+      onHost[i] = borrow(storage.bytes);
+    }
+    storages[i] = onHost[i];
+    if (storage.place != wire::kHostPlace) {
+      arriving.push_back(
+          {device::deviceAt(storage.place), onHost[i], storage.bulk});
+      arrivingAt.push_back(i);
+    }
+  }
+  auto placed = device::unstage(arriving);
+  for (size_t i = 0; i < placed.size(); ++i) {
+    storages[arrivingAt[i]] = std::move(placed[i]);
+  }
+  if (besideAt.empty()) {
+    return {};
+  }
+  if (beside == nullptr) {
+    return {
+        ErrorKind::kInvalid,
+        "call frame: its tensors travel beside it, and this connection has no "
+        "such way"};
+  }
+  auto arrived = beside->arrive({header().callId, header().kind});
+  if (!arrived.ok()) {
+    return arrived.error();
+  }
+  if (arrived.value().size() != besideAt.size()) {
+    return {
+        ErrorKind::kInvalid,
+        "call frame: other tensors have come beside it than it names"};
+  }
+  for (size_t i = 0; i < besideAt.size(); ++i) {
+    storages[besideAt[i]] = std::move(arrived.value()[i]);
+  }
+  return {};
+}
+
+Result<c10::intrusive_ptr<Message>> Decoder::finish(device::BesideWay* beside) {
   if (!allocated_) {
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
   }
-  try {
-    if (!view_.payloadBulk() && view_.payloadSize() != 0) {
-      const auto* bytes = static_cast<const char*>(view_.payload().data);
-      payload_.assign(bytes, bytes + view_.payloadSize());
-    }
-
-    c10::SmallVector<c10::Storage, 8> storages;
-    storages.reserve(view_.storageCount());
-    wire::StorageView storage;
-    auto bulk = bulk_.begin();
-    for (auto cursor = view_.storages(); cursor.next(storage);) {
-      storages.push_back(
-          storage.bulk ? std::move(*bulk++) : copyInlined(storage.bytes));
-    }
-
-    std::vector<at::Tensor> tensors;
-    if (auto error = decodeTensors(view_, storages, tensors)) {
-      return error;
-    }
-    return c10::make_intrusive<Message>(
-        std::move(payload_),
-        std::move(tensors),
-        static_cast<MessageType>(view_.header().messageType),
-        static_cast<int64_t>(view_.header().callId));
-  } catch (const c10::Error& e) {
-    return Error(ErrorKind::kInvalid, e.what_without_backtrace());
-  } catch (const std::bad_alloc&) {
-    return Error(ErrorKind::kOverloaded, "no memory to decode a message");
-  } catch (const std::exception& e) {
-    return Error(ErrorKind::kInvalid, e.what());
+  c10::intrusive_ptr<Message> message;
+  if (auto error = guarded("decode", [&] { return decode(beside, message); })) {
+    return error;
   }
+  return message;
+}
+
+Error Decoder::decode(
+    device::BesideWay* beside,
+    c10::intrusive_ptr<Message>& message) {
+  if (!view_.payloadBulk() && view_.payloadSize() != 0) {
+    const auto* bytes = static_cast<const char*>(view_.payload().data);
+    payload_.assign(bytes, bytes + view_.payloadSize());
+  }
+  Storages storages;
+  Storages onHost;
+  if (!view_.hasDevices()) {
+    storages.reserve(view_.storageCount());
+    takeStorages(storages);
+  } else if (auto error = placeStorages(beside, storages, onHost)) {
+    return error;
+  }
+  std::vector<at::Tensor> tensors;
+  if (auto error = decodeTensors(view_, storages, onHost, tensors)) {
+    return error;
+  }
+  message = c10::make_intrusive<Message>(
+      std::move(payload_),
+      std::move(tensors),
+      static_cast<MessageType>(view_.header().messageType),
+      static_cast<int64_t>(view_.header().callId));
+  return {};
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "agent/device/tables.h"
+#include "agent/device/way.h"
+#include "agent/tensor_encoder.h"
 #include "base/buffer.h"
 #include "base/error.h"
 #include "memory/buffer_cache.h"
@@ -15,12 +18,12 @@
 #include <memory>
 #include <vector>
 
-// Between torch's rpc::Message and the call frame (wire/call_frame.h). CPU
-// tensors only: strided ones of every dtype, sparse ones (COO, CSR, CSC, BSR,
-// BSC), affinely quantised ones. Sparse and quantised tensors travel as the
-// strided tensors they consist of and not through torch's jit pickler: its
-// Unpickler believes the sizes and indices that it is told, and reads and
-// allocates out of bounds when a peer lies.
+// Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
+// of CPU and CUDA: strided ones of every dtype, sparse ones (COO, CSR, CSC,
+// BSR, BSC); affinely quantised ones of the CPU. Sparse and quantised tensors
+// travel as the strided tensors they consist of and not through torch's jit
+// pickler: its Unpickler believes the sizes and indices that it is told, and
+// reads and allocates out of bounds when a peer lies.
 
 namespace torch_rpc_ext::agent {
 
@@ -33,7 +36,13 @@ struct Encoded {
   // What `bulk` points into: to be held until send()'s callback has fired.
   std::vector<c10::Storage> storages;
   c10::intrusive_ptr<torch::distributed::rpc::Message> message;
+  // What travels beside the frame (device/way.h): to be held likewise.
+  std::shared_ptr<void> parcel;
 
+  // Whether it must be held until then.
+  bool borrows() const {
+    return !bulk.empty() || parcel != nullptr;
+  }
   // Gives the memory of the bulk away, where all of it is in receive buffers
   // that nobody else refers to: returns true then. The receiver will keep and
   // write to it. To be called when the message itself is gone. Buffers that
@@ -45,17 +54,63 @@ struct Encoded {
   void discard();
 };
 
-// Storages, and the payload, of up to `inlineThreshold` bytes are copied into
-// the head, larger ones go as bulk. Views of one storage share it, but a
-// tensor that is small beside its storage travels as a copy of its own (the
-// rule is that of torch's cloneSparseTensors). Fails with kInvalid for tensors
-// that cannot be sent, and names the first.
+// What a frame is made from.
+struct EncodeOptions {
+  uint64_t callId = 0;
+  wire::CallKind kind = wire::CallKind::kRequest;
+  // Storages, and the payload, of up to so many bytes are copied into the head,
+  // larger ones go as bulk.
+  uint64_t inlineThreshold = 0;
+};
+
+// Turns a message into a frame. Views of one storage share it, but a tensor
+// that is small beside its storage travels as a copy of its own (the rule is
+// that of torch's cloneSparseTensors). Tensors of devices take a moment in
+// between, for their bytes to come to the host:
+//
+//   Encoder encoder(message, options, route);
+//   auto error = encoder.describe();
+//   ... encoder.depart(), and wait for the devices ...
+//   auto encoded = encoder.finish();
+//
+// Owns: the message, and the storages that are on devices, until finish().
+// Thread: one at a time.
+class Encoder {
+ public:
+  Encoder(
+      c10::intrusive_ptr<torch::distributed::rpc::Message> message,
+      const EncodeOptions& options,
+      const device::Route& route)
+      : message_(std::move(message)),
+        options_(options),
+        tensors_(options.inlineThreshold, route) {}
+
+  // Fails with kInvalid for tensors that cannot be sent, and names the first.
+  // After it `route` is not needed any more.
+  base::Error describe();
+  // Queues on the current streams what brings tensors from their devices, by
+  // `beside` if it can. True when finish() has to wait until what is queued is
+  // over.
+  base::Result<bool> depart(device::BesideWay* beside);
+  // At most once.
+  base::Result<Encoded> finish();
+
+ private:
+  base::Error write(Encoded& encoded);
+
+  const c10::intrusive_ptr<torch::distributed::rpc::Message> message_;
+  const EncodeOptions options_;
+  TensorEncoder tensors_;
+  std::vector<device::Departing> departing_;
+  std::vector<c10::Storage> staged_;
+  std::shared_ptr<void> parcel_;
+};
+
+// All of it, for messages without tensors of devices.
 base::Result<Encoded> encode(
     const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
-    uint64_t callId,
-    wire::CallKind kind,
-    uint64_t inlineThreshold,
-    uint32_t flags = 0);
+    const EncodeOptions& options,
+    const device::Route& route = {});
 
 // Turns one received frame into a message, in two steps because the bulk needs
 // memory before it can arrive:
@@ -64,6 +119,9 @@ base::Result<Encoded> encode(
 //   auto spans = decoder.value().allocate(cache, incoming.bulkSizes());
 //   incoming.receive(spans.value(), ...);  // and when that is done:
 //   auto message = decoder.value().finish();
+//
+// Tensors for devices are ordered after the current streams that finish() runs
+// with.
 //
 // Owns: the receive buffers, until finish(); not the head, which outlives it.
 // Thread: one at a time.
@@ -76,22 +134,42 @@ class Decoder {
     return view_.header();
   }
 
+  // Whether there are tensors for devices.
+  bool hasDevices() const {
+    return view_.hasDevices();
+  }
+
   // May give the memory of a bulk buffer: then its span is null.
   using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
   // Memory for the bulk, in the order in which it was sent; `announced` are
   // the sizes that the transport will deliver. To be called once, also when
-  // there is none. Fails with kInvalid when they are not those of the head,
-  // with kOverloaded when there is no memory.
+  // there is none. Fails with kInvalid when they are not those of the head or
+  // when a tensor is for none of `devices`, with kOverloaded when there is no
+  // memory.
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
+      device::Devices devices,
       const Adopt& adopt = nullptr);
 
-  // At most once, after the bulk has arrived. Fails with kInvalid.
-  base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish();
+  // At most once, after the bulk has arrived; `beside` for messages that come
+  // over a connection that has such a way. Fails with kInvalid, or with
+  // kOverloaded when there is no memory.
+  base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
+      device::BesideWay* beside = nullptr);
 
  private:
   explicit Decoder(wire::CallFrameView view) : view_(view) {}
+  using Storages = c10::SmallVector<c10::Storage, 8>;
+
+  base::Error decode(
+      device::BesideWay* beside,
+      c10::intrusive_ptr<torch::distributed::rpc::Message>& message);
+  void takeStorages(Storages& storages);
+  base::Error placeStorages(
+      device::BesideWay* beside,
+      Storages& storages,
+      Storages& onHost);
   base::Error allocateBulk(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
@@ -100,7 +178,7 @@ class Decoder {
 
   wire::CallFrameView view_;
   std::vector<char> payload_; // when it is bulk
-  std::vector<c10::Storage> bulk_;
+  std::vector<c10::Storage> bulk_; // pinned, for a device
   bool allocated_ = false;
 };
 

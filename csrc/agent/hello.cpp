@@ -6,7 +6,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-constexpr uint16_t kHelloVersion = 1;
+constexpr uint16_t kHelloVersion = 2;
 constexpr size_t kMaxTextBytes = 4096;
 
 std::string takeText(base::ByteReader& reader) {
@@ -24,10 +24,12 @@ void putText(base::ByteWriter& writer, const std::string& text) {
 } // namespace
 
 std::string encode(const Hello& hello) {
-  base::Buffer buffer(2 + 4 + 2 + hello.group.size() + 2 + hello.name.size());
+  base::Buffer buffer(
+      2 + 4 + 4 + 2 + hello.group.size() + 2 + hello.name.size());
   base::ByteWriter writer(buffer);
   writer.u16(kHelloVersion);
   writer.u32(static_cast<uint32_t>(hello.workerId));
+  writer.u32(hello.life);
   putText(writer, hello.group);
   putText(writer, hello.name);
   return {reinterpret_cast<const char*>(buffer.data()), buffer.size()};
@@ -45,6 +47,7 @@ base::Result<Hello> parseHello(const std::string& bytes) {
   }
   Hello hello;
   hello.workerId = static_cast<int32_t>(reader.u32());
+  hello.life = reader.u32();
   hello.group = takeText(reader);
   hello.name = takeText(reader);
   if (reader.failed() || reader.remaining() != 0) {

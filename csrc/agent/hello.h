@@ -12,6 +12,8 @@ struct Hello {
   std::string group;
   int32_t workerId = -1;
   std::string name;
+  // Which of this name it is: greater than that of any before.
+  uint32_t life = 0;
 };
 
 std::string encode(const Hello& hello);

@@ -27,10 +27,11 @@ std::string Membership::group() const {
 void Membership::add(
     const std::string& name,
     worker_id_t id,
-    std::string address) {
+    std::string address,
+    uint32_t life) {
   remove(name);
   auto member = std::make_shared<const Member>(
-      Member{WorkerInfo(name, id), std::move(address)});
+      Member{WorkerInfo(name, id), std::move(address), life});
   std::unique_lock lock(mutex_);
   byName_[name] = member;
   byId_[id] = member;
@@ -110,14 +111,10 @@ std::optional<Membership::worker_id_t> Membership::idOf(
   return it->second->info.id_;
 }
 
-std::optional<std::pair<std::string, std::string>> Membership::find(
-    worker_id_t id) const {
+Membership::MemberPtr Membership::find(worker_id_t id) const {
   std::shared_lock lock(mutex_);
   auto it = byId_.find(id);
-  if (it == byId_.end()) {
-    return std::nullopt;
-  }
-  return std::pair(it->second->info.name_, it->second->address);
+  return it == byId_.end() ? nullptr : it->second;
 }
 
 } // namespace torch_rpc_ext::agent

@@ -7,7 +7,6 @@
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -22,13 +21,25 @@ class Membership {
   using WorkerInfo = torch::distributed::rpc::WorkerInfo;
   using worker_id_t = torch::distributed::rpc::worker_id_t;
 
+  // A worker that is started again has a greater life than before.
+  struct Member {
+    WorkerInfo info;
+    std::string address;
+    uint32_t life;
+  };
+  using MemberPtr = std::shared_ptr<const Member>;
+
   // What the group is called on the wire: random bytes that all members share,
   // so that a worker of an older group is never taken for one of this.
   void setGroup(std::string group);
   std::string group() const;
 
   // Adds a member, or replaces the one with this name.
-  void add(const std::string& name, worker_id_t id, std::string address);
+  void add(
+      const std::string& name,
+      worker_id_t id,
+      std::string address,
+      uint32_t life);
   void remove(const std::string& name);
 
   // Throw the errors that upstream's users know.
@@ -38,16 +49,10 @@ class Membership {
   std::vector<WorkerInfo> all() const;
   // Nothing for a name that is not in the group.
   std::optional<worker_id_t> idOf(const std::string& name) const;
-  // (name, address), nothing for an id that is not in the group.
-  std::optional<std::pair<std::string, std::string>> find(worker_id_t id) const;
+  // Null for an id that is not in the group.
+  MemberPtr find(worker_id_t id) const;
 
  private:
-  struct Member {
-    WorkerInfo info;
-    std::string address;
-  };
-  using MemberPtr = std::shared_ptr<const Member>;
-
   mutable std::shared_mutex mutex_;
   std::string group_;
   std::unordered_map<std::string, MemberPtr> byName_;

@@ -27,6 +27,9 @@ Peers::Peers(
 std::string Peers::introduction() const {
   Hello hello = self_;
   hello.group = membership_.group();
+  if (const auto self = membership_.find(self_.workerId)) {
+    hello.life = self->life;
+  }
   return encode(hello);
 }
 
@@ -41,7 +44,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   const bool self = id == self_.workerId;
   const auto member = membership_.find(id);
   TORCH_CHECK(
-      member.has_value(),
+      member != nullptr,
       "could not find destination worker with id ",
       id,
       ": it is not in the group, or has left it");
@@ -50,27 +53,31 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
     std::lock_guard lock(mutex_);
     auto it = unreachable_.find(id);
     // One that has come back elsewhere is tried at once.
-    if (it != unreachable_.end() && it->second.address == member->second &&
-        now < it->second.again) {
-      return it->second.connection;
+    if (it != unreachable_.end() && it->second.address == member->address) {
+      if (auto successor = openTo(member->info.name_, member->life + 1)) {
+        return successor; // this worker could not be told that it came back
+      }
+      if (now < it->second.again) {
+        return it->second.connection;
+      }
     }
   }
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
-                   : remote_->connect(member->second, introduction());
+                   : remote_->connect(member->address, introduction());
   std::lock_guard lock(mutex_);
   if (made->closed()) {
     // It failed at once, and its onClosed() is over: the call that is sent on
     // it learns why, the next one connects anew.
-    lost_.try_emplace(member->first);
+    lost_.try_emplace(member->info.name_);
     auto& entry = unreachable_[id];
-    const bool repeated = entry.address == member->second;
+    const bool repeated = entry.address == member->address;
     const auto pause =
         repeated ? std::min(2 * entry.pause, kLongestPause) : kFirstPause;
-    entry = {made, member->second, now + pause, pause};
+    entry = {made, member->address, now + pause, pause};
     return made;
   }
   unreachable_.erase(id);
-  names_[made.get()] = member->first;
+  known_[made.get()] = {member->info.name_, member->life, made};
   // Another thread, or the peer, may have been quicker. Then ours stays idle:
   // the peer may already be using it.
   auto& own = connections_[id];
@@ -91,6 +98,15 @@ base::Result<Hello> Peers::check(const std::string& bytes) const {
         "worker \"" + hello.value().name +
             "\" belongs to another RPC group than \"" + self_.name + "\""};
   }
+  const auto member =
+      membership_.find(static_cast<worker_id_t>(hello.value().workerId));
+  if (member != nullptr && hello.value().life < member->life) {
+    return base::Error{
+        base::ErrorKind::kRefused,
+        "worker \"" + hello.value().name +
+            "\" was taken for dead and has been started again: this process "
+            "is no longer the group's"};
+  }
   return hello;
 }
 
@@ -101,12 +117,17 @@ base::Error Peers::onAccept(
   if (!peer.ok()) {
     return peer.error();
   }
+  const auto id = static_cast<worker_id_t>(peer.value().workerId);
+  const auto member = membership_.find(id);
   std::lock_guard lock(mutex_);
-  names_[connection.get()] = peer.value().name;
+  known_[connection.get()] = {peer.value().name, peer.value().life, connection};
+  if (member != nullptr && member->life < peer.value().life) {
+    return {}; // it asks whether it may come back; succeed() takes note of it
+  }
   lost_.erase(peer.value().name);
-  unreachable_.erase(static_cast<worker_id_t>(peer.value().workerId));
+  unreachable_.erase(id);
   // Our own calls use it too, unless we have one that works.
-  auto& own = connections_[static_cast<worker_id_t>(peer.value().workerId)];
+  auto& own = connections_[id];
   if (own == nullptr || own->closed()) {
     own = connection;
   }
@@ -121,9 +142,43 @@ base::Error Peers::onConnected(
     return peer.error();
   }
   std::lock_guard lock(mutex_);
-  names_[connection.get()] = peer.value().name;
+  known_[connection.get()] = {peer.value().name, peer.value().life, connection};
   lost_.erase(peer.value().name);
   return {};
+}
+
+transport::ConnectionPtr Peers::openTo(
+    const std::string& name,
+    uint32_t minLife) const {
+  for (const auto& [_, peer] : known_) {
+    auto connection = peer.connection.lock();
+    if (peer.name == name && peer.life >= minLife && connection != nullptr &&
+        !connection->closed()) {
+      return connection;
+    }
+  }
+  return nullptr;
+}
+
+std::vector<transport::ConnectionPtr> Peers::succeed(
+    const Membership::Member& member) {
+  const auto id = static_cast<worker_id_t>(member.info.id_);
+  std::vector<transport::ConnectionPtr> former;
+  std::lock_guard lock(mutex_);
+  for (const auto& [_, peer] : known_) {
+    auto connection = peer.connection.lock();
+    if (peer.name == member.info.name_ && peer.life < member.life &&
+        connection != nullptr) {
+      former.push_back(std::move(connection));
+    }
+  }
+  connections_.erase(id);
+  if (auto own = openTo(member.info.name_, member.life)) {
+    connections_[id] = std::move(own);
+  }
+  unreachable_.erase(id);
+  lost_.erase(member.info.name_);
+  return former;
 }
 
 std::optional<std::string> Peers::onClosed(
@@ -133,14 +188,21 @@ std::optional<std::string> Peers::onClosed(
   std::erase_if(connections_, [&](const auto& entry) {
     return entry.second == connection;
   });
-  auto it = names_.find(connection.get());
-  if (it == names_.end()) {
+  auto it = known_.find(connection.get());
+  if (it == known_.end()) {
     return std::nullopt; // a stranger that was refused
   }
-  const std::string name = std::move(it->second);
-  names_.erase(it);
-  for (const auto& [other, otherName] : names_) {
-    if (otherName == name && !other->closed()) {
+  const Peer peer = std::move(it->second);
+  const std::string& name = peer.name;
+  known_.erase(it);
+  const auto id = membership_.idOf(name);
+  const auto member = id ? membership_.find(*id) : nullptr;
+  if (member != nullptr && member->life != peer.life) {
+    return std::nullopt; // one that came after it is there, or would be
+  }
+  for (const auto& [other, otherPeer] : known_) {
+    if (otherPeer.name == name && otherPeer.life == peer.life &&
+        !other->closed()) {
       return std::nullopt; // the worker is still there
     }
   }
@@ -150,15 +212,16 @@ std::optional<std::string> Peers::onClosed(
   if (why.empty()) {
     why = error.message;
   }
-  if (error.kind == base::ErrorKind::kPeerLost) {
-    if (const auto id = membership_.idOf(name)) {
-      const auto member = membership_.find(*id);
-      unreachable_[*id] = {
-          connection,
-          member ? member->second : std::string(),
-          std::chrono::steady_clock::now() + kFirstPause,
-          kFirstPause};
-    }
+  if (error.kind == base::ErrorKind::kPeerLost && member != nullptr) {
+    using Clock = std::chrono::steady_clock;
+    // A dead process does not come back at that address, and each attempt
+    // costs a descriptor inside of UCX.
+    unreachable_[*id] = {
+        connection,
+        member->address,
+        connection->peerDied() ? Clock::time_point::max()
+                               : Clock::now() + kFirstPause,
+        kFirstPause};
   }
   return name;
 }
@@ -172,6 +235,11 @@ std::vector<std::string> Peers::lost() const {
   return names;
 }
 
+bool Peers::isLost(const std::string& name) const {
+  std::lock_guard lock(mutex_);
+  return lost_.contains(name);
+}
+
 std::string Peers::whyLost(const std::string& name) const {
   std::lock_guard lock(mutex_);
   auto it = lost_.find(name);
@@ -180,8 +248,8 @@ std::string Peers::whyLost(const std::string& name) const {
 
 std::string Peers::nameOf(const transport::Connection* connection) const {
   std::lock_guard lock(mutex_);
-  auto it = names_.find(connection);
-  return it == names_.end() ? "an unknown worker" : it->second;
+  auto it = known_.find(connection);
+  return it == known_.end() ? "an unknown worker" : it->second.name;
 }
 
 std::map<std::string, transport::PathInfo> Peers::paths() const {
@@ -189,9 +257,9 @@ std::map<std::string, transport::PathInfo> Peers::paths() const {
   {
     std::lock_guard lock(mutex_);
     for (const auto& entry : connections_) {
-      auto name = names_.find(entry.second.get());
-      if (name != names_.end()) {
-        connections[name->second] = entry.second;
+      auto peer = known_.find(entry.second.get());
+      if (peer != known_.end()) {
+        connections[peer->second.name] = entry.second;
       }
     }
   }

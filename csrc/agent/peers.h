@@ -48,8 +48,13 @@ class Peers {
       const transport::ConnectionPtr& connection,
       const base::Error& error);
 
+  // The connections to former lives of a member, which are no more; its own
+  // are used from now on.
+  std::vector<transport::ConnectionPtr> succeed(const Membership::Member&);
+
   // The workers whose last connection has ended and that have not come back.
   std::vector<std::string> lost() const;
+  bool isLost(const std::string& name) const;
   // What its last connection ended with; empty for one that is not lost.
   std::string whyLost(const std::string& name) const;
 
@@ -71,7 +76,18 @@ class Peers {
     std::chrono::milliseconds pause;
   };
 
+  // The worker at the other end of a connection.
+  struct Peer {
+    std::string name;
+    uint32_t life;
+    std::weak_ptr<transport::Connection> connection;
+  };
+
   base::Result<Hello> check(const std::string& bytes) const;
+  // An open connection to such a worker, of that life or a greater one; null
+  // if there is none. Under the lock.
+  transport::ConnectionPtr openTo(const std::string& name, uint32_t minLife)
+      const;
 
   const Membership& membership_;
   const Hello self_;
@@ -80,7 +96,7 @@ class Peers {
 
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
-  std::unordered_map<const transport::Connection*, std::string> names_;
+  std::unordered_map<const transport::Connection*, Peer> known_;
   std::unordered_map<worker_id_t, Unreachable> unreachable_;
   std::map<std::string, std::string> lost_; // name -> why
 };

@@ -12,6 +12,7 @@ PendingCalls::~PendingCalls() {
 uint64_t PendingCalls::add(PendingCall call) {
   std::lock_guard lock(mutex_);
   const uint64_t id = nextId_++;
+  call.id = id;
   Entry entry{std::move(call), Clock::time_point::max()};
   if (entry.call.timeout.count() > 0) {
     entry.deadline = entry.call.sentAt + entry.call.timeout;

@@ -24,6 +24,7 @@ namespace torch_rpc_ext::agent {
 struct PendingCall {
   using Clock = std::chrono::steady_clock;
 
+  uint64_t id = 0; // given by PendingCalls
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future;
   transport::ConnectionPtr connection;
   std::string worker; // name of the callee
@@ -37,6 +38,13 @@ struct PendingCall {
   torch::distributed::rpc::worker_id_t to = -1;
   uint64_t bytes = 0;
 };
+
+// As Python's time.perf_counter_ns() has it.
+inline int64_t toNanoseconds(PendingCall::Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             time.time_since_epoch())
+      .count();
+}
 
 // The calls of this worker that are under way, and their deadlines.
 //

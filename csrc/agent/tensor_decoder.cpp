@@ -64,8 +64,10 @@ bool hasEachElement(const at::Tensor& tensor) {
 // One tensor of the message and what it is made of.
 class TensorBuilder {
  public:
-  TensorBuilder(c10::ArrayRef<c10::Storage> storages, size_t index)
-      : storages_(storages), index_(index) {}
+  using Storages = c10::ArrayRef<c10::Storage>;
+
+  TensorBuilder(Storages storages, Storages onHost, size_t index)
+      : storages_(storages), onHost_(onHost), index_(index) {}
 
   Error
   build(const TensorView& view, wire::TensorCursor& cursor, at::Tensor& tensor);
@@ -73,6 +75,7 @@ class TensorBuilder {
  private:
   Error buildStrided(
       const TensorView& view,
+      Storages storages,
       at::QuantizerPtr quantizer,
       at::Tensor& tensor);
   Error buildCoo(const TensorView& view, at::Tensor& tensor);
@@ -80,12 +83,17 @@ class TensorBuilder {
   Error buildQuantized(const TensorView& view, at::Tensor& tensor);
   Error readParts(wire::TensorCursor& cursor, const TensorView& view);
   Error setFlags(const TensorView& view, const at::Tensor& tensor);
+  // Of the first `count` parts: all of them there, or none readable here.
+  bool onOneDevice(size_t count) const;
   Error fail(const std::string& why) const;
 
-  c10::ArrayRef<c10::Storage> storages_;
+  Storages storages_;
+  Storages onHost_;
   size_t index_;
   TensorView integers_; // kQuantized
   std::array<at::Tensor, kMaxParts> parts_;
+  // The same for looking at them; undefined for what no peer sent.
+  std::array<at::Tensor, kMaxParts> readable_;
 };
 
 Error TensorBuilder::fail(const std::string& why) const {
@@ -102,7 +110,7 @@ Error TensorBuilder::build(
     return {};
   }
   if (view.layout == TensorLayout::kStrided) {
-    return buildStrided(view, nullptr, tensor);
+    return buildStrided(view, storages_, nullptr, tensor);
   }
   c10::NoGradGuard noGrad;
   if (auto error = readParts(cursor, view)) {
@@ -121,6 +129,7 @@ Error TensorBuilder::build(
 
 Error TensorBuilder::buildStrided(
     const TensorView& view,
+    Storages storages,
     at::QuantizerPtr quantizer,
     at::Tensor& tensor) {
   const auto dtype = toDtype(view.dtype);
@@ -129,10 +138,10 @@ Error TensorBuilder::buildStrided(
   if (!dtype || c10::isQIntType(*dtype) != (quantizer != nullptr)) {
     return fail("has the unknown dtype " + std::to_string(view.dtype));
   }
-  if (view.aux >= storages_.size()) {
+  if (view.aux >= storages.size()) {
     return fail("names a storage that does not exist");
   }
-  const c10::Storage& storage = storages_[view.aux];
+  const c10::Storage& storage = storages[view.aux];
   if (!fits(view.reach, *dtype, storage.nbytes())) {
     return fail(
         "reaches over " + std::to_string(view.reach) + " elements of " +
@@ -141,7 +150,11 @@ Error TensorBuilder::buildStrided(
   }
   // What at::empty() and as_strided() do, without their dispatch.
   const auto type = c10::scalarTypeToTypeMeta(*dtype);
+  const bool onCpu = storage.device().is_cpu();
   if (quantizer) {
+    if (!onCpu) {
+      return fail("is quantised and for a device");
+    }
     tensor = at::detail::make_tensor<at::QTensorImpl>(
         c10::Storage(storage),
         c10::DispatchKeySet(c10::DispatchKey::QuantizedCPU),
@@ -150,7 +163,8 @@ Error TensorBuilder::buildStrided(
   } else {
     tensor = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(storage),
-        c10::DispatchKeySet(c10::DispatchKey::CPU),
+        c10::DispatchKeySet(
+            onCpu ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA),
         type);
   }
   const Shape shape = shapeOf(view);
@@ -199,16 +213,38 @@ Error TensorBuilder::readParts(
     part.flags &= static_cast<uint8_t>(~wire::kRequiresGrad);
     if (view.layout == TensorLayout::kQuantized && i == 0) {
       integers_ = part; // its tensor needs the other two
-    } else if (auto error = buildStrided(part, nullptr, parts_[i])) {
+      continue;
+    }
+    if (auto error = buildStrided(part, storages_, nullptr, parts_[i])) {
       return error;
+    }
+    if (parts_[i].device().is_cpu()) {
+      readable_[i] = parts_[i];
+    } else if (onHost_[part.aux]) {
+      if (auto error = buildStrided(part, onHost_, nullptr, readable_[i])) {
+        return error;
+      }
     }
   }
   return {};
 }
 
+bool TensorBuilder::onOneDevice(size_t count) const {
+  for (size_t i = 1; i < count; ++i) {
+    if (parts_[i].device() != parts_[0].device() ||
+        readable_[i].defined() != readable_[0].defined()) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
   const at::Tensor& indices = parts_[0];
   const at::Tensor& values = parts_[1];
+  if (!onOneDevice(2)) {
+    return fail("has its parts on different devices");
+  }
   if (indices.dim() != 2 || indices.size(0) != view.aux ||
       indices.scalar_type() != at::kLong) {
     return fail("has indices of the wrong shape");
@@ -220,7 +256,10 @@ Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
   const Shape shape = shapeOf(view);
   // torch only does this by itself when the user turned checks on, and uses an
   // index beyond the sizes without a further look.
-  at::_validate_sparse_coo_tensor_args(indices, values, shape.sizes, coalesced);
+  if (readable_[0].defined()) {
+    at::_validate_sparse_coo_tensor_args(
+        readable_[0], readable_[1], shape.sizes, coalesced);
+  }
   tensor = at::_sparse_coo_tensor_unsafe(
       indices,
       values,
@@ -236,6 +275,9 @@ Error TensorBuilder::buildCompressed(
   const Shape shape = shapeOf(view);
   const at::Layout layout = torchLayout(view.layout);
   const at::Tensor& values = parts_[2];
+  if (!onOneDevice(3)) {
+    return fail("has its parts on different devices");
+  }
   if (!hasEachElement(parts_[0]) || !hasEachElement(parts_[1])) {
     return fail("has more indices than it has brought");
   }
@@ -248,8 +290,10 @@ Error TensorBuilder::buildCompressed(
       return fail("has empty blocks");
     }
   }
-  at::_validate_sparse_compressed_tensor_args(
-      parts_[0], parts_[1], values, shape.sizes, layout);
+  if (readable_[0].defined()) {
+    at::_validate_sparse_compressed_tensor_args(
+        readable_[0], readable_[1], readable_[2], shape.sizes, layout);
+  }
   tensor = at::_sparse_compressed_tensor_unsafe(
       parts_[0],
       parts_[1],
@@ -266,8 +310,9 @@ Error TensorBuilder::buildQuantized(
   const at::Tensor& scales = parts_[1];
   const at::Tensor& zeroPoints = parts_[2];
   if (!dtype || !c10::isQIntType(*dtype) || scales.dim() != 1 ||
-      !hasEachElement(scales) || !hasEachElement(zeroPoints) ||
-      zeroPoints.dim() != 1 || scales.numel() != zeroPoints.numel() ||
+      !scales.is_cpu() || !zeroPoints.is_cpu() || !hasEachElement(scales) ||
+      !hasEachElement(zeroPoints) || zeroPoints.dim() != 1 ||
+      scales.numel() != zeroPoints.numel() ||
       !c10::isFloatingType(scales.scalar_type())) {
     return fail("has malformed scales or zero points");
   }
@@ -289,7 +334,7 @@ Error TensorBuilder::buildQuantized(
     quantizer = at::make_per_channel_affine_quantizer(
         scales, zeroPoints, static_cast<int64_t>(view.aux), *dtype);
   }
-  return buildStrided(integers_, std::move(quantizer), tensor);
+  return buildStrided(integers_, storages_, std::move(quantizer), tensor);
 }
 
 } // namespace
@@ -297,11 +342,12 @@ Error TensorBuilder::buildQuantized(
 Error decodeTensors(
     const wire::CallFrameView& frame,
     c10::ArrayRef<c10::Storage> storages,
+    c10::ArrayRef<c10::Storage> onHost,
     std::vector<at::Tensor>& tensors) {
   tensors.reserve(frame.tensorCount());
   TensorView view;
   for (auto cursor = frame.records(); cursor.next(view);) {
-    TensorBuilder builder(storages, tensors.size());
+    TensorBuilder builder(storages, onHost, tensors.size());
     tensors.emplace_back();
     if (auto error = builder.build(view, cursor, tensors.back())) {
       return error;

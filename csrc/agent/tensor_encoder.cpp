@@ -30,14 +30,13 @@ constexpr uint64_t kMinCompactRatio = 2;
 // Up to here a scan over the storages is faster than a hash table.
 constexpr size_t kMaxScan = 16;
 
-// The keys that an ordinary strided CPU tensor may carry. Any other one means
-// that its bytes are not all there is to it.
-const uint64_t kPlainKeys = [] {
-  using c10::BackendComponent;
+// The keys that an ordinary strided tensor of a backend may carry. Any other
+// one means that its bytes are not all there is to it.
+uint64_t plainKeys(c10::DispatchKey dense, c10::BackendComponent backend) {
   using c10::DispatchKey;
-  const c10::DispatchKeySet keys = c10::DispatchKeySet(DispatchKey::CPU) |
-      c10::getAutogradRelatedKeySetFromBackend(BackendComponent::CPUBit) |
-      c10::getAutocastRelatedKeySetFromBackend(BackendComponent::CPUBit) |
+  const c10::DispatchKeySet keys = c10::DispatchKeySet(dense) |
+      c10::getAutogradRelatedKeySetFromBackend(backend) |
+      c10::getAutocastRelatedKeySetFromBackend(backend) |
       c10::DispatchKeySet(
                                        {DispatchKey::ADInplaceOrView,
                                         DispatchKey::Conjugate,
@@ -45,12 +44,18 @@ const uint64_t kPlainKeys = [] {
                                         DispatchKey::Python,
                                         DispatchKey::PythonTLSSnapshot});
   return keys.raw_repr();
-}();
+}
+
+const uint64_t kPlainKeys =
+    plainKeys(c10::DispatchKey::CPU, c10::BackendComponent::CPUBit);
+const uint64_t kPlainDeviceKeys =
+    plainKeys(c10::DispatchKey::CUDA, c10::BackendComponent::CUDABit);
 
 bool isPlain(const at::Tensor& tensor) {
-  return (tensor.key_set().raw_repr() & ~kPlainKeys) == 0 &&
-      tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-      tensor.has_storage();
+  const uint64_t plain =
+      tensor.device().is_cpu() ? kPlainKeys : kPlainDeviceKeys;
+  return (tensor.key_set().raw_repr() & ~plain) == 0 &&
+      tensor.layout() == at::kStrided && tensor.has_storage();
 }
 
 TensorLayout wireLayout(at::Layout layout) {
@@ -94,10 +99,12 @@ Error TensorEncoder::add(const at::Tensor& tensor) {
   if (isPlain(tensor)) {
     return addCompact(tensor, tensor.requires_grad(), Held::kYes);
   }
-  if (!tensor.device().is_cpu()) {
+  if (!tensor.device().is_cpu() &&
+      (tensor.device().type() != device::kType || tensor.is_quantized())) {
     return fail(
-        "is on device " + tensor.device().str() +
-        ", and only CPU tensors can be sent: move it with .cpu() first");
+        "is on device " + tensor.device().str() + " and " +
+        (tensor.is_quantized() ? "quantised" : "not a CUDA tensor") +
+        ": move it with .cpu() first");
   }
   // Its parts are not to be recorded by autograd.
   c10::NoGradGuard noGrad;
@@ -139,7 +146,7 @@ Error TensorEncoder::addCompact(
 
 Error TensorEncoder::addPart(const at::Tensor& tensor) {
   if (!isPlain(tensor)) {
-    return fail("has a part that is not a strided CPU tensor");
+    return fail("has a part that is not a strided tensor");
   }
   return addCompact(tensor, /*requiresGrad=*/false, Held::kNo);
 }
@@ -212,6 +219,10 @@ Error TensorEncoder::addQuantized(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.layout() != at::kStrided) {
     return fail("is quantised and has no storage");
   }
+  auto place = route_.placeOf(tensor.device());
+  if (!place.ok() || place.value() != wire::kHostPlace) {
+    return fail("is quantised, and such tensors can only be sent to a CPU");
+  }
   TensorRecord record =
       makeRecord(TensorLayout::kQuantized, tensor.requires_grad());
   at::Tensor scales;
@@ -273,6 +284,19 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
   }
 
   const size_t size = storage.nbytes();
+  wire::DevicePlace place = wire::kHostPlace;
+  if (route_.map != nullptr || !storage.device().is_cpu()) {
+    auto mapped = route_.placeOf(storage.device());
+    if (!mapped.ok()) {
+      return mapped.error();
+    }
+    place = mapped.value();
+  }
+  if (!storage.device().is_cpu()) {
+    departing_.emplace_back(next, storage);
+    addEntry(storage, {nullptr, size}, size > inlineThreshold_, place);
+    return next;
+  }
   const void* data = storage.data();
   if (data == nullptr && size != 0) {
     return fail("has no data (a wrapper subclass, or a freed storage)");
@@ -294,12 +318,31 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
       owners_.push_back(storage);
     }
   }
-  storages_.push_back({{data, size}, bulk});
-  keys_.push_back(key);
-  if (next >= kMaxScan) {
-    index_.emplace(key, next);
-  }
+  addEntry(storage, {data, size}, bulk, place);
   return next;
+}
+
+void TensorEncoder::addEntry(
+    const c10::Storage& storage,
+    base::ConstSpan bytes,
+    bool bulk,
+    wire::DevicePlace place) {
+  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
+  const size_t index = keys_.size();
+  storages_.push_back({bytes, bulk, /*beside=*/false, place});
+  keys_.push_back(key);
+  if (index >= kMaxScan) {
+    index_.emplace(key, static_cast<uint32_t>(index));
+  }
+}
+
+std::vector<device::Departing> TensorEncoder::takeDeparting() {
+  std::vector<device::Departing> result;
+  result.reserve(departing_.size());
+  for (auto& [index, storage] : departing_) {
+    result.push_back({std::move(storage), &storages_[index]});
+  }
+  return result;
 }
 
 } // namespace torch_rpc_ext::agent

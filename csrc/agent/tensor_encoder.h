@@ -1,5 +1,7 @@
 #pragma once
 
+#include "agent/device/tables.h"
+#include "agent/device/way.h"
 #include "base/error.h"
 #include "wire/call_frame.h"
 
@@ -10,17 +12,19 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
 
 // Describes tensors as storages and records of a call frame. Part of codec.h.
-// Owns: the copies it makes; the tensors outlive it.
+// Owns: the copies it makes, and the storages that are on devices; the tensors
+//   outlive it.
 // Thread: one.
 class TensorEncoder {
  public:
-  explicit TensorEncoder(uint64_t inlineThreshold)
-      : inlineThreshold_(inlineThreshold) {}
+  TensorEncoder(uint64_t inlineThreshold, const device::Route& route)
+      : inlineThreshold_(inlineThreshold), route_(route) {}
 
   // Fails with kInvalid; may throw c10::Error.
   base::Error add(const at::Tensor& tensor);
@@ -34,6 +38,9 @@ class TensorEncoder {
   std::span<const wire::Dim> dims() const {
     return {dims_.data(), dims_.size()};
   }
+  // The storages that are on devices: their entries have no bytes yet. To be
+  // called once, after the last add().
+  std::vector<device::Departing> takeDeparting();
   // All copies, and all storages that go as bulk.
   std::vector<c10::Storage> takeOwners() {
     return std::move(owners_);
@@ -55,9 +62,15 @@ class TensorEncoder {
       c10::IntArrayRef sizes,
       c10::IntArrayRef strides);
   base::Result<uint32_t> addStorage(const c10::Storage& storage);
+  void addEntry(
+      const c10::Storage& storage,
+      base::ConstSpan bytes,
+      bool bulk,
+      wire::DevicePlace place);
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;
+  const device::Route route_; // refers to what lives until the last add()
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
   c10::SmallVector<const c10::StorageImpl*, 8> keys_; // of storages_
@@ -65,6 +78,8 @@ class TensorEncoder {
   c10::SmallVector<wire::TensorRecord, 8> records_;
   c10::SmallVector<wire::Dim, 16> dims_;
   std::vector<c10::Storage> owners_;
+  // On devices, each with its number in storages_.
+  std::vector<std::pair<uint32_t, c10::Storage>> departing_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -27,7 +27,10 @@ class FaultRule {
       : options_(std::move(options)),
         failing_(
             options_.messagesToFail.begin(),
-            options_.messagesToFail.end()) {}
+            options_.messagesToFail.end()),
+        losing_(
+            options_.messagesToLose.begin(),
+            options_.messagesToLose.end()) {}
 
   transport::fault::Fault operator()(base::ConstSpan head) {
     transport::fault::Fault fault;
@@ -42,7 +45,8 @@ class FaultRule {
     if (delay != options_.messagesToDelay.end()) {
       fault.delaySeconds = delay->second;
     }
-    if (failing_.count(name) == 0) {
+    const bool loses = losing_.count(name) != 0;
+    if (failing_.count(name) == 0 && !loses) {
       return fault;
     }
     const base::ConstSpan payload = frame.value().payload();
@@ -51,7 +55,8 @@ class FaultRule {
         static_cast<const char*>(payload.data), payload.size)];
     if (failed < options_.failures) {
       ++failed;
-      fault.kind = transport::fault::Fault::Kind::kFail;
+      fault.kind = loses ? transport::fault::Fault::Kind::kLose
+                         : transport::fault::Fault::Kind::kFail;
       fault.message = torch::distributed::rpc::makeRPCError(
           "Send attempt failed intentionally for " + name,
           torch::distributed::rpc::RPCErrorType::INTENTIONAL_FAILURE);
@@ -62,6 +67,7 @@ class FaultRule {
  private:
   const FaultOptions options_;
   const std::unordered_set<std::string> failing_;
+  const std::unordered_set<std::string> losing_;
   std::mutex mutex_;
   std::unordered_map<std::string, int> failed_; // by payload
 };

@@ -131,6 +131,7 @@ void UcxAgent::shutdownImpl() {
     failLater(
         std::move(call), {base::ErrorKind::kShutDown, "this worker shut down"});
   }
+  deviceEvents_.stop();
   remote_->stop();
   loopback_->stop();
   pending_.stop();
@@ -156,7 +157,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     const rpc::WorkerInfo& to,
     c10::intrusive_ptr<rpc::Message> message,
     float rpcTimeoutSeconds,
-    const rpc::DeviceMap& /*deviceMap*/) {
+    const rpc::DeviceMap& deviceMap) {
   TORCH_CHECK(
       message->isRequest(), "UcxAgent::send(..) is only for sending requests.");
   if (!rpcAgentRunning_.load()) {
@@ -169,7 +170,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             " but RPC is no longer running on this node."));
   }
   PendingCall call;
-  call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+  call.future = c10::make_intrusive<rpc::JitFuture>(
+      at::AnyClassType::get(), devices_.devices());
   call.worker = to.name_;
   call.to = to.id_;
   call.label = labelOf(*message);
@@ -185,53 +187,76 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   }
   counters_.clientActiveCalls.fetch_add(1);
   metrics::add(counters_.callsSent, 1);
+  if (base::Error error = ownerDied(*message, to.id_)) {
+    fail(std::move(call), error);
+    return future;
+  }
   if (base::Error error = limit(call, *message)) {
     fail(std::move(call), error);
     return future;
   }
   const uint64_t id = pending_.add(std::move(call));
 
-  auto encoded =
-      encode(message, id, wire::CallKind::kRequest, options_.inlineBytes);
-  if (!encoded.ok()) {
+  device::Route route{.receiver = &to.name_};
+  if (!deviceMap.empty()) {
+    route.map = &deviceMap;
+  } else if (devices_.any()) {
+    route.map = devices_.mapTo(to.name_);
+  }
+  base::Error error;
+  try {
+    const transport::ConnectionPtr connection = peers_.connection(to.id_);
+    lastCall = {to.id_ == workerInfo_.id_ ? nullptr : this, id};
+    if (device::anyOn(message->tensors())) {
+      error = sendFromDevices(id, message, route, connection);
+    } else {
+      auto encoded = encode(
+          message, {id, wire::CallKind::kRequest, options_.inlineBytes}, route);
+      error = encoded.ok() ? base::Error() : encoded.error();
+      if (!error) {
+        callBeingSent = id;
+        sendCall(id, std::move(encoded.value()), connection);
+        callBeingSent = 0;
+      }
+    }
+  } catch (const std::exception&) {
+    withdraw(id);
+    throw;
+  }
+  if (error) {
     // As upstream does for tensors that it cannot send: raised where the call
     // is made.
-    auto own = pending_.take(id);
-    if (own) {
-      callEnded(*own);
-    }
-    throw std::runtime_error(encoded.error().message);
+    withdraw(id);
+    throw std::runtime_error(error.message);
   }
-  sendCall(id, std::move(encoded.value()), to.id_);
   return future;
 }
 
-void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
-  transport::ConnectionPtr connection;
-  try {
-    connection = peers_.connection(to);
-  } catch (const std::exception&) {
-    if (auto call = pending_.take(callId)) {
-      callEnded(*call);
-    }
-    throw;
+void UcxAgent::withdraw(uint64_t callId) {
+  if (auto call = pending_.take(callId)) {
+    callEnded(*call);
   }
+}
+
+void UcxAgent::sendCall(
+    uint64_t callId,
+    Encoded encoded,
+    const transport::ConnectionPtr& connection) {
   pending_.setConnection(callId, connection);
   metrics::add(counters_.bytesSent, encoded.totalBytes);
-  base::Buffer head = std::move(encoded.head);
-  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
+  counters_.messageBytes.add(encoded.totalBytes);
   // Holds the memory that `bulk` points into until the peer has taken it, even
   // when the call has timed out long since.
-  const bool borrowed = !bulk.empty();
-  lastCall = {to == workerInfo_.id_ ? nullptr : this, callId};
-  callBeingSent = callId;
+  const bool borrows = encoded.borrows();
+  base::Buffer head = std::move(encoded.head);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   connection->send(
       std::move(head),
       std::move(bulk),
       [this,
        callId,
-       held = borrowed ? std::make_shared<Encoded>(std::move(encoded))
-                       : nullptr](const base::Error& error) {
+       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+                      : nullptr](const base::Error& error) {
         if (!error) {
           return;
         }
@@ -247,7 +272,6 @@ void UcxAgent::sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to) {
           failLater(std::move(*call), error);
         }
       });
-  callBeingSent = 0;
 }
 
 void UcxAgent::await(
@@ -271,6 +295,10 @@ void UcxAgent::await(
   leader.wait([&] { return future.completed(); }, interrupted);
 }
 
+uint64_t UcxAgent::lastCallId() {
+  return lastCall.id;
+}
+
 bool UcxAgent::awaitedHere(uint64_t callId) const {
   return executor_.leads() && lastCall.agent == this && lastCall.id == callId;
 }
@@ -288,10 +316,7 @@ base::Error UcxAgent::limit(PendingCall& call, const rpc::Message& message) {
       return {}; // what others wait for: RRefs, backward passes, shutdown
   }
   if (load_.countsBytes()) {
-    call.bytes = message.payload().size();
-    for (const auto& tensor : message.tensors()) {
-      call.bytes += tensor.has_storage() ? tensor.storage().nbytes() : 0;
-    }
+    call.bytes = bytesOf(message);
   }
   base::Error error = load_.begin(
       call.to,
@@ -333,13 +358,11 @@ void UcxAgent::finish(
   }
   if (raised != nullptr) {
     metrics::add(counters_.callsFailed, 1);
+    log(call, /*failed=*/true);
     settle(call, [&] { call.future->setError(std::move(raised)); });
   } else {
-    const auto elapsed = PendingCall::Clock::now() - call.sentAt;
-    metrics::add(
-        counters_.latencyMicroseconds,
-        std::chrono::duration_cast<std::chrono::microseconds>(elapsed).count());
-    metrics::add(counters_.latencyCalls, 1);
+    counters_.latency.add(PendingCall::Clock::now() - call.sentAt);
+    log(call, /*failed=*/false);
     auto storages = message->getStorages();
     settle(call, [&] {
       call.future->markCompleted(
@@ -351,6 +374,7 @@ void UcxAgent::finish(
 
 void UcxAgent::fail(PendingCall call, const base::Error& error) {
   metrics::add(counters_.callsFailed, 1);
+  log(call, /*failed=*/true);
   const std::string what = call.label + " on worker \"" + call.worker + "\"";
   std::string text;
   if (error.kind == base::ErrorKind::kTimedOut) {
@@ -388,44 +412,6 @@ void UcxAgent::failLater(PendingCall call, const base::Error& error) {
       base::makeTask([this, call = std::move(call), error]() mutable {
         fail(std::move(call), error);
       }));
-}
-
-// ---- what the group looks like ---------------------------------------------
-
-std::string UcxAgent::address() const {
-  return remote_->address();
-}
-
-const rpc::WorkerInfo& UcxAgent::getWorkerInfo(const std::string& name) const {
-  return membership_.byName(name);
-}
-
-const rpc::WorkerInfo& UcxAgent::getWorkerInfo(rpc::worker_id_t id) const {
-  return membership_.byId(id);
-}
-
-std::vector<rpc::WorkerInfo> UcxAgent::getWorkerInfos() const {
-  return membership_.all();
-}
-
-void UcxAgent::setDeviceMaps(
-    std::unordered_map<std::string, rpc::DeviceMap> deviceMaps,
-    std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps,
-    std::vector<c10::Device> devices) {
-  std::lock_guard lock(devicesMutex_);
-  deviceMaps_ = std::move(deviceMaps);
-  reverseDeviceMaps_ = std::move(reverseDeviceMaps);
-  devices_ = std::move(devices);
-}
-
-rpc::DeviceMap UcxAgent::getDeviceMap(const rpc::WorkerInfo& to) const {
-  std::lock_guard lock(devicesMutex_);
-  auto it = deviceMaps_.find(to.name_);
-  return it == deviceMaps_.end() ? rpc::DeviceMap{} : it->second;
-}
-
-const std::vector<c10::Device>& UcxAgent::getDevices() const {
-  return devices_;
 }
 
 } // namespace torch_rpc_ext::agent

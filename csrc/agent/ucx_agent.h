@@ -3,6 +3,9 @@
 #include "agent/agent_options.h"
 #include "agent/barrier.h"
 #include "agent/codec.h"
+#include "agent/device/event_waiter.h"
+#include "agent/device/same_process.h"
+#include "agent/device/tables.h"
 #include "agent/executor.h"
 #include "agent/load_limits.h"
 #include "agent/membership.h"
@@ -10,6 +13,7 @@
 #include "agent/pending_calls.h"
 #include "agent/running_requests.h"
 #include "memory/buffer_cache.h"
+#include "metrics/call_log.h"
 #include "metrics/counters.h"
 #include "transport/transport.h"
 
@@ -85,15 +89,24 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // ---- ours ----
   // What other members need to reach this one.
   std::string address() const;
-  Membership& membership() {
+  const Membership& membership() const {
     return membership_;
   }
   // What all members share, before the first connection: the group's id, and
-  // the secret that lets them in.
-  void setGroup(const std::string& id, const std::string& secret) {
-    membership_.setGroup(id);
-    remote_->setSecret(secret);
+  // the secret that lets them in. The members are added after it.
+  void setGroup(const std::string& id, const std::string& secret);
+  // Adds a member, or puts it in the place of its former life, which is dead.
+  void addMember(
+      const std::string& name,
+      rpc::worker_id_t id,
+      std::string address,
+      uint32_t life);
+  void removeMember(const std::string& name) {
+    membership_.remove(name);
   }
+  // An error if the RRef's owner has died since it was made; none if it has
+  // not been started again, when its calls fail by themselves.
+  base::Error ownerDied(const rpc::RRefId& rref, rpc::worker_id_t owner) const;
   void setDeviceMaps(
       std::unordered_map<std::string, rpc::DeviceMap> deviceMaps,
       std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps,
@@ -109,6 +122,21 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void watch(rpc::worker_id_t id) {
     peers_.connection(id);
   }
+  // False once it has been noticed that a worker is gone. Throws for one that
+  // is not in the group.
+  bool isAlive(const std::string& worker);
+  // By name: times in ns, sizes in bytes.
+  std::map<std::string, metrics::Distribution> histograms() const;
+  // While a profiler is on: keeps up to `most` calls of each side, and measures
+  // the waits for the GIL, until endCallLog().
+  void beginCallLog(size_t most);
+  struct LoggedCalls {
+    std::vector<metrics::LoggedCall> sent;
+    std::vector<metrics::LoggedCall> served;
+  };
+  LoggedCalls endCallLog();
+  // The number of this thread's last call; 0 for none.
+  static uint64_t lastCallId();
   bool isStaticGroup() const {
     return isStaticGroup_;
   }
@@ -145,6 +173,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
  private:
   // A message on its way in, until it can be served.
   struct Arrival;
+  // A request from then until its answer.
+  struct Served;
   struct Waiter;
 
   // ---- transport::Handler ----
@@ -165,9 +195,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Looks into the receive memory after a while, for what is idle.
   void trimLater();
   void trim();
-  // What a worker that is lost has begun and held here: autograd contexts
-  // (pytorch issue 26379), and RRefs if it is dead.
-  void release(const std::string& worker, bool died);
+  void heardOf(const transport::ConnectionPtr& connection);
+  // What a worker that is lost has begun and held here in that life: autograd
+  // contexts (pytorch issue 26379), and RRefs if it is dead.
+  void release(const Membership::MemberPtr& worker, bool died);
 
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
@@ -179,7 +210,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       uint64_t callId,
       const rpc::Message& message);
   c10::intrusive_ptr<rpc::JitFuture> execute(
-      c10::intrusive_ptr<rpc::Message> request);
+      c10::intrusive_ptr<rpc::Message> request,
+      device::Streams streams);
+  void answer(Served served, c10::intrusive_ptr<rpc::Message> response);
   static c10::intrusive_ptr<rpc::Message> responseOf(
       rpc::JitFuture& future,
       uint64_t callId);
@@ -187,16 +220,53 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       uint64_t callId,
       c10::intrusive_ptr<rpc::Message> message);
+  void sendReply(const transport::ConnectionPtr& connection, Encoded encoded);
+  void replyUnsent(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      const base::Error& why);
+
+  // Tensors of devices, both sides (ucx_agent_devices.cpp).
+  using Ready = std::function<void(base::Result<Encoded>)>;
+  device::BesideWay* besideOf(const transport::ConnectionPtr& connection);
+  base::Result<c10::intrusive_ptr<rpc::Message>> decode(
+      Arrival& arrival,
+      const device::Streams& streams);
+  base::Error encodeFromDevices(
+      const c10::intrusive_ptr<rpc::Message>& message,
+      const EncodeOptions& options,
+      const device::Route& route,
+      device::BesideWay* beside,
+      Ready ready);
+  base::Error sendFromDevices(
+      uint64_t callId,
+      const c10::intrusive_ptr<rpc::Message>& message,
+      const device::Route& route,
+      const transport::ConnectionPtr& connection);
+  void replyFromDevices(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      const c10::intrusive_ptr<rpc::Message>& message,
+      const device::Route& route);
 
   // Client side.
   // This thread is in await() for that call.
   bool awaitedHere(uint64_t callId) const;
-  void sendCall(uint64_t callId, Encoded encoded, rpc::worker_id_t to);
+  // Takes its call from those under way, as never made.
+  void withdraw(uint64_t callId);
+  void sendCall(
+      uint64_t callId,
+      Encoded encoded,
+      const transport::ConnectionPtr& connection);
   void complete(Arrival& arrival, PendingCall call);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
   void failLater(PendingCall call, const base::Error& error);
   void callEnded(const PendingCall& call);
+  // For messages about an RRef that the callee's former life owned.
+  base::Error ownerDied(const rpc::Message& message, rpc::worker_id_t owner)
+      const;
+  void log(const PendingCall& call, bool failed);
   // Waits for room where the callee has much to do; only what users call.
   base::Error limit(PendingCall& call, const rpc::Message& message);
 
@@ -211,6 +281,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   Executor executor_; // first: the others use its Poller
   const std::shared_ptr<memory::BufferCache> cache_;
   metrics::Counters counters_;
+  metrics::CallLog sentLog_;
+  metrics::CallLog servedLog_;
+  std::atomic<bool> gilProfiled_{false}; // before beginCallLog()
   Membership membership_;
   std::shared_ptr<transport::Context> remote_;
   std::shared_ptr<transport::Context> loopback_;
@@ -228,10 +301,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::mutex callCountMutex_;
   std::condition_variable callCountChanged_;
 
-  mutable std::mutex devicesMutex_;
-  std::unordered_map<std::string, rpc::DeviceMap> deviceMaps_;
-  std::unordered_map<std::string, rpc::DeviceMap> reverseDeviceMaps_;
-  std::vector<c10::Device> devices_;
+  device::Tables devices_;
+  device::SameProcess sameProcess_;
+  device::EventWaiter deviceEvents_;
   std::atomic<bool> stopped_{false};
   std::atomic<bool> trimming_{false};
   base::Timer trimTimer_; // last: its handler uses the others

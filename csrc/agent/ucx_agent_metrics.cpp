@@ -1,8 +1,17 @@
 // UcxAgent, what it tells about itself.
 
+#include "agent/call_label.h"
 #include "agent/ucx_agent.h"
 
+#include <algorithm>
+
 namespace torch_rpc_ext::agent {
+
+namespace {
+
+constexpr double kNanosecondsPerMicrosecond = 1000;
+
+} // namespace
 
 std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
   const auto cache = cache_->stats();
@@ -33,8 +42,7 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       {"agent.bytes_received", std::to_string(counters_.bytesReceived.load())},
       {"agent.average_latency_us",
        std::to_string(
-           metrics::average(
-               counters_.latencyMicroseconds, counters_.latencyCalls))},
+           counters_.latency.read().mean() / kNanosecondsPerMicrosecond)},
       {"agent.receive_cache_hits", std::to_string(cache.hits)},
       {"agent.receive_cache_misses", std::to_string(cache.misses)},
       {"agent.receive_cache_idle_bytes", std::to_string(cache.idleBytes)},
@@ -42,7 +50,7 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
   };
   if (isGILProfilingEnabled()) {
     metrics["agent.gil_average_wait_time_us"] = std::to_string(
-        metrics::average(counters_.gilWaitMicroseconds, counters_.gilWaits));
+        counters_.gilWait.read().mean() / kNanosecondsPerMicrosecond);
   }
   return metrics;
 }
@@ -56,9 +64,51 @@ std::unordered_map<std::string, std::string> UcxAgent::getDebugInfo() {
   return info;
 }
 
-void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
-  metrics::add(counters_.gilWaitMicroseconds, wait.count());
-  metrics::add(counters_.gilWaits, 1);
+std::map<std::string, metrics::Distribution> UcxAgent::histograms() const {
+  return {
+      {"agent.latency", counters_.latency.read()},
+      {"agent.queue", counters_.queue.read()},
+      {"agent.execution", counters_.execution.read()},
+      {"agent.gil_wait", counters_.gilWait.read()},
+      {"agent.message_bytes", counters_.messageBytes.read()},
+  };
+}
+
+bool UcxAgent::isAlive(const std::string& worker) {
+  const rpc::worker_id_t id = membership_.byName(worker).id_;
+  if (id == workerInfo_.id_) {
+    return true;
+  }
+  // From here on its death is noticed.
+  peers_.connection(id);
+  return !peers_.isLost(worker);
+}
+
+void UcxAgent::beginCallLog(size_t most) {
+  gilProfiled_.store(isGILProfilingEnabled());
+  enableGILProfiling(true);
+  sentLog_.begin(most);
+  servedLog_.begin(most);
+}
+
+UcxAgent::LoggedCalls UcxAgent::endCallLog() {
+  if (sentLog_.on()) {
+    enableGILProfiling(gilProfiled_.load());
+  }
+  return {sentLog_.end(), servedLog_.end()};
+}
+
+void UcxAgent::log(const PendingCall& call, bool failed) {
+  if (!sentLog_.on()) {
+    return;
+  }
+  sentLog_.add(
+      {.id = call.id,
+       .peer = call.worker,
+       .label = call.label,
+       .begin = toNanoseconds(call.sentAt),
+       .end = toNanoseconds(PendingCall::Clock::now()),
+       .failed = failed});
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,6 +1,7 @@
 // UcxAgent, the receiving side: frames become requests that are served and
 // responses that complete calls.
 
+#include "agent/arrival.h"
 #include "agent/call_label.h"
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
@@ -15,6 +16,9 @@ namespace {
 
 constexpr double kTrimsPerIdleTime = 3;
 
+// What this thread has waited for the GIL so far.
+thread_local std::chrono::nanoseconds waitedForGil{0};
+
 base::Timer::Clock::duration toDuration(double seconds) {
   return std::chrono::duration_cast<base::Timer::Clock::duration>(
       std::chrono::duration<double>(seconds));
@@ -22,15 +26,14 @@ base::Timer::Clock::duration toDuration(double seconds) {
 
 } // namespace
 
-struct UcxAgent::Arrival {
+struct UcxAgent::Served {
   transport::ConnectionPtr connection;
-  std::unique_ptr<transport::Incoming> incoming;
-  std::optional<Decoder> decoder;
-  base::Error error; // of the bulk
-
-  const wire::CallHeader& header() const {
-    return decoder->header();
-  }
+  uint64_t id;
+  PendingCall::Clock::time_point arrived;
+  PendingCall::Clock::time_point started;
+  // While it is logged.
+  std::string label;
+  std::chrono::nanoseconds gilWait{0};
 };
 
 // ---- transport::Handler ----------------------------------------------------
@@ -42,13 +45,26 @@ std::string UcxAgent::introduction() {
 base::Error UcxAgent::onAccept(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
-  return peers_.onAccept(connection, hello);
+  auto error = peers_.onAccept(connection, hello);
+  heardOf(connection);
+  return error;
 }
 
 base::Error UcxAgent::onConnected(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
-  return peers_.onConnected(connection, hello);
+  auto error = peers_.onConnected(connection, hello);
+  heardOf(connection);
+  return error;
+}
+
+void UcxAgent::heardOf(const transport::ConnectionPtr& connection) {
+  // Still lost is one that was refused, or only asks whether it may come back:
+  // the end of the group must not wait for it.
+  const std::string name = peers_.nameOf(connection.get());
+  if (!peers_.isLost(name)) {
+    barrier_.regain(name);
+  }
 }
 
 void UcxAgent::onClosed(
@@ -65,22 +81,30 @@ void UcxAgent::onClosed(
   if (gone) {
     barrier_.lose(
         *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
-    release(*gone, connection->peerDied());
+    if (const auto id = membership_.idOf(*gone)) {
+      release(membership_.find(*id), connection->peerDied());
+    }
   }
 }
 
-void UcxAgent::release(const std::string& worker, bool died) {
-  const auto id = membership_.idOf(worker);
-  if (!id || stopped_.load()) {
+void UcxAgent::release(const Membership::MemberPtr& worker, bool died) {
+  if (worker == nullptr || stopped_.load()) {
     return;
   }
   // Sends to the others that took part; not for the thread that polls.
-  executor_.submit(base::makeTask([this, id = *id, worker, died] {
-    const size_t contexts = compat::releaseAutogradOf(id);
-    // One that cannot be reached may come back, and use its RRefs.
+  executor_.submit(base::makeTask([this, worker, died] {
+    const auto id = static_cast<rpc::worker_id_t>(worker->info.id_);
+    // It may have come back meanwhile, and begun anew.
+    const auto now = membership_.find(id);
+    std::optional<uint32_t> successor;
+    if (now != nullptr && now->life > worker->life) {
+      successor = now->life;
+    }
+    const size_t contexts = compat::releaseAutogradOf(id, successor);
+    // One that cannot be reached may be heard of again, and use its RRefs.
     RRefs values;
     if (died) {
-      values = compat::releaseRRefsOf(id);
+      values = compat::releaseRRefsOf(id, successor);
     }
     if (contexts + values.size() != 0) {
       base::log(
@@ -88,7 +112,7 @@ void UcxAgent::release(const std::string& worker, bool died) {
           "released " + std::to_string(contexts) +
               " distributed autograd contexts and " +
               std::to_string(values.size()) + " values of RRefs of worker \"" +
-              worker + "\"");
+              worker->info.name_ + "\"");
     }
     if (!values.empty() && dropValues_) {
       dropValues_(std::move(values));
@@ -127,7 +151,7 @@ void UcxAgent::onFrame(
   }
   const Executor::Claim claim(response && awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
-    auto none = arrival->decoder->allocate(*cache_, {});
+    auto none = arrival->decoder->allocate(*cache_, {}, devices_.devices());
     if (!none.ok()) {
       arrival->error = none.error();
     }
@@ -143,9 +167,10 @@ void UcxAgent::onFrame(
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
   auto* const incoming = arrival->incoming.get();
   auto spans = arrival->decoder->allocate(
-      *cache_, incoming->bulkSizes(), [incoming](size_t index) {
-        return incoming->adopt(index);
-      });
+      *cache_,
+      incoming->bulkSizes(),
+      devices_.devices(),
+      [incoming](size_t index) { return incoming->adopt(index); });
   if (!spans.ok()) {
     incoming->refuse(spans.error());
     arrival->error = spans.error();
@@ -206,6 +231,7 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
       }
     }));
   } else {
+    arrival->at = PendingCall::Clock::now();
     executor_.submitRequest(
         base::makeTask(
             [this, arrival = std::move(arrival)] { serve(*arrival); }));
@@ -219,31 +245,46 @@ void UcxAgent::complete(Arrival& arrival, PendingCall call) {
     fail(std::move(call), arrival.error);
     return;
   }
-  auto message = arrival.decoder->finish();
+  const auto streams = arrival.decoder->hasDevices()
+      ? device::poolStreams(devices_.devices())
+      : device::Streams();
+  auto message = decode(arrival, streams);
   if (!message.ok()) {
     fail(std::move(call), message.error());
     return;
   }
   arrival.incoming.reset();
+  // The future remembers what is queued on the current streams.
+  const device::StreamScope scope(streams);
   finish(std::move(call), std::move(message.value()));
 }
 
 // ---- requests --------------------------------------------------------------
 
+void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
+  waitedForGil += wait;
+  counters_.gilWait.add(wait);
+}
+
 void UcxAgent::serve(Arrival& arrival) {
-  const uint64_t id = arrival.header().callId;
-  const transport::ConnectionPtr connection = arrival.connection;
+  Served served{
+      .connection = arrival.connection,
+      .id = arrival.header().callId,
+      .arrived = arrival.at,
+      .started = PendingCall::Clock::now()};
+  counters_.queue.add(served.started - served.arrived);
+  const auto streams = device::poolStreams(devices_.devices());
   auto message = arrival.error
       ? base::Result<c10::intrusive_ptr<rpc::Message>>(arrival.error)
-      : arrival.decoder->finish();
+      : decode(arrival, streams);
   if (!message.ok()) {
     reply(
-        connection,
-        id,
+        served.connection,
+        served.id,
         rpc::createExceptionResponse(
             "worker \"" + workerInfo_.name_ +
                 "\" could not take the message: " + message.error().message,
-            static_cast<int64_t>(id)));
+            static_cast<int64_t>(served.id)));
     return;
   }
   arrival.incoming.reset();
@@ -253,29 +294,61 @@ void UcxAgent::serve(Arrival& arrival) {
 
   c10::intrusive_ptr<rpc::JitFuture> future;
   {
-    const RunningRequests::Entry entry(
-        runningRequests_, labelOf(*message.value()));
-    future = execute(std::move(message.value()));
+    std::string label = labelOf(*message.value());
+    if (servedLog_.on()) {
+      served.label = label;
+    }
+    const RunningRequests::Entry entry(runningRequests_, std::move(label));
+    const auto before = waitedForGil;
+    future = execute(std::move(message.value()), streams);
+    served.gilWait = waitedForGil - before;
   }
+  const uint64_t id = served.id;
   if (future->completed()) {
     counters_.serverActiveCalls.fetch_sub(1);
+    const device::StreamScope scope(streams);
+    if (!streams.empty()) {
+      future->wait(); // makes the current streams wait, and nothing else
+    }
     auto response = responseOf(*future, id);
     // Before the answer is sent: nobody else may refer to its tensors when
     // their memory is given away.
     future.reset();
-    reply(connection, id, std::move(response));
+    answer(std::move(served), std::move(response));
     return;
   }
   counters_.serverActiveAsyncCalls.fetch_add(1);
-  future->addCallback([this, connection, id](rpc::JitFuture& done) {
-    counters_.serverActiveCalls.fetch_sub(1);
-    counters_.serverActiveAsyncCalls.fetch_sub(1);
-    reply(connection, id, responseOf(done, id));
-  });
+  future->addCallback(
+      [this, id, served = std::move(served)](rpc::JitFuture& done) {
+        counters_.serverActiveCalls.fetch_sub(1);
+        counters_.serverActiveAsyncCalls.fetch_sub(1);
+        answer(served, responseOf(done, id));
+      });
+}
+
+void UcxAgent::answer(
+    Served served,
+    c10::intrusive_ptr<rpc::Message> response) {
+  const auto now = PendingCall::Clock::now();
+  counters_.execution.add(now - served.started);
+  if (servedLog_.on() && !served.label.empty()) {
+    // Before the caller hears of it, who may ask for the log next.
+    servedLog_.add(
+        {.id = served.id,
+         .peer = peers_.nameOf(served.connection.get()),
+         .label = std::move(served.label),
+         .begin = toNanoseconds(served.arrived),
+         .start = toNanoseconds(served.started),
+         .end = toNanoseconds(now),
+         .gilWait = served.gilWait.count(),
+         .bytes = bytesOf(*response)});
+  }
+  reply(served.connection, served.id, std::move(response));
 }
 
 c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
-    c10::intrusive_ptr<rpc::Message> request) {
+    c10::intrusive_ptr<rpc::Message> request,
+    device::Streams streams) {
   try {
     // torch leaves its profiler's state behind on a thread that served a
     // profiled request, which then records no other: give it one to spoil.
@@ -283,7 +356,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       guard.emplace(at::ThreadLocalState());
     }
-    return (*cb_)(*request, {});
+    return (*cb_)(*request, std::move(streams));
   } catch (const std::exception& error) {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
@@ -304,31 +377,60 @@ void UcxAgent::reply(
     const transport::ConnectionPtr& connection,
     uint64_t callId,
     c10::intrusive_ptr<rpc::Message> message) {
-  auto encoded =
-      encode(message, callId, wire::CallKind::kResponse, options_.inlineBytes);
-  if (!encoded.ok()) {
-    message = rpc::createExceptionResponse(
-        "worker \"" + workerInfo_.name_ +
-            "\" could not send its result: " + encoded.error().message,
-        static_cast<int64_t>(callId));
-    encoded = encode(
-        message, callId, wire::CallKind::kResponse, options_.inlineBytes);
-    if (!encoded.ok()) {
-      return; // a text without tensors: cannot happen
-    }
+  const bool fromDevices = device::anyOn(message->tensors());
+  std::string caller;
+  device::Route route{.request = false};
+  if (fromDevices || devices_.any()) {
+    caller = peers_.nameOf(connection.get());
+    route.receiver = &caller;
+    route.map = devices_.mapBackTo(caller);
   }
+  if (fromDevices) {
+    replyFromDevices(connection, callId, message, route);
+    return;
+  }
+  auto encoded = encode(
+      message,
+      {callId, wire::CallKind::kResponse, options_.inlineBytes},
+      route);
   message.reset();
-  const bool given = encoded.value().giveAway(*cache_);
-  metrics::add(counters_.bytesSent, encoded.value().totalBytes);
-  base::Buffer head = std::move(encoded.value().head);
-  std::vector<transport::BulkSpan> bulk = std::move(encoded.value().bulk);
-  const bool borrowed = !bulk.empty();
+  if (!encoded.ok()) {
+    replyUnsent(connection, callId, encoded.error());
+    return;
+  }
+  sendReply(connection, std::move(encoded.value()));
+}
+
+void UcxAgent::replyUnsent(
+    const transport::ConnectionPtr& connection,
+    uint64_t callId,
+    const base::Error& why) {
+  const auto message = rpc::createExceptionResponse(
+      "worker \"" + workerInfo_.name_ +
+          "\" could not send its result: " + why.message,
+      static_cast<int64_t>(callId));
+  auto encoded = encode(
+      message, {callId, wire::CallKind::kResponse, options_.inlineBytes});
+  if (encoded.ok()) { // a text without tensors: always
+    sendReply(connection, std::move(encoded.value()));
+  }
+}
+
+void UcxAgent::sendReply(
+    const transport::ConnectionPtr& connection,
+    Encoded encoded) {
+  const bool given = encoded.giveAway(*cache_);
+  metrics::add(counters_.bytesSent, encoded.totalBytes);
+  counters_.messageBytes.add(encoded.totalBytes);
+  const bool borrows = encoded.borrows();
+  base::Buffer head = std::move(encoded.head);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   connection->send(
       std::move(head),
       std::move(bulk),
       [given,
-       held = borrowed ? std::make_shared<Encoded>(std::move(encoded.value()))
-                       : nullptr](const base::Error& error) {
+       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+                      : nullptr](const base::Error& error) {
         // A response that its caller refuses or does not live to see is
         // nobody's loss here; the caller has its own error.
         if (error && given) {

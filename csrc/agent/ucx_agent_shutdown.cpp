@@ -89,8 +89,13 @@ int64_t UcxAgent::barrier(int64_t active, Clock::time_point deadline) {
       encodeRound(barrierRound_++, active),
       std::vector<at::Tensor>{},
       static_cast<rpc::MessageType>(kBarrierRequestType));
-  auto encoded = encode(message, id, wire::CallKind::kRequest, UINT64_MAX);
-  sendCall(id, std::move(encoded.value()), leader->id_);
+  auto encoded = encode(message, {id, wire::CallKind::kRequest, UINT64_MAX});
+  try {
+    sendCall(id, std::move(encoded.value()), peers_.connection(leader->id_));
+  } catch (const std::exception&) {
+    withdraw(id);
+    throw;
+  }
 
   auto waiter = std::make_shared<Waiter>();
   future->addCallback([waiter](rpc::JitFuture&) {

@@ -20,6 +20,8 @@ const char* toString(ErrorKind kind) {
       return "invalid";
     case ErrorKind::kSystem:
       return "system";
+    case ErrorKind::kUnsupported:
+      return "unsupported";
   }
   return "unknown";
 }

@@ -18,7 +18,8 @@ enum class ErrorKind : uint8_t {
   kOverloaded, // a limit was reached: back off, then retry
   kShutDown, // this worker or the peer is shutting down: give up
   kInvalid, // malformed bytes or arguments: a bug or a stranger
-  kSystem, // the operating system or UCX failed: see the message
+  kSystem, // the operating system, UCX or CUDA failed: see the message
+  kUnsupported, // not on this machine: take another way
 };
 
 const char* toString(ErrorKind kind);

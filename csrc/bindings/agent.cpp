@@ -11,8 +11,6 @@
 #include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <mutex>
-
 namespace torch_rpc_ext::bindings {
 
 namespace py = pybind11;
@@ -51,10 +49,6 @@ std::shared_ptr<UcxAgent> makeAgent(
     const std::string& name,
     rpc::worker_id_t id,
     bool isStatic) {
-  if (!isStatic) {
-    static std::once_flag once;
-    std::call_once(once, compat::beginRRefIdsAtRandom);
-  }
   std::shared_ptr<UcxAgent> agent(
       new UcxAgent(
           options,
@@ -132,6 +126,11 @@ void bindOptions(py::module_& module) {
           faults,
           messagesToFail,
           std::vector<std::string>)
+      .TORCH_RPC_EXT_FIELD(
+          "fault_messages_to_lose",
+          faults,
+          messagesToLose,
+          std::vector<std::string>)
       .def_property(
           "fault_messages_to_delay",
           [](const AgentOptions& o) { return o.faults.messagesToDelay; },
@@ -187,6 +186,16 @@ void watchCreation(const rpc::PyRRef& python) {
   });
 }
 
+// Raises where the RRef's owner has died since it was made.
+void requireOwner(const UcxAgent& agent, const rpc::PyRRef& python) {
+  const auto rref =
+      c10::static_intrusive_pointer_cast<rpc::RRef>(python.toIValue().toRRef());
+  const base::Error error = agent.ownerDied(rref->rrefId(), rref->owner());
+  if (error) {
+    throw agent::RpcError(error.kind, rref->ownerName(), error.message);
+  }
+}
+
 std::vector<std::map<std::string, std::string>> describePeers(
     const UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
@@ -200,6 +209,51 @@ std::vector<std::map<std::string, std::string>> describePeers(
   return peers;
 }
 
+using PlainHistogram =
+    std::tuple<std::vector<uint64_t>, std::vector<uint64_t>, uint64_t>;
+
+std::map<std::string, PlainHistogram> describeHistograms(
+    const UcxAgent& agent) {
+  std::map<std::string, PlainHistogram> plain;
+  for (auto& [name, histogram] : agent.histograms()) {
+    plain[name] = {histogram.bounds, histogram.counts, histogram.sum};
+  }
+  return plain;
+}
+
+// What profiles, torch_rpc_ext/profiler, has names for the fields.
+py::tuple toPlain(const std::vector<metrics::LoggedCall>& calls) {
+  py::list plain;
+  for (const auto& call : calls) {
+    plain.append(
+        py::make_tuple(
+            call.id,
+            call.peer,
+            call.label,
+            call.begin,
+            call.start,
+            call.end,
+            call.gilWait,
+            call.bytes,
+            call.failed));
+  }
+  return py::tuple(plain);
+}
+
+void bindProfiling(
+    py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>>& agent) {
+  agent.def("get_histograms", &describeHistograms, Release())
+      .def(
+          "begin_call_log", &UcxAgent::beginCallLog, Release(), py::arg("most"))
+      .def(
+          "end_call_log",
+          [](UcxAgent& self) {
+            const auto logged = self.endCallLog();
+            return py::make_tuple(toPlain(logged.sent), toPlain(logged.served));
+          })
+      .def_static("last_call_id", &UcxAgent::lastCallId);
+}
+
 } // namespace
 
 void bindAgent(py::module_& module) {
@@ -211,8 +265,10 @@ void bindAgent(py::module_& module) {
       [](int64_t /*rank*/) { compat::forgetAutogradWorker(); },
       py::arg("rank"),
       "Lets init_rpc run again in this process with another rank.");
-  py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>>(
-      module, "UcxAgent")
+  py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>> agent(
+      module, "UcxAgent");
+  bindProfiling(agent);
+  agent
       .def(
           py::init(&makeAgent),
           py::arg("options"),
@@ -231,11 +287,13 @@ void bindAgent(py::module_& module) {
           [](UcxAgent& self,
              const py::bytes& group,
              const std::vector<
-                 std::tuple<std::string, rpc::worker_id_t, py::bytes>>& members,
+                 std::
+                     tuple<std::string, rpc::worker_id_t, py::bytes, uint32_t>>&
+                 members,
              const py::bytes& secret) {
             self.setGroup(group, secret);
-            for (const auto& [name, id, address] : members) {
-              self.membership().add(name, id, address);
+            for (const auto& [name, id, address, life] : members) {
+              self.addMember(name, id, address, life);
             }
           },
           py::arg("group"),
@@ -246,16 +304,20 @@ void bindAgent(py::module_& module) {
           [](UcxAgent& self,
              const std::string& name,
              rpc::worker_id_t id,
-             const py::bytes& address) {
-            self.membership().add(name, id, address);
+             const py::bytes& address,
+             uint32_t life) {
+            std::string bytes = address;
+            py::gil_scoped_release release;
+            self.addMember(name, id, std::move(bytes), life);
           },
           py::arg("name"),
           py::arg("worker_id"),
-          py::arg("address"))
+          py::arg("address"),
+          py::arg("life"))
       .def(
           "remove_member",
           [](UcxAgent& self, const std::string& name) {
-            self.membership().remove(name);
+            self.removeMember(name);
           },
           py::arg("name"))
       .def(
@@ -303,6 +365,7 @@ void bindAgent(py::module_& module) {
       .def_property_readonly("pending_calls", &UcxAgent::pendingCalls)
       .def_property_readonly("pending_deadlines", &UcxAgent::pendingDeadlines)
       .def("describe", &UcxAgent::getMetrics, Release())
+      .def("require_owner", &requireOwner, py::arg("rref"))
       .def("lost_workers", &UcxAgent::lostWorkers, Release())
       .def("watch", &UcxAgent::watch, Release(), py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())

@@ -8,5 +8,6 @@ void bindErrors(pybind11::module_& module);
 void bindUcx(pybind11::module_& module);
 void bindAgent(pybind11::module_& module);
 void bindWire(pybind11::module_& module);
+void bindCuda(pybind11::module_& module);
 
 } // namespace torch_rpc_ext::bindings

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   bindUcx(module);
   bindAgent(module);
   bindWire(module);
+  bindCuda(module);
 }

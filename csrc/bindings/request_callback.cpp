@@ -1,10 +1,14 @@
 #include "bindings/request_callback.h"
 
 #include "agent/rpc_error.h"
+#include "agent/ucx_agent.h"
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
 
+#include <chrono>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -21,6 +25,19 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
  public:
   GuardedCallback(agent::AllowList allowed, std::string worker)
       : allowed_(std::move(allowed)), worker_(std::move(worker)) {}
+
+  // Upstream's profiling of the GIL leaves out a request's first wait for it,
+  // which is most of them all.
+  std::unique_ptr<rpc::RpcCommandBase> deserializePythonRpcCommand(
+      std::unique_ptr<rpc::RpcCommandBase> command,
+      const rpc::MessageType& type) const override {
+    if (type == rpc::MessageType::PYTHON_CALL ||
+        type == rpc::MessageType::PYTHON_REMOTE_CALL) {
+      waitForGil();
+    }
+    return RequestCallbackImpl::deserializePythonRpcCommand(
+        std::move(command), type);
+  }
 
   FuturePtr processScriptCall(
       rpc::RpcCommandBase& command,
@@ -43,6 +60,21 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   }
 
  private:
+  // While the GIL is profiled: waits until it is free, and counts that. It is
+  // given back, because upstream wants to come without it.
+  static void waitForGil() {
+    const auto ours = std::dynamic_pointer_cast<agent::UcxAgent>(
+        rpc::RpcAgent::getCurrentRpcAgent());
+    if (ours == nullptr || !ours->isGILProfilingEnabled()) {
+      return;
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    const pybind11::gil_scoped_acquire gil;
+    ours->addGilWaitTime(
+        std::chrono::duration_cast<std::chrono::microseconds>(
+            std::chrono::steady_clock::now() - begin));
+  }
+
   FuturePtr refusal(const rpc::ScriptCall& call) const {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     const std::string name = agent::nameOf(call);

@@ -43,9 +43,9 @@ py::tuple encodeMessage(
       static_cast<rpc::MessageType>(messageType));
   auto result = agent::encode(
       message,
-      static_cast<uint64_t>(callId),
-      wire::CallKind::kRequest,
-      inlineThreshold);
+      {static_cast<uint64_t>(callId),
+       wire::CallKind::kRequest,
+       inlineThreshold});
   message.reset(); // what is still needed, `Encoded` must hold
   agent::Encoded& encoded = unwrap(result);
   py::list bulk;
@@ -66,7 +66,7 @@ py::tuple decodeMessage(
     sizes.push_back(bytes.size());
   }
   BufferCache cache(0);
-  auto allocated = decoder.allocate(cache, sizes);
+  auto allocated = decoder.allocate(cache, sizes, /*devices=*/{});
   const auto& spans = unwrap(allocated);
   for (size_t i = 0; i < spans.size() && i < bulk.size(); ++i) {
     std::memcpy(spans[i].data, bulk[i].data(), spans[i].size);

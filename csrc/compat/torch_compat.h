@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <random>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -42,6 +42,10 @@ TORCH_RPC_EXT_EXPOSE(
     AutogradContexts,
     torch::distributed::autograd::DistAutogradContainer,
     autograd_contexts_)
+TORCH_RPC_EXT_EXPOSE(
+    AutogradNextContext,
+    torch::distributed::autograd::DistAutogradContainer,
+    next_context_id_)
 TORCH_RPC_EXT_EXPOSE(RRefAgent, torch::distributed::rpc::RRefContext, agent_)
 TORCH_RPC_EXT_EXPOSE(
     RRefDestroyed,
@@ -69,19 +73,50 @@ inline void forgetAutogradWorker() {
   }
 }
 
-// Releases the distributed autograd contexts that a worker began, here and at
-// the workers that this one knows of; returns how many there were here. torch
-// can release a context, but cannot say which there are.
-inline size_t releaseAutogradOf(torch::distributed::rpc::worker_id_t worker) {
+// The lives of a worker (agent/hello.h) in the ids that torch makes. An id of a
+// context is the worker's, then a counter, which begins at 0 in each process.
+// Here 16 bits of it are the worker's life.
+constexpr int kContextWorkerShift = 48;
+constexpr int kContextLifeShift = 32;
+// An id of an RRef or fork is the worker's beside a counter. Here 23 bits of it
+// are the greatest life that its maker had heard of, anybody's.
+constexpr int kRRefLifeShift = 40;
+
+constexpr int64_t lifeInContextId(uint32_t life) {
+  return static_cast<int64_t>(life & 0xffff) << kContextLifeShift;
+}
+
+// The distributed autograd contexts of this process are of that life. Before
+// the first one of a group.
+inline void beginContextIds(uint32_t life) {
   using torch::distributed::autograd::DistAutogradContainer;
-  constexpr int kWorkerShift = 48; // an id is the worker's, then a counter
+  constexpr int64_t kLife = lifeInContextId(0xffff);
+  try {
+    auto& next = DistAutogradContainer::getInstance().*
+        privateMember(AutogradNextContext{});
+    next = (next.load() & ~kLife) | lifeInContextId(life);
+  } catch (const std::exception&) {
+    // init_rpc has not initialised it: then there will be no contexts.
+  }
+}
+
+// Releases the distributed autograd contexts that a worker began, those of its
+// life `except` excepted, here and at the workers that this one knows of;
+// returns how many there were here. torch can release a context, but cannot
+// say which there are.
+inline size_t releaseAutogradOf(
+    torch::distributed::rpc::worker_id_t worker,
+    std::optional<uint32_t> except) {
+  using torch::distributed::autograd::DistAutogradContainer;
+  constexpr int64_t kLife = lifeInContextId(0xffff);
   try {
     auto& container = DistAutogradContainer::getInstance();
     std::vector<int64_t> ids;
     for (auto& shard : container.*privateMember(AutogradContexts{})) {
       std::lock_guard lock(shard.lock);
       for (const auto& entry : shard.contexts) {
-        if (entry.first >> kWorkerShift == worker) {
+        if (entry.first >> kContextWorkerShift == worker &&
+            !(except && (entry.first & kLife) == lifeInContextId(*except))) {
           ids.push_back(entry.first);
         }
       }
@@ -108,15 +143,28 @@ inline void renewRRefContext(
   context.*privateMember(RRefDestroyed{}) = false;
 }
 
-// An id is the worker's, then a counter from 0: a worker that comes back would
-// make the ids of its former life again, and be given the values that the
-// others still hold for those. To be called once, before the first RRef of a
-// process whose name may have had another life.
-inline void beginRRefIdsAtRandom() {
-  std::random_device source;
-  // 2^32 RRefs until the next start.
-  const int64_t start = static_cast<int64_t>(source() & 0x3fffffff) << 32;
-  *privateMember(RRefNextLocalId{}) = start;
+// From now on RRefs know of that life, so that no id is one that a former life
+// of this worker made, whose values the others may still hold, and that it can
+// be told from an id whether its RRef was made for a former life of its owner.
+// Counting goes on in the bits below: within a process no id comes twice.
+inline void beginRRefIds(uint32_t life) {
+  constexpr int64_t kCounter = (int64_t{1} << kRRefLifeShift) - 1;
+  auto& next = *privateMember(RRefNextLocalId{});
+  int64_t before = next.load();
+  while (!next.compare_exchange_weak(
+      before,
+      (static_cast<int64_t>(life) << kRRefLifeShift) | (before & kCounter))) {
+  }
+}
+
+inline uint32_t lifeOfRRefs() {
+  return static_cast<uint32_t>(
+      *privateMember(RRefNextLocalId{}) >> kRRefLifeShift);
+}
+
+// Whether the RRef was made before its owner had that life.
+inline bool isOlder(const torch::distributed::rpc::RRefId& id, uint32_t life) {
+  return id.localId_ >> kRRefLifeShift < static_cast<int64_t>(life);
 }
 
 // RRef::handleError() keeps its handlers in a static table, and those hold the
@@ -135,13 +183,16 @@ inline void keepRRefErrorsHarmless() {
       *c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get()));
 }
 
-// Takes back the RRefs to values here that a worker got from remote(), and
-// returns the values that nobody else holds; these may need the GIL to go.
-// torch waits for the worker to give them back. An RRef that was passed on
-// counts for its new holder and stays: it is known by its number, because
-// remote() draws those of the RRef and of its first fork one after the other.
+// Takes back the RRefs to values here that a worker got from remote(), with
+// `before` only those of its lives before that one, and returns the values that
+// nobody else holds; these may need the GIL to go. torch waits for the worker
+// to give them back. An RRef that was passed on counts for its new holder and
+// stays: it is known by its number, because remote() draws those of the RRef
+// and of its first fork one after the other.
 inline std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>
-releaseRRefsOf(torch::distributed::rpc::worker_id_t worker) {
+releaseRRefsOf(
+    torch::distributed::rpc::worker_id_t worker,
+    std::optional<uint32_t> before) {
   namespace rpc = torch::distributed::rpc;
   auto& context = rpc::RRefContext::getInstance();
   std::vector<std::pair<rpc::RRefId, rpc::ForkId>> held;
@@ -149,7 +200,8 @@ releaseRRefsOf(torch::distributed::rpc::worker_id_t worker) {
     std::lock_guard lock(context.*privateMember(RRefMutex{}));
     for (const auto& [id, forks] : context.*privateMember(RRefForks{})) {
       const rpc::ForkId first(id.createdOn_, id.localId_ + 1);
-      if (id.createdOn_ == worker && forks.count(first) != 0) {
+      if (id.createdOn_ == worker && forks.count(first) != 0 &&
+          (!before || isOlder(id, *before))) {
         held.emplace_back(id, first);
       }
     }

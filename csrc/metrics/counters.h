@@ -1,5 +1,7 @@
 #pragma once
 
+#include "metrics/histogram.h"
+
 #include <atomic>
 #include <cstdint>
 
@@ -17,25 +19,21 @@ struct Counters {
   std::atomic<uint64_t> callsTimedOut{0};
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
-  // Of the calls that succeeded, from send() to the completed future.
-  std::atomic<uint64_t> latencyMicroseconds{0};
-  std::atomic<uint64_t> latencyCalls{0};
 
-  std::atomic<uint64_t> gilWaitMicroseconds{0};
-  std::atomic<uint64_t> gilWaits{0};
+  // Of the calls that succeeded, from send() to the completed future.
+  TimeHistogram latency;
+  // Of the requests served: from being here, tensors and all, until a thread
+  // takes it; from then until its answer is there.
+  TimeHistogram queue;
+  TimeHistogram execution;
+  // Only while upstream's profiling of the GIL is on.
+  TimeHistogram gilWait;
+  // Of requests and answers sent.
+  SizeHistogram messageBytes;
 };
 
 inline void add(std::atomic<uint64_t>& counter, uint64_t value) {
   counter.fetch_add(value, std::memory_order_relaxed);
-}
-
-inline double average(
-    const std::atomic<uint64_t>& sum,
-    const std::atomic<uint64_t>& count) {
-  const uint64_t n = count.load(std::memory_order_relaxed);
-  return n == 0 ? 0
-                : static_cast<double>(sum.load(std::memory_order_relaxed)) /
-          static_cast<double>(n);
 }
 
 } // namespace torch_rpc_ext::metrics

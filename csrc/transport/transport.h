@@ -88,12 +88,22 @@ class Connection {
   // sees kShutDown.
   virtual void close() = 0;
 
+  // Ends the connection without a word to the peer, which is known to be dead.
+  virtual void lose(const base::Error& /*why*/) {
+    close();
+  }
+
   // True for good once the connection has ended or failed to open: who wants
   // to go on has to connect anew.
   virtual bool closed() const = 0;
 
   // True once it is certain that the process at the other end is no more.
   virtual bool peerDied() const {
+    return false;
+  }
+
+  // Both ends are in this process.
+  virtual bool loopsBack() const {
     return false;
   }
 

@@ -21,6 +21,11 @@ constexpr size_t kStorageBytes = 8;
 constexpr size_t kRecordBytes = 16;
 constexpr size_t kDimBytes = 16;
 constexpr uint64_t kBulkBit = uint64_t{1} << 63;
+constexpr uint64_t kBesideBit = uint64_t{1} << 62;
+constexpr int kPlaceShift = 48;
+constexpr uint64_t kPlaceBits = uint64_t{0xff} << kPlaceShift;
+constexpr uint64_t kSizeBits = (uint64_t{1} << (kPlaceShift - 1)) - 1;
+static_assert(kMaxStorageBytes <= kSizeBits);
 
 Error invalid(std::string text) {
   return {ErrorKind::kInvalid, "call frame: " + std::move(text)};
@@ -150,6 +155,20 @@ void writeRecord(ByteWriter& writer, const TensorRecord& record) {
   writer.i64(record.offset);
 }
 
+bool isInline(const StorageEntry& storage) {
+  return !storage.bulk && !storage.beside;
+}
+
+uint64_t wordOf(const StorageEntry& storage) {
+  return storage.bytes.size | (storage.bulk ? kBulkBit : 0) |
+      (storage.beside ? kBesideBit : 0) |
+      uint64_t{storage.place} << kPlaceShift;
+}
+
+bool isInline(uint64_t word) {
+  return (word & (kBulkBit | kBesideBit)) == 0;
+}
+
 // What the sender must have got right, and the size of its frame.
 Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.records.size() > kMaxTensors) {
@@ -168,8 +187,12 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     if (storage.bytes.size > kMaxStorageBytes) {
       return exceeds("storage size", storage.bytes.size, kMaxStorageBytes);
     }
+    if (storage.beside && (storage.bulk || storage.place == kHostPlace)) {
+      return invalid(
+          "a storage for the CPU, or bulk, travels beside the frame");
+    }
     // At most 2^20 times 2^46: cannot overflow.
-    total += storage.bulk ? 0 : storage.bytes.size;
+    total += isInline(storage) ? storage.bytes.size : 0;
   }
   if (total > kMaxFrameBytes) {
     return exceeds("frame size", total, kMaxFrameBytes);
@@ -242,7 +265,7 @@ Result<base::Buffer> encode(const CallFrame& frame) {
   writer.u32(static_cast<uint32_t>(frame.storages.size()));
   writer.u32(static_cast<uint32_t>(frame.records.size()));
   for (const auto& storage : frame.storages) {
-    writer.u64(storage.bytes.size | (storage.bulk ? kBulkBit : 0));
+    writer.u64(wordOf(storage));
   }
   const Dim* dim = frame.dims.data();
   for (const auto& record : frame.records) {
@@ -256,7 +279,7 @@ Result<base::Buffer> encode(const CallFrame& frame) {
     writer.bytes(frame.payload);
   }
   for (const auto& storage : frame.storages) {
-    if (!storage.bulk) {
+    if (isInline(storage)) {
       writer.bytes(storage.bytes);
     }
   }
@@ -295,9 +318,11 @@ bool StorageCursor::next(StorageView& view) {
     return false;
   }
   const uint64_t word = table_.u64();
-  view.size = word & ~kBulkBit;
+  view.size = word & kSizeBits;
   view.bulk = (word & kBulkBit) != 0;
-  view.bytes = view.bulk ? ConstSpan{} : inlined_.bytes(view.size);
+  view.beside = (word & kBesideBit) != 0;
+  view.place = static_cast<DevicePlace>((word & kPlaceBits) >> kPlaceShift);
+  view.bytes = isInline(word) ? inlined_.bytes(view.size) : ConstSpan{};
   return !table_.failed() && !inlined_.failed();
 }
 
@@ -381,12 +406,22 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
   ByteReader table(storageTable_);
   for (uint32_t i = 0; i < storageCount_; ++i) {
     const uint64_t word = table.u64();
-    const uint64_t bytes = word & ~kBulkBit;
+    const uint64_t bytes = word & kSizeBits;
     if (bytes > kMaxStorageBytes) {
       return exceeds("storage size", bytes, kMaxStorageBytes);
     }
+    constexpr uint64_t kKnown = kBulkBit | kBesideBit | kPlaceBits | kSizeBits;
+    constexpr uint64_t kBoth = kBulkBit | kBesideBit;
+    if ((word & ~kKnown) != 0 || (word & kBoth) == kBoth) {
+      return invalid("reserved or contradictory bits in the storage table");
+    }
+    const bool onDevice = (word & kPlaceBits) != 0;
+    if ((word & kBesideBit) != 0 && !onDevice) {
+      return invalid("a storage for the CPU travels beside the frame");
+    }
+    hasDevices_ |= onDevice;
     // At most 2^20 times 2^46: cannot overflow.
-    inlineBytes += (word & kBulkBit) != 0 ? 0 : bytes;
+    inlineBytes += isInline(word) ? bytes : 0;
   }
   return {};
 }
@@ -431,7 +466,7 @@ Error CallFrameView::parseRecords(ByteReader& reader) {
 uint64_t CallFrameView::storageSize(uint32_t index) const {
   ByteReader reader(storageTable_);
   reader.bytes(uint64_t{index} * kStorageBytes);
-  return reader.u64() & ~kBulkBit;
+  return reader.u64() & kSizeBits;
 }
 
 std::optional<uint16_t> peekMessageType(ConstSpan frame) {

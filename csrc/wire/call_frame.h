@@ -16,10 +16,15 @@
 //   8      payload       number of bytes; bit 63: travels as bulk
 //   4      storages      number of storages S
 //   4      records       number of tensor records R (tensors and their parts)
-//   8 S    storage table per storage: number of bytes; bit 63: travels as bulk
+//   8 S    storage table per storage: bits 0 to 46 number of bytes, bit 63: its
+//                        bytes travel as bulk, bit 62: they travel beside the
+//                        frame, in a way that needs no bytes of ours; bits 48
+//                        to 55: 0 for the receiver's CPU, else 1 + index of the
+//                        receiver's CUDA device; the other bits are 0
 //   var    tensor table  R records, see below
 //   var    payload       its bytes, unless bulk
-//   var    storages      the bytes of each that is not bulk, in table order
+//   var    storages      the bytes of each that has neither bit 63 nor 62, in
+//                        table order
 //
 // Bulk travels beside the frame (transport::Connection::send): first the
 // payload if it is bulk, then the bulk storages in table order.
@@ -60,7 +65,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint8_t kVersion = 2;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 
@@ -94,9 +99,16 @@ struct CallHeader {
   uint64_t callId = 0;
 };
 
+// Where a storage is on the receiver: 0 its CPU, else 1 + index of its CUDA
+// device.
+using DevicePlace = uint8_t;
+inline constexpr DevicePlace kHostPlace = 0;
+
 struct StorageEntry {
-  base::ConstSpan bytes; // data is not looked at when bulk
+  base::ConstSpan bytes; // data is not looked at when bulk or beside
   bool bulk = false;
+  bool beside = false; // not together with bulk, nor for the CPU
+  DevicePlace place = kHostPlace;
 };
 
 struct Dim {
@@ -160,7 +172,9 @@ class TensorCursor {
 struct StorageView {
   uint64_t size = 0;
   bool bulk = false;
-  base::ConstSpan bytes; // empty when bulk
+  bool beside = false;
+  DevicePlace place = kHostPlace;
+  base::ConstSpan bytes; // empty when bulk or beside
 };
 
 // Walks over the storages of a CallFrameView.
@@ -207,6 +221,10 @@ class CallFrameView {
     return storageCount_;
   }
   uint64_t storageSize(uint32_t index) const; // index < storageCount()
+  // Whether one of them is for a device.
+  bool hasDevices() const {
+    return hasDevices_;
+  }
   StorageCursor storages() const {
     return {storageTable_, inlined_};
   }
@@ -231,6 +249,7 @@ class CallFrameView {
   uint64_t payloadSize_ = 0;
   bool payloadBulk_ = false;
   uint32_t storageCount_ = 0;
+  bool hasDevices_ = false;
   uint32_t tensorCount_ = 0;
   uint32_t recordCount_ = 0;
   base::ConstSpan storageTable_;

@@ -1,33 +1,41 @@
 """Injects the faults, and judges.
 
-Two groups of this host run side by side, a dynamic one of five workers and a static one of three.
-worker0 of each is never killed: it is the survivor that is measured. In the dynamic group a killed
-worker is started again under its name while the load goes on; the static group, whose members do
-not come back, is made anew after a death.
+Two groups of four run side by side: a dynamic one on this host, and a static one whose even ranks
+are on one host and whose odd ones on another (network namespaces; on this host too where those are
+forbidden). worker0 of each is never killed: it is the survivor that is measured. A worker that was
+killed is started again under its name and rank while the load goes on. In the end the static group
+shuts down gracefully.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import random
 import signal
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos import load
 from tests.process.group import Group, Worker
+from tests.support import netns
 
 ROUND = 6.0  # s of load
 KEEPALIVE = 1.0
 #: How much a survivor may hold more at the end than after the first rounds.
 SLACK = {"memory": 60.0, "fds": 12.0, "threads": 12.0, "pending": 0.0}
 WARM_UP = 2  # rounds
-#: The gravest first. A delay is shorter than the keepalive time, a stop longer.
-KINDS = ("kill", "stop", "delay")
+#: The gravest first. A delay is shorter than the keepalive time, a stop longer. A cut is of the
+#: cable between the hosts, for less or more than the keepalive time; it is also made slow.
+KINDS = ("kill", "cut", "stop", "slow", "delay")
+
+Hosts = tuple[netns.Host, netns.Host]
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Fault:
     """What was done to whom, and from when to when it lasted (CLOCK_MONOTONIC)."""
 
     kind: str
-    victim: str
+    victims: frozenset[str]
     start: float
     end: float
 
@@ -58,7 +66,8 @@ class Findings:
                 fault.kind
                 for fault in faults
                 # What a fault leaves behind may be seen for a moment.
-                if fault.victim in call.targets and fault.start < call.end < fault.end + 10
+                if fault.victims.intersection(call.targets)
+                and fault.start < call.end < fault.end + 10
                 if call.start < fault.end + 1
             ]
             # Of several at about the same time, the gravest.
@@ -82,29 +91,27 @@ class Findings:
 
 
 class Fleet:
-    """One group and what is done to it. Its thread is the one that calls run()."""
+    """One group and what is done to it. Its thread is the one that calls round()."""
 
-    def __init__(self, size: int, dynamic: bool, seed: str, findings: Findings) -> None:
-        self.size, self.dynamic, self.findings = size, dynamic, findings
+    def __init__(
+        self, size: int, dynamic: bool, seed: str, findings: Findings, hosts: Hosts | None = None
+    ) -> None:
+        self.hosts, self.findings = hosts, findings
         self.source = random.Random(seed)
         self.name = "dynamic" if dynamic else "static"
         self.held: list[dict[str, float]] = []
-        self.group = self._make()
-
-    def _make(self) -> Group:
-        return Group(
-            self.size,
-            dynamic=self.dynamic,
-            timeout=90,
-            options={"keepalive": KEEPALIVE, "rpc_timeout": 20.0, "num_worker_threads": 4},
+        options = {"keepalive": KEEPALIVE, "rpc_timeout": 20.0, "num_worker_threads": 4}
+        self.group = Group(
+            size,
+            dynamic=dynamic,
+            timeout=150,  # torch waits 100 s for RRefs whose users vanished, see docs/faults.md
+            options={**options, "interface": "eth0"} if hosts else options,
+            hosts=[hosts[rank % 2] for rank in range(size)] if hosts else None,
         )
-
-    def alive(self) -> list[Worker]:
-        return [worker for worker in self.group if not worker.killed and worker.exitcode is None]
 
     def round(self, number: int) -> None:
         """Load and faults, then a quiet moment in which all must serve."""
-        names = [worker.name for worker in self.alive()]
+        names = [worker.name for worker in self.group]
         running: dict[str, tuple[Worker, Any]] = {}
         end = time.monotonic() + ROUND
 
@@ -113,56 +120,62 @@ class Fleet:
             seed = self.source.randrange(1 << 30)
             running[worker.name] = (worker, worker.start(load.run, others, seconds, seed))
 
-        for worker in self.alive():
+        for worker in self.group:
             begin(worker, ROUND)
         faults: list[Fault] = []
         while time.monotonic() < end - 1.5:
             time.sleep(self.source.uniform(0.1, 0.8))
-            victim = self.source.choice(self.alive()[1:] or self.alive())
-            kind = self.source.choice(("kill", "stop", "delay", "delay"))
+            victim = self.source.choice(self.group.workers[1:])
+            victims = frozenset({victim.name})
+            kind = self.source.choice(("kill", "stop", "delay", *self._of_the_link()))
             start = time.monotonic()
             if kind == "kill":
-                if victim.rank == 0:
-                    continue
                 victim.kill()
                 running.pop(victim.name)
-                if self.dynamic:
-                    time.sleep(self.source.uniform(0, 1))
-                    again = self._restart(victim)
-                    begin(again, max(end - time.monotonic(), 0.5))
+                time.sleep(self.source.uniform(0, 1))
+                self.findings.restarts += 1
+                begin(self.group.start_again(victim.rank), max(end - time.monotonic(), 0.5))
+            elif kind in ("cut", "slow"):
+                victims = frozenset(names)
+                self._disturb_the_link(kind)
             else:
-                victim.signal(signal.SIGSTOP)
-                longest = (1.5, 3.0) if kind == "stop" else (0.02, 0.4)
-                time.sleep(self.source.uniform(*longest))
-                victim.signal(signal.SIGCONT)
+                self._stop(victim, kind)
             self.findings.faults[kind] += 1
-            until = time.monotonic() if self.dynamic or kind != "kill" else end + 60
-            faults.append(Fault(kind, victim.name, start, until))
+            faults.append(Fault(kind, victims, start, time.monotonic()))
         for worker, call in running.values():
             report = call.result(60)
             self.findings.take(f"round {number}, {self.name} {worker.name}", report, faults)
         self._quiet()
 
-    def _restart(self, victim: Worker) -> Worker:
-        self.group.workers.remove(victim)
-        victim.pipe.close()
-        victim.child.close()
-        self.findings.restarts += 1
-        return self.group.add(
-            victim.name, victim.rank, keepalive=KEEPALIVE, rpc_timeout=20.0, num_worker_threads=4
-        )
+    def _stop(self, victim: Worker, kind: str) -> None:
+        pid = netns.pid_inside(victim.child.pid) if self.hosts else victim.child.pid
+        os.kill(pid, signal.SIGSTOP)
+        longest = (1.5, 3.0) if kind == "stop" else (0.02, 0.4)
+        time.sleep(self.source.uniform(*longest))
+        os.kill(pid, signal.SIGCONT)
+
+    def _of_the_link(self) -> tuple[str, ...]:
+        if self.hosts is None:
+            return ()
+        return ("cut", "slow") if _can_be_slow(self.hosts) else ("cut",)
+
+    def _disturb_the_link(self, kind: str) -> None:
+        assert self.hosts is not None
+        if kind == "slow":
+            netns.shape(self.hosts, netns.Link(delay_ms=self.source.choice((20, 100))))
+            time.sleep(self.source.uniform(0.5, 2.0))
+            netns.shape(self.hosts, netns.Link())
+            return
+        self.hosts[1].run("ip", "link", "set", "eth0", "down")
+        time.sleep(self.source.uniform(0.1, 3 * KEEPALIVE))
+        self.hosts[1].run("ip", "link", "set", "eth0", "up")
 
     def _quiet(self) -> None:
-        alive = self.alive()
-        names = [worker.name for worker in alive]
-        for worker in alive:
+        names = [worker.name for worker in self.group]
+        for worker in self.group:
             worker.run(load.serves, [name for name in names if name != worker.name])
-        if not self.dynamic and len(alive) < self.size:
-            self.group.close(gently=False)
-            self.group = self._make()
-        elif alive[0].rank == 0 and self.dynamic:
-            time.sleep(0.5)
-            self.held.append(alive[0].run(load.footprint))
+        time.sleep(0.5)
+        self.held.append(self.group.run(load.footprint))
 
     def judge_growth(self) -> list[str]:
         """Compare what the survivor held in the first rounds and in the last."""
@@ -174,23 +187,57 @@ class Fleet:
         for what, slack in SLACK.items():
             first = statistics.median(sample[what] for sample in samples[:third])
             last = statistics.median(sample[what] for sample in samples[-third:])
-            print(f"survivor's {what}: {first:.0f} in the first rounds, {last:.0f} in the last")
+            print(
+                f"{self.name} survivor's {what}: {first:.0f} in the first rounds, {last:.0f} last"
+            )
             if last > first + slack:
                 wrong.append(f"{self.name}: {what} grew from {first:.0f} to {last:.0f}")
         return wrong
 
-    def close(self) -> None:
-        self.group.close(gently=False)
+    def close(self, gently: bool) -> None:
+        self.group.close(gently=gently)
+
+
+@functools.cache
+def _can_be_slow(hosts: Hosts) -> bool:
+    try:
+        netns.shape(hosts, netns.Link(delay_ms=1))
+        netns.shape(hosts, netns.Link())
+    except netns.NotPossible as reason:
+        print(f"the cable cannot be made slow: {reason}")
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _hosts(say: Callable[[str], None]) -> Iterator[Hosts | None]:
+    with contextlib.ExitStack() as stack:
+        hosts: Hosts | None = None
+        try:
+            hosts = stack.enter_context(netns.two_hosts())
+        except netns.NotPossible as reason:
+            say(f"all on this host, no cables: {reason}")
+        yield hosts
 
 
 def run(seconds: float, seed: int, say: Callable[[str], None] = print) -> Findings:
     """Run for about so long; what is wrong is in the findings."""
     say(f"chaos: {seconds:.0f} s, seed {seed}")
     findings = Findings()
-    fleets = [
-        Fleet(size, dynamic, f"{seed}/{dynamic}", findings)
-        for size, dynamic in ((5, True), (3, False))
-    ]
+    with _hosts(say) as hosts:
+        fleets = [
+            Fleet(4, True, f"{seed}/dynamic", findings),
+            Fleet(4, False, f"{seed}/static", findings, hosts),
+        ]
+        _drive(fleets, seconds, findings)
+    say(findings.table())
+    say(f"{findings.calls} calls, {findings.restarts} restarts, {len(findings.wrong)} findings")
+    for text in findings.wrong:
+        say(f"FINDING (seed {seed}): {text}")
+    return findings
+
+
+def _drive(fleets: list[Fleet], seconds: float, findings: Findings) -> None:
     end = time.monotonic() + seconds
 
     def drive(fleet: Fleet) -> None:
@@ -211,9 +258,10 @@ def run(seconds: float, seed: int, say: Callable[[str], None] = print) -> Findin
         thread.join()
     for fleet in fleets:
         findings.wrong += fleet.judge_growth()
-        fleet.close()
-    say(findings.table())
-    say(f"{findings.calls} calls, {findings.restarts} restarts, {len(findings.wrong)} findings")
-    for text in findings.wrong:
-        say(f"FINDING (seed {seed}): {text}")
-    return findings
+        try:
+            fleet.close(gently=not findings.wrong)
+        except BaseException as problem:  # noqa: BLE001  as above
+            # Where each one stands is what it wrote last.
+            ends = [text[-5000:] for text in fleet.group.output().split("\n---- ")]
+            output = "\n---- ".join(ends)
+            findings.wrong.append(f"the end of the {fleet.name} group: {problem!r}\n{output}")

@@ -177,9 +177,19 @@ def _one(source: random.Random, others: list[str], clock: Clock) -> tuple[Call, 
 
 
 def serves(others: list[str]) -> None:
-    """All answer, those that have come back too."""
+    """All answer, those that have come back too; after a cut, once they are connected again."""
+    from torch_rpc_ext.errors import PeerLostError
+
+    end = time.monotonic() + 20
     for other in others:
-        assert rpc.rpc_sync(other, f.name_here, timeout=20) == other
+        while True:
+            try:
+                assert rpc.rpc_sync(other, f.name_here, timeout=20) == other
+                break
+            except PeerLostError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
 
 
 def footprint() -> dict[str, float]:

@@ -81,6 +81,10 @@ void writeBulk() {
 void writeSmallOnes() {
   write("address", "address", encodeAddress(42, std::string(48, 'a')));
   write("hello", "hello", agent::encode(agent::Hello{"group", 3, "worker3"}));
+  write(
+      "hello",
+      "come_back",
+      agent::encode(agent::Hello{"group", 3, "worker3", 7}));
   write("hello", "no_group", agent::encode(agent::Hello{"", -1, "w"}));
   write("key_share", "key", std::string(32, '\11'));
   write("key_share", "zeros", std::string(32, '\0'));
@@ -136,6 +140,19 @@ void writeFrames() {
   write("call_frame", "tensors", fuzz::spanOf(encode(frame).value()));
   frame.payloadBulk = true;
   write("call_frame", "bulk_payload", fuzz::spanOf(encode(frame).value()));
+  const StorageEntry placed[] = {
+      {fuzz::spanOf(bytes), false, false, 1},
+      {{nullptr, 1 << 20}, true, false, 2},
+      {{nullptr, 64}, false, true, 8}};
+  const TensorRecord onDevices[] = {
+      {kStrided, 6, 0, 1, 0, 0},
+      {kStrided, 6, 0, 1, 1, 0},
+      {kStrided, 6, 0, 1, 2, 0}};
+  frame.storages = placed;
+  frame.records = onDevices;
+  const Dim sixteen[] = {{16, 1}, {16, 1}, {16, 1}};
+  frame.dims = sixteen;
+  write("call_frame", "devices", fuzz::spanOf(encode(frame).value()));
 }
 
 // Scripts of targets whose input is not a message.

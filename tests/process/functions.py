@@ -156,3 +156,22 @@ def script_add(a: Tensor, b: Tensor) -> Tensor:
 @rpc.functions.async_execution
 def async_add_on(worker: str, a: Tensor, b: Tensor) -> Any:
     return rpc.rpc_async(worker, torch.add, args=(a, b)).then(lambda future: future.value() + 1)
+
+
+#: RRefs that a worker keeps from one call to the next.
+HELD: dict[str, Any] = {}
+
+
+class Owned:
+    """State at its owner."""
+
+    def hello(self) -> str:
+        return "hello"
+
+
+def hold_rrefs() -> None:
+    """Keeps one of an object and one of a tensor, both of worker1's."""
+    HELD["owned"] = rpc.remote("worker1", Owned)
+    assert HELD["owned"].rpc_sync().hello() == "hello"
+    HELD["tensor"] = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    HELD["tensor"].to_here()

@@ -177,6 +177,7 @@ class Group:
         self.init_method = init_method
         self._last_output = ""
         places: Sequence[Host | None] = hosts or [None] * size
+        self._places = places
         self.workers = [
             Worker(self, f"worker{rank}", rank, self._env[rank], places[rank])
             for rank in range(size)
@@ -220,6 +221,21 @@ class Group:
         worker.init(None, **options).result(self.timeout)
         return worker
 
+    def renew(self, rank: int) -> Worker:
+        """A new process in the place of a worker that is dead; not initialised."""
+        former = self.workers[rank]
+        former.pipe.close()
+        former.child.close()
+        self.workers[rank] = Worker(self, former.name, rank, self._env[rank], self._places[rank])
+        return self.workers[rank]
+
+    def start_again(self, rank: int) -> Worker:
+        """As renew(), initialised as its former was."""
+        worker = self.renew(rank)
+        world_size = None if self.dynamic else len(self.workers)
+        worker.init(world_size, **self._options[rank]).result(self.timeout)
+        return worker
+
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run ``fn`` on worker0."""
         __tracebackhide__ = True
@@ -255,8 +271,13 @@ class Group:
             for worker in workers
             if worker.exitcode is None
         ]
-        for call in calls:
-            call.result(self.timeout)
+        try:
+            for call in calls:
+                call.result(self.timeout)
+        except TimeoutError:
+            # It waits for the others: which one does not come?
+            dump_stacks([worker.child for worker in workers if worker.exitcode is None])
+            raise
         for worker in workers:
             if worker.exitcode is None:
                 worker.leave()

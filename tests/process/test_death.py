@@ -210,25 +210,8 @@ def leave_alone() -> None:
     rpc.shutdown(graceful=False)
 
 
-HELD: dict[str, Any] = {}
-
-
-class Owned:
-    """State at its owner."""
-
-    def hello(self) -> str:
-        return "hello"
-
-
-def hold_rrefs() -> None:
-    HELD["owned"] = rpc.remote("worker1", Owned)
-    assert HELD["owned"].rpc_sync().hello() == "hello"
-    HELD["tensor"] = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
-    HELD["tensor"].to_here()
-
-
 def use_lost_rrefs() -> None:
-    owned, tensor = HELD["owned"], HELD["tensor"]
+    owned, tensor = f.HELD["owned"], f.HELD["tensor"]
     for call in (
         owned.to_here,
         tensor.to_here,
@@ -237,13 +220,13 @@ def use_lost_rrefs() -> None:
         lambda: owned.remote().hello(),
     ):
         assert peer_lost(call) < QUICK
-    HELD.clear()
+    f.HELD.clear()
 
 
 @needs_ucx("its errors are RuntimeErrors without names")
 def test_rrefs_of_a_dead_owner_raise_at_once() -> None:
     with Group(3) as group:
-        group.run(hold_rrefs)
+        group.run(f.hold_rrefs)
         group[1].kill()
         group.run(use_lost_rrefs)
         group[2].run(check_alive, "worker0")
@@ -288,19 +271,19 @@ def owned_values() -> int:
 
 
 def hold_values_of_worker0() -> None:
-    HELD["theirs"] = [rpc.remote("worker0", f.identity, args=(i,)) for i in range(5)]
-    HELD["tensors"] = [rpc.remote("worker0", torch.neg, args=(torch.ones(3),)) for _ in range(3)]
-    for rref in HELD["theirs"] + HELD["tensors"]:
+    f.HELD["theirs"] = [rpc.remote("worker0", f.identity, args=(i,)) for i in range(5)]
+    f.HELD["tensors"] = [rpc.remote("worker0", torch.neg, args=(torch.ones(3),)) for _ in range(3)]
+    for rref in f.HELD["theirs"] + f.HELD["tensors"]:
         rref.to_here()
-    rpc.rpc_sync("worker2", take_over_rref, args=(HELD["theirs"][4],))
+    rpc.rpc_sync("worker2", take_over_rref, args=(f.HELD["theirs"][4],))
 
 
 def take_over_rref(rref: Any) -> None:
-    HELD["passed on"] = rref
+    f.HELD["passed on"] = rref
 
 
 def use_passed_on() -> int:
-    return int(HELD["passed on"].to_here())
+    return int(f.HELD["passed on"].to_here())
 
 
 @needs_ucx("keeps them")
@@ -429,3 +412,29 @@ def test_a_stopped_worker_is_not_dead() -> None:
         group.run(time_out)
         group[1].signal(signal.SIGCONT)
         group.run(check_alive, "worker1")
+
+
+def meet_a_connection_that_broke(to: str) -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    check_alive(to)
+    # The other end loses the connection when it answers a builtin.
+    unanswered = rpc.rpc_async(to, torch.add, args=(torch.ones(1), 1), timeout=30)
+    time.sleep(0.5)
+    with pytest.raises(PeerLostError, match="worker1.*the connection broke at the other end"):
+        rpc.rpc_sync(to, f.identity, args=(1,), timeout=30)
+    with pytest.raises(PeerLostError, match="worker1.*the connection broke at the other end"):
+        unanswered.wait()
+    time.sleep(1.5)  # the pause before a lost worker is connected to again
+    check_alive(to)
+
+
+@needs_ucx("upstream's fault injection cannot break one end")
+@pytest.mark.parametrize("encryption", ["off", "on"])
+@pytest.mark.parametrize("env", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
+def test_a_connection_that_broke_at_one_end_only(env: dict[str, str], encryption: str) -> None:
+    """UCX lets the other end go on sending, to nobody: it has to be told."""
+    faults = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
+    options = [{"encryption": encryption}, {"encryption": encryption, **faults}]
+    with Group(2, env=env, options=options) as group:
+        group[0].run(meet_a_connection_that_broke, "worker1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -49,6 +50,41 @@ def timeout_text() -> str:
 def test_timeout_names_worker_and_function(pair: Group) -> None:
     text = pair.run(timeout_text)
     assert "worker1" in text and "sleep" in text, text
+
+
+def timeout_names() -> list[str]:
+    """Of the function in the time-outs of functions of all kinds."""
+    from tests.process import remote_functions as r
+
+    rpc.rpc_sync("worker1", r.ran)
+    calls: list[Any] = [
+        lambda: rpc.rpc_sync("worker1", f.sleep, args=(1.0,), timeout=0.1),
+        lambda: r.spin.sync("worker1", torch.ones(1), 1_000_000, rpc_timeout=0.1),
+        lambda: r.nap.sync("worker1", 1.0, rpc_timeout=0.1),
+        lambda: r.slow_batch.sync("worker1", 1, rpc_timeout=0.1),
+        lambda: r.fail_on.sync("worker1", [], 1.0, rpc_timeout=0.1),
+    ]
+    names = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        found = re.search(r"with an error: (\S+) on worker", str(raised.value))
+        names.append(found[1] if found else str(raised.value))
+    return names
+
+
+TIMEOUT_NAMES = [
+    "tests.process.functions.sleep",
+    *(
+        f"tests.process.remote_functions.{name}"
+        for name in ("spin", "nap", "slow_batch", "fail_on")
+    ),
+]
+
+
+@needs_ucx("does not name the worker or the function")
+def test_timeout_names_functions_of_all_kinds(pair: Group) -> None:
+    assert pair.run(timeout_names) == TIMEOUT_NAMES
 
 
 @workers(2, options={"rpc_timeout": 0.3})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -136,7 +137,9 @@ def test_top_counts_calls(group: Group, tmp_path: Path) -> None:
     assert caller["state"] == callee["state"] == "alive"
     assert caller["calls_per_s"] > 20 and callee["served_per_s"] > 20, ended
     assert caller["sent_per_s"] > 1000 and callee["received_per_s"] > 1000, ended
-    assert caller["latency_ms"] > 0 and caller["queued"] == 0 and caller["transports"], ended
+    assert 0 < caller["latency_ms"] <= caller["latency_p99_ms"] < 10_000, ended
+    assert 0 <= callee["queue_p99_ms"] < 10_000, ended
+    assert caller["queued"] == 0 and caller["transports"], ended
 
 
 def test_a_guest_that_was_killed_is_swept_out(group: Group) -> None:
@@ -301,6 +304,16 @@ def test_mistakes_are_sentences() -> None:
     ]:
         ended = command(*arguments)
         assert ended.code == 2 and words in ended.out, ended
+
+
+def test_quantiles_of_a_histogram() -> None:
+    from torch_rpc_ext.cli.poller import quantile
+
+    bounds = [10, 20, 40]
+    assert quantile([5, 0, 0, 0], [5, 4, 0, 0], bounds, 0.5) == 15  # what is new counts
+    assert quantile([0] * 4, [1, 0, 1, 0], bounds, 0.99) == pytest.approx(39.6)
+    assert quantile([0] * 4, [0, 0, 0, 2], bounds, 1.0) == 80  # no bound: as if they doubled on
+    assert math.isnan(quantile([3, 0, 0, 0], [3, 0, 0, 0], bounds, 0.5))
 
 
 @workers(2)

@@ -17,13 +17,14 @@ from tests.support import script
 from tests.support.backend import needs_ucx
 
 
-def parse(text: str) -> dict[tuple[str, str], float]:
-    """(name, peer or '') -> value; fails where a sample does not name worker0."""
+def parse(text: str, worker: str = "worker0") -> dict[tuple[str, str], float]:
+    """(name, peer, bound of a bucket or '') -> value; fails where a sample names no such worker."""
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert sample.labels["worker"] == "worker0", sample
-            values[sample.name, sample.labels.get("peer", "")] = sample.value
+            assert sample.labels["worker"] == worker, sample
+            label = sample.labels.get("peer", sample.labels.get("le", ""))
+            values[sample.name, label] = sample.value
     return values
 
 
@@ -58,6 +59,76 @@ def test_counters_follow_the_calls() -> None:
     assert values["torch_rpc_path", "worker1"] == 1
 
 
+class Histogram:
+    """A metric's buckets, as what came to them between two looks at worker1."""
+
+    def __init__(self, before: str, after: str, name: str) -> None:
+        old, new = parse(before, "worker1"), parse(after, "worker1")
+        grown = {key: value - old[key] for key, value in new.items() if key in old}
+        self.count = grown[f"torch_rpc_{name}_count", ""]
+        self.sum = grown[f"torch_rpc_{name}_sum", ""]
+        self.buckets = {
+            float(bound): value
+            for (metric, bound), value in grown.items()
+            if metric == f"torch_rpc_{name}_bucket"
+        }
+        # Cumulative, as Prometheus wants it.
+        ordered = [self.buckets[bound] for bound in sorted(self.buckets)]
+        assert ordered == sorted(ordered) and ordered[-1] == self.count, self.buckets
+
+    def above(self, value: float) -> float:
+        """How many came to buckets that lie above the value as a whole."""
+        return self.count - min(count for bound, count in self.buckets.items() if bound >= value)
+
+
+def text_there() -> str:
+    from torch_rpc_ext import metrics
+
+    return metrics.text()
+
+
+PAUSE = 0.15
+
+
+@needs_ucx("keeps no histograms")
+@workers(2, options={"num_worker_threads": 1})
+def test_histograms_tell_queue_from_execution() -> None:
+    rpc.rpc_sync("worker1", text_there)  # imports there
+    before = rpc.rpc_sync("worker1", text_there)
+    pauses = [rpc.rpc_async("worker1", f.sleep, args=(PAUSE,)) for _ in range(3)]
+    torch.futures.wait_all(pauses)
+    rpc.rpc_sync("worker1", f.identity, args=(torch.ones(250_000),))
+    after = rpc.rpc_sync("worker1", text_there)
+    # What took the first text counts too.
+    queue, execution = (Histogram(before, after, f"{n}_seconds") for n in ("queue", "execution"))
+    assert execution.count == 5 and execution.above(PAUSE / 2) == 3, execution.buckets
+    assert 3 * PAUSE <= execution.sum < 20 * PAUSE
+    # One of the three found the only thread free.
+    assert queue.count == 5 and queue.above(PAUSE / 2) == 2, queue.buckets
+    assert 3 * PAUSE * 0.9 <= queue.sum < 30 * PAUSE
+    sizes = Histogram(before, after, "message_bytes")
+    assert sizes.above(500_000) == 1 and 1e6 < sizes.sum < 1.1e6, sizes.buckets
+
+
+@needs_ucx("keeps no histograms")
+@workers(2)
+def test_histograms_of_latency_and_of_waits_for_the_gil() -> None:
+    before = rpc.rpc_sync("worker1", text_there)
+    assert rpc.rpc_sync("worker1", f.nested, args=(4, 2)) == 4  # two of these calls are worker1's
+    with_gil = rpc.rpc_sync("worker1", profile_gil, args=(True,))
+    rpc.rpc_sync("worker1", f.identity, args=(1,))
+    after = rpc.rpc_sync("worker1", profile_gil, args=(False,))
+    latency = Histogram(before, after, "call_latency_seconds")
+    assert latency.count == 2 and 0 < latency.sum < 10, latency.buckets
+    assert Histogram(before, with_gil, "gil_wait_seconds").count == 0
+    assert Histogram(before, after, "gil_wait_seconds").count > 0
+
+
+def profile_gil(on: bool) -> str:
+    rpc.enable_gil_profiling(on)
+    return text_there()
+
+
 @needs_ucx("has other counters")
 @workers(1)
 def test_no_counter_is_forgotten() -> None:
@@ -67,6 +138,8 @@ def test_no_counter_is_forgotten() -> None:
     counted = set(rpc.api._get_current_rpc_agent().get_metrics())
     rpc.enable_gil_profiling(False)
     assert counted == {source.key for source in metrics.SOURCES}
+    kept = set(rpc.api._get_current_rpc_agent().get_histograms())
+    assert kept == {source.key for source in metrics.HISTOGRAMS}
 
 
 @needs_ucx("does not say whom it has lost")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process import remote_functions
 from tests.process.group import Group, workers
+from tests.process.test_death import wait_until_stopped
 from tests.process.test_dynamic import init_one_by_one, leave
 from tests.process.test_guest import call_without, command
-from tests.support.backend import needs_ucx
+from tests.support.backend import needs_ucx, on_ucx
 
 PAUSE = 0.05
 
@@ -32,6 +36,12 @@ def pause(tensor: torch.Tensor) -> torch.Tensor:
 def pause_through(worker: str, tensor: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = rpc.rpc_sync(worker, pause, args=(tensor,))
     return result
+
+
+def wait_for_file(path: str) -> None:
+    Path(f"{path}.begun").touch()
+    while not os.path.exists(path):
+        time.sleep(0.01)
 
 
 def profiled(**options: Any) -> Any:
@@ -64,23 +74,63 @@ def test_calls_of_all_workers_are_recorded() -> None:
     through, there = found["pause_through", "worker1"], found["pause", "worker2"]
     assert (through.calls, there.calls, found["pause", "worker1"].calls) == (1, 2, 1)
     assert (there.errors, found["raise_value_error", "worker2"].errors) == (0, 1)
-    # The time of the function is execution, not rest.
+    # The time of the function is execution, not network.
     for row in (through, there):
         assert PAUSE <= row.execution_p50 < row.total_p50, row
-        assert 0 < row.rest_p50 <= row.total_p99 - PAUSE, row
+        assert 0 < row.network_p50 <= row.total_p99 - PAUSE, row
+        assert (row.queue_p50 is not None) == on_ucx(), row
     assert there.result_bytes == 2 * tensor.nbytes and there.sent_bytes > 2 * tensor.nbytes
-    for name in ("aten::add", "script_add"):  # the caller's side only
+    for name in ("aten::add", "script_add"):
         row = found[name, "worker1"]
-        assert row.calls == 1 and row.total_p50 > 0 and row.execution_p50 is None, row
+        assert row.calls == 1 and row.total_p50 > 0, row
         assert row.sent_bytes in (tensor.nbytes, 2 * tensor.nbytes)
+        if on_ucx():
+            assert 0 < row.execution_p50 < row.total_p50 and row.result_bytes > tensor.nbytes, row
+        else:  # the caller's side only
+            assert row.execution_p50 is None, row
     assert "pause_through" in prof.summary() and "aligned within" in prof.summary()
 
 
 def merged(prof: Any, tmp_path: Path) -> list[dict[str, Any]]:
+    """The events of the trace, which keeps the rules of its format."""
     prof.export_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
+    error_us = max(trace["otherData"]["clock_error_us"].values())
+    check_format(trace["traceEvents"], 2 * error_us)
     events: list[dict[str, Any]] = trace["traceEvents"]
     return events
+
+
+def check_format(events: list[dict[str, Any]], error_us: float) -> None:
+    """The Trace Event Format as Perfetto reads it."""
+    timed = [e for e in events if e["ph"] != "M"]
+    assert {e["ph"] for e in events} <= set("MXstfi")
+    times = [e["ts"] for e in timed]
+    assert times == sorted(times) and all(e["dur"] >= 0 for e in timed if e["ph"] == "X")
+    processes = {e["pid"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for e in timed:
+        assert e["pid"] in processes, e
+        if e["ph"] == "X":
+            assert (e["pid"], e["tid"]) in threads, e
+            tracks.setdefault((e["pid"], e["tid"]), []).append(e)
+    flows: dict[tuple[str, str, Any], list[dict[str, Any]]] = {}
+    for e in timed:
+        if e["ph"] in "stf":
+            flows.setdefault((e["cat"], e["name"], e["id"]), []).append(e)
+            around = [
+                x
+                for x in tracks[e["pid"], e["tid"]]
+                # Both in us, with three digits.
+                if x["ts"] - 1e-3 <= e["ts"] <= x["ts"] + x["dur"] + 1e-3
+            ]
+            assert around, f"an arrow's end in no slice: {e}"
+    for key, ends in flows.items():
+        phases = "".join(e["ph"] for e in sorted(ends, key=lambda e: "stf".index(e["ph"])))
+        assert phases in ("sf", "stf"), (key, phases)
+        at = {e["ph"]: e["ts"] for e in ends}
+        assert at["s"] <= at["f"] + error_us, (key, at)
 
 
 @workers(3)
@@ -90,8 +140,19 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
     events = merged(prof, tmp_path)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     arrows = {(e["id"], e["ph"]): e for e in events if e["ph"] in "sf"}
-    slices = [e for e in events if e["ph"] == "X"]
+    slices = [e for e in events if e["ph"] == "X" and e["cat"] != "rpc.queue"]
     assert len(arrows) == 8 and len(slices) == 4  # there and back, of two calls
+    # On the way there the time in the callee's queue, right before the execution.
+    queues = [e for e in events if e.get("cat") == "rpc.queue"]
+    assert len(queues) == len([e for e in events if e["ph"] == "t"]) == (2 if on_ucx() else 0)
+    for queue in queues:
+        (execution,) = [
+            e
+            for e in slices
+            if e["cat"] == "rpc.execution" and e["args"]["call"] == queue["args"]["call"]
+        ]
+        assert queue["ts"] + queue["dur"] <= execution["ts"] + 1e-3, (queue, execution)
+        assert (queue["pid"], queue["tid"]) == (execution["pid"], execution["tid"])
 
     def slice_of(arrow: dict[str, Any]) -> str:
         """The one slice that the arrow's end lies in, as "worker: name"."""
@@ -120,6 +181,104 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
     for wide, narrow in zip(order, [*order[1:], "pause <- worker1"], strict=True):
         assert times[wide][0] <= times[narrow][0] + error, (wide, narrow)
         assert times[narrow][1] <= times[wide][1] + error, (wide, narrow)
+
+
+@needs_ucx("does not say when a request came and was taken up")
+@workers(2, options={"num_worker_threads": 1})
+def test_queue_time_is_told_from_the_network() -> None:
+    rpc.rpc_sync("worker1", pause, args=(torch.ones(1),))  # imports this module there
+    with profiled() as prof:
+        calls = [rpc.rpc_async("worker1", pause, args=(torch.ones(1),)) for _ in range(3)]
+        scripts = [rpc.rpc_async("worker1", f.script_add, (torch.ones(1), torch.ones(1)))]
+        torch.futures.wait_all(calls + scripts)
+    found = rows(prof)
+    paused, script = found["pause", "worker1"], found["script_add", "worker1"]
+    # The third waits for the two before it, the TorchScript function for all three.
+    assert 1.9 * PAUSE < paused.queue_p99 < paused.total_p99, paused
+    assert script.queue_p50 > 2.9 * PAUSE and script.execution_p50 < PAUSE, script
+    # Of what waited only the rest is the network's.
+    assert script.network_p50 <= script.total_p50 - script.queue_p50, script
+
+
+@needs_ucx("does not tell waits for the GIL of single calls")
+@workers(2)
+def test_waits_for_the_gil_are_told_apart() -> None:
+    rpc.rpc_sync("worker1", f.identity, args=(1,))
+    with profiled() as prof:
+        rpc.rpc_sync("worker1", remote_functions.hold_gil, args=(1,))
+        time.sleep(0.5)
+        rpc.rpc_sync("worker1", f.identity, args=(1,))
+        rpc.rpc_sync("worker1", f.script_add, (torch.ones(1), torch.ones(1)))
+    found = rows(prof)
+    waited = found["identity", "worker1"]
+    assert waited.gil_wait_p50 > 0.3 and waited.execution_p50 < 0.3, waited
+    assert found["script_add", "worker1"].gil_wait_p50 < 0.1
+    # As it was before.
+    counted = rpc.rpc_sync("worker1", agent_metrics)
+    assert "agent.gil_average_wait_time_us" not in counted
+
+
+def agent_metrics() -> set[str]:
+    return set(rpc.api._get_current_rpc_agent().get_metrics())
+
+
+class Stage:
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.layer = torch.nn.Linear(inputs, outputs)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(batch)
+        return result
+
+
+@needs_ucx("does not show what begins in C++")
+@workers(3)
+def test_a_training_step(tmp_path: Path) -> None:
+    stages = [rpc.remote("worker1", Stage, (8, 16)), rpc.remote("worker2", Stage, (16, 2))]
+    with profiled(operators=True) as prof, dist_autograd.context() as context:
+        hidden = stages[0].rpc_sync().forward(torch.rand(4, 8))
+        output = stages[1].rpc_sync().forward(hidden)
+        dist_autograd.backward(context, [output.sum()])
+        rpc.remote("worker1", torch.add, args=(torch.ones(1), 1)).to_here()
+    found = rows(prof)
+    for worker in ("worker1", "worker2"):
+        # The backward pass goes from the trainer to the last stage, and over it to the first.
+        assert found["forward", worker].calls == 1
+        assert found["backward", worker].execution_p50 > 0, found
+    assert found["to_here", "worker1"].execution_p50 > 0
+    events = merged(prof, tmp_path)
+    names = {e["pid"]: e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    backward = {
+        (names[e["pid"]], e["name"])
+        for e in events
+        if e["ph"] == "X" and "dist_autograd" in e["name"] and e["cat"].startswith("rpc.")
+    }
+    assert {("worker0", "dist_autograd.backward -> worker2")} <= backward, backward
+    assert {("worker1", "dist_autograd.backward <- worker2")} <= backward or {
+        ("worker1", "dist_autograd.backward <- worker0")
+    } <= backward, backward
+
+
+@needs_ucx("does not name the function")
+@workers(2)
+def test_a_timeout_names_the_users_function() -> None:
+    from tests.process import remote_functions as r
+
+    with profiled() as prof:
+        for name, call in {
+            "tests.process.functions.sleep": lambda: rpc.rpc_sync(
+                "worker1", f.sleep, args=(0.5,), timeout=0.1
+            ),
+            "tests.process.remote_functions.nap": lambda: r.nap.sync(
+                "worker1", 0.5, rpc_timeout=0.1
+            ),
+        }.items():
+            with pytest.raises(RuntimeError, match=f"with an error: {name} on worker"):
+                call()
+    assert {row.function for row in prof.table()} == {
+        "tests.process.functions.sleep",
+        "tests.process.remote_functions.nap",
+    }
 
 
 @workers(2)
@@ -165,17 +324,22 @@ def hook_names() -> list[str]:
 
 @workers(2)
 def test_unfinished_and_asynchronous_calls(tmp_path: Path) -> None:
+    done = tmp_path / "done"
     with profiled() as prof:
-        slow = rpc.rpc_async("worker1", f.sleep, args=(0.5,))
+        slow = rpc.rpc_async("worker1", wait_for_file, args=(str(done),))
         rpc.rpc_sync("worker1", f.async_add_on, args=("worker0", torch.ones(1), 1))
-        time.sleep(0.1)
+        while not (tmp_path / "done.begun").exists():
+            time.sleep(0.01)
+    done.touch()
     slow.wait()
     found = rows(prof)
-    assert found["sleep", "worker1"].calls == 1 and found["sleep", "worker1"].total_p50 is None
+    unfinished = found["wait_for_file", "worker1"]
+    assert unfinished.calls == 1 and unfinished.total_p50 is None, unfinished
     assert found["async_add_on", "worker1"].execution_p50 > 0
     events = merged(prof, tmp_path)
     open_ones = [e for e in events if e.get("args", {}).get("outcome") == "had not ended"]
-    assert len(open_ones) == 2 and all("sleep" in e["name"] for e in open_ones), open_ones
+    assert len(open_ones) == 2, open_ones
+    assert all("wait_for_file" in e["name"] for e in open_ones), open_ones
     # Slices of one track do not overlap.
     tracks: dict[Any, list[tuple[float, float]]] = {}
     for e in events:
@@ -283,6 +447,35 @@ def profile_a_death(entered: str, died: str) -> tuple[list[str], list[str]]:
     return list(prof.missing), sorted(prof.recordings)
 
 
+def test_a_stopped_worker_is_left_out(tmp_path: Path) -> None:
+    entered, stopped = tmp_path / "entered", tmp_path / "stopped"
+    with Group(3) as group:
+        call = group[0].start(profile_a_silent_one, str(entered), str(stopped))
+        while not entered.exists():
+            time.sleep(0.01)
+        group[2].signal(signal.SIGSTOP)
+        wait_until_stopped(group[2].child.pid)
+        stopped.touch()
+        try:
+            missing, recorded = call.result()
+        finally:
+            group[2].signal(signal.SIGCONT)
+        assert list(missing) == ["worker2"] and recorded == ["worker0", "worker1"]
+        assert "did not answer for 2 s" in missing["worker2"], missing
+
+
+def profile_a_silent_one(entered: str, stopped: str) -> tuple[dict[str, str], list[str]]:
+    with profiled(patience=2.0) as prof:
+        rpc.rpc_sync("worker1", f.nothing)
+        Path(entered).touch()
+        while not Path(stopped).exists():
+            time.sleep(0.01)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 20  # and not the minutes that a call may take
+    assert "missing: worker2" in prof.summary()
+    return prof.missing, sorted(prof.recordings)
+
+
 @workers(2)
 def test_operators_and_picture(tmp_path: Path) -> None:
     with profiled(operators=True) as prof:
@@ -299,7 +492,7 @@ def test_operators_and_picture(tmp_path: Path) -> None:
         e for e in operators if e["name"] == "aten::mul" and e["pid"] == pids["worker1"]
     ]
     # Within the execution to which it belongs, on one time axis.
-    (execution,) = [e for e in events if e.get("cat") == "rpc.execution"]
+    (execution,) = [e for e in events if e.get("cat") == "rpc.execution" and "pause" in e["name"]]
     begin, end = execution["ts"], execution["ts"] + execution["dur"]
     assert begin + PAUSE * 1e6 / 2 < multiplied["ts"] < end + 10_000, (execution, multiplied)
     figure = prof.plot(tmp_path / "trace.png")

@@ -125,7 +125,7 @@ def call_with_secret(secret: bytes, group_id: bytes, address: bytes) -> str:
     native = _native.load()
     agent = native.UcxAgent(native.AgentOptions(), "worker1", 1, False)
     agent.set_group(
-        group_id, [("worker0", 0, address), ("worker1", 1, bytes(agent.address))], secret
+        group_id, [("worker0", 0, address, 0), ("worker1", 1, bytes(agent.address), 0)], secret
     )
     torch.distributed.autograd._init(1)
     api._init_rpc_states(agent)

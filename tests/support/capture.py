@@ -32,7 +32,8 @@ class Capture:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
         self._socket.bind(("lo", 0))
-        self._pieces: dict[Flow, dict[int, bytes]] = {}
+        # In the order of arrival; by flow and place in it, so that nothing counts twice.
+        self._pieces: dict[tuple[Flow, int], bytes] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._listen)
 
@@ -52,10 +53,14 @@ class Capture:
 
     def streams(self) -> dict[Flow, bytes]:
         """What was sent, by flow, in order."""
-        return {
-            flow: b"".join(data for _, data in sorted(pieces.items()))
-            for flow, pieces in self._pieces.items()
-        }
+        pieces: dict[Flow, list[bytes]] = {}
+        for (flow, _), data in sorted(self._pieces.items(), key=lambda piece: piece[0]):
+            pieces.setdefault(flow, []).append(data)
+        return {flow: b"".join(parts) for flow, parts in pieces.items()}
+
+    def packets(self) -> list[tuple[Flow, bytes]]:
+        """What was sent, packet by packet, in order of time."""
+        return [(flow, data) for (flow, _), data in self._pieces.items()]
 
     def _listen(self) -> None:
         while True:
@@ -74,4 +79,4 @@ class Capture:
         data = segment[4 * (segment[12] >> 4) :]
         if data:
             flow = (packet[12:16], source_port, packet[16:20], port)
-            self._pieces.setdefault(flow, {})[sequence] = data
+            self._pieces.setdefault((flow, sequence), data)

@@ -217,6 +217,11 @@ def enter_and_run(holder: int, fn: Callable[..., Any], pipe: Connection) -> None
     sys.exit(code if code >= 0 else 128 - code)
 
 
+def pid_inside(pid: int) -> int:
+    """The process that runs the function of enter_and_run(), as seen from here."""
+    return int(_read(f"/proc/{pid}/task/{pid}/children").split()[0])
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

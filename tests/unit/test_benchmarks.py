@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import commands, page, plots, records, table
-from benchmarks.backends import BACKENDS, flat
+from benchmarks.__main__ import main
+from benchmarks.backends import BACKENDS, cuda, flat
 from benchmarks.backends.interface import Backend, Place
 from benchmarks.cases import CASES
 from benchmarks.cases.interface import Case, Metric, Round, Target
@@ -22,6 +23,7 @@ from benchmarks.group import Group
 from benchmarks.processes import WorkerFailed
 from benchmarks.results import CaseResult, reaches
 from benchmarks.runner import Contender, Runner
+from tests.support.gpu import NO_GPU
 
 MACHINE = {
     "type": "machine",
@@ -122,7 +124,9 @@ def test_cases_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None
     chosen = [case.name for case in commands._choose(parser, ["flood*", "empty"], long=False)]
     assert chosen == ["empty", "flood-builtin", "flood-python"]
     assert not any(case.long for case in commands._choose(parser, [], long=False))
-    assert len(commands._choose(parser, [], long=True)) == len(CASES)
+    on_gpu = commands._choose(parser, [], long=True, gpu=True)
+    assert len(commands._choose(parser, [], long=True)) == len(CASES) - len(on_gpu)
+    assert {case.name for case in on_gpu} == {n for n in CASES if n.startswith("gpu-")}
     with pytest.raises(SystemExit):
         commands._choose(parser, ["no-such"], long=False)
     assert "no case is named 'no-such'" in capsys.readouterr().err
@@ -131,7 +135,30 @@ def test_cases_are_chosen_by_pattern(capsys: pytest.CaptureFixture[str]) -> None
 def test_cases_need_what_some_back_end_has() -> None:
     for case in CASES.values():
         able = [one for one in BACKENDS.values() if not case.needs - one.functions - one.offers]
-        assert {one.name for one in able} >= {"ucx", "tensorpipe"}, case.name
+        wanted = {"ucx-cuda", "tensorpipe-cuda"} if case.gpu else {"ucx", "tensorpipe"}
+        assert {one.name for one in able} >= wanted, case.name
+
+
+def test_targets_are_against_back_ends_that_take_part() -> None:
+    for case in CASES.values():
+        for metric in case.metrics.values():
+            for target in metric.targets:
+                assert target.kind == "value" or BACKENDS[target.against].gpu == case.gpu, case.name
+
+
+def test_without_a_gpu_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["cuda", "--quick"]) == NO_GPU
+    assert "nothing is measured: there is no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["cuda", "--cases", "empty"])
+    assert "no case is named 'empty'; there are gpu-64b" in capsys.readouterr().err
+
+
+def test_device_maps_of_the_benchmarks() -> None:
+    assert cuda.device_maps(Place(1, 3, "")) == {"worker0": {0: 0}, "worker2": {0: 0}}
 
 
 class Absent(Backend):

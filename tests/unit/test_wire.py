@@ -32,7 +32,8 @@ THRESHOLDS = pytest.mark.parametrize("threshold", [INLINE, BULK, 64])
 VERSION_AT, KIND_AT, TYPE_AT, RESERVED_AT = 2, 3, 4, 6
 TENSORS_AT, PAYLOAD_AT, STORAGES_AT, RECORDS_AT = 12, 24, 32, 36
 HEADER = 40
-BULK_BIT = 1 << 63
+BULK_BIT, BESIDE_BIT = 1 << 63, 1 << 62
+PLACE_SHIFT = 48
 
 DTYPES = [
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -493,7 +494,7 @@ def test_extreme_numbers(at: int, value: int, width: int) -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes(noise: bytes) -> None:
     attack(noise, [])
-    attack(b"TR\x01" + noise, [])
+    attack(b"TR\x02" + noise, [])
 
 
 @settings(max_examples=200, deadline=None)
@@ -535,8 +536,34 @@ def test_repeated_indices_of_the_user() -> None:
 
 def test_wrong_version_names_both() -> None:
     head, bulk = sample()
-    with pytest.raises(ValueError, match="version 9 .* this worker version 1"):
+    with pytest.raises(ValueError, match="version 9 .* this worker version 2"):
         decode(patched(head, VERSION_AT, "<B", 9), bulk)
+
+
+@pytest.mark.parametrize("threshold", [INLINE, BULK])
+@pytest.mark.parametrize(
+    ("bits", "error"),
+    [
+        (1 << PLACE_SHIFT, "meant for cuda:0, which RPC does not use here"),
+        (0xFF << PLACE_SHIFT, "meant for cuda:127, which RPC does not use here"),
+        (BESIDE_BIT, "for the CPU travels beside|contradictory"),
+        (BESIDE_BIT | BULK_BIT | 1 << PLACE_SHIFT, "contradictory"),
+        (1 << 47, "contradictory"),
+        (1 << 56, "contradictory"),
+    ],
+)
+def test_wrong_places(bits: int, error: str, threshold: int) -> None:
+    head, bulk = encode(torch.ones(4), payload=b"", threshold=threshold)
+    word = struct.unpack_from("<Q", head, HEADER)[0] | bits
+    with pytest.raises(ValueError, match=error):
+        decode(patched(head, HEADER, "<Q", word), bulk)
+
+
+def test_tensors_beside_a_frame_that_comes_from_elsewhere() -> None:
+    head, _ = encode(torch.ones(4), payload=b"")
+    word = struct.unpack_from("<Q", head, HEADER)[0] | BESIDE_BIT | 1 << PLACE_SHIFT
+    with pytest.raises(ValueError, match="does not use here"):
+        decode(patched(head, HEADER, "<Q", word)[:-16], [])
 
 
 def test_wrong_magic_kind_and_reserved() -> None:

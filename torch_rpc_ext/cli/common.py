@@ -1,4 +1,4 @@
-"""What the commands that look at a group share: exit statuses, types of arguments."""
+"""What the commands share: their parsers, exit statuses, types of arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,42 @@ EXIT_STATUSES = f"""exit status:
 
 class CannotJoinError(Exception):
     """There is no group there that a guest could join; the text says why."""
+
+
+def parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Make the parser of a command.
+
+    Args:
+        command: its name.
+        description: what it does.
+        epilog: examples, and what else stands below the options, as it is.
+    """
+    return argparse.ArgumentParser(
+        prog=f"python -m torch_rpc_ext {command}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_workers(made: argparse.ArgumentParser) -> None:
+    """Add the names of workers, which may be none."""
+    made.add_argument("workers", nargs="*", metavar="WORKER", help="names; by default all")
+
+
+def add_seconds(
+    made: argparse.ArgumentParser | argparse._ArgumentGroup, flag: str, default: float, what: str
+) -> None:
+    """Add an option that takes a time above 0.
+
+    Args:
+        made: the parser, or a group of it.
+        flag: the option.
+        default: s.
+        what: for --help, without unit and default.
+    """
+    text = f"{what}, s (default %(default)g)"
+    made.add_argument(flag, type=positive, default=default, metavar="S", help=text)
 
 
 def positive(text: str) -> float:

@@ -41,13 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--interface", metavar="NAME", help="as the option `interface`: a name or an IP address"
     )
-    group.add_argument(
-        "--join-timeout",
-        type=common.positive,
-        default=10.0,
-        metavar="S",
-        help="how long to look for the group, s (default %(default)g)",
-    )
+    common.add_seconds(group, "--join-timeout", 10.0, "how long to look for the group")
 
 
 @contextlib.contextmanager

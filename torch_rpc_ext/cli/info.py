@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
 from typing import Any
+
+from torch_rpc_ext.cli import common
 
 _EXAMPLE = """examples:
   python -m torch_rpc_ext info
@@ -26,12 +27,11 @@ def main(arguments: list[str]) -> int:
     Returns:
         0, or 1 where UCX cannot be used or the self-test failed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext info",
-        description="Show versions, the UCX in use, what it can use on this host and why, the "
+    parser = common.parser(
+        "info",
+        "Show versions, the UCX in use, what it can use on this host and why, the "
         "network interface that would be chosen, and a self-test between two processes.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLE,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-self-test", action="store_true", help="skip the self-test")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -56,15 +55,14 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status, see common.EXIT_STATUSES.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext ping",
-        description="Measure latency and bandwidth from here to workers of a dynamic group "
+    parser = common.parser(
+        "ping",
+        "Measure latency and bandwidth from here to workers of a dynamic group "
         "(world_size=None), and say which transports are used. While it runs, the group has "
         "one more member.",
-        epilog=_EXAMPLES + common.EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES + common.EXIT_STATUSES,
     )
-    parser.add_argument("workers", nargs="*", metavar="WORKER", help="names; by default all")
+    common.add_workers(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--count", type=common.count, default=100, metavar="N", help="calls (default %(default)s)"
@@ -76,13 +74,7 @@ def main(arguments: list[str]) -> int:
         metavar="MB",
         help="size of the tensor, 1e6 bytes (default %(default)g)",
     )
-    parser.add_argument(
-        "--timeout",
-        type=common.positive,
-        default=10.0,
-        metavar="S",
-        help="of each call, s (default %(default)g)",
-    )
+    common.add_seconds(parser, "--timeout", 10.0, "of each call")
     guest.add_arguments(parser)
     given = parser.parse_args(arguments)
     with guest.joined(given):

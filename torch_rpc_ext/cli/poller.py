@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,11 @@ class WorkerState:
         served_per_s: calls that it answers.
         sent_per_s: bytes/s.
         received_per_s: bytes/s.
-        latency_ms: mean of its calls since its start.
+        latency_ms: median of its calls since the look before; from a histogram whose bounds double,
+            so within a factor of 2.
+        latency_p99_ms: their 99th percentile, as latency_ms.
+        queue_p99_ms: 99th percentile of how long requests waited for a thread since the look
+            before, as latency_ms.
         answer_ms: round trip of this question.
         queued: requests that wait for a thread.
         running: requests that run.
@@ -52,6 +57,8 @@ class WorkerState:
     sent_per_s: float | None = None
     received_per_s: float | None = None
     latency_ms: float | None = None
+    latency_p99_ms: float | None = None
+    queue_p99_ms: float | None = None
     answer_ms: float | None = None
     queued: int | None = None
     running: int | None = None
@@ -117,8 +124,32 @@ class Poller:
 def _kind(problem: RuntimeError) -> str:
     if isinstance(problem, errors.RefusedError):
         return REFUSES
-    timed_out = isinstance(problem, errors.CallTimeoutError) or "timeout" in str(problem).lower()
-    return SUSPECT if timed_out else DEAD
+    return SUSPECT if errors.is_timeout(problem) else DEAD
+
+
+def quantile(
+    before: Sequence[int], now: Sequence[int], bounds: Sequence[int], share: float
+) -> float:
+    """Return a quantile of what has come to a histogram.
+
+    Args:
+        before: counts at an earlier look.
+        now: counts; one more than bounds.
+        bounds: upper ends of the buckets but the last, rising.
+        share: which quantile, 0 to 1.
+
+    Returns:
+        It, evenly spread within its bucket; in the bounds' unit. NaN where nothing has come.
+    """
+    counts = [new - old for new, old in zip(now, before, strict=True)]
+    left = share * sum(counts)
+    lower = 0
+    for count, upper in zip(counts, [*bounds, 2 * bounds[-1]], strict=True):
+        if count and left <= count:
+            return lower + (upper - lower) * left / count
+        left -= count
+        lower = upper
+    return float("nan")
 
 
 def _describe(
@@ -136,7 +167,13 @@ def _describe(
         seconds = now["time"] - before["time"]
         return (counters[key] - before["counters"][key]) / seconds if seconds > 0 else None
 
-    latency = counters.get("agent.average_latency_us")
+    def milliseconds(key: str, share: float) -> float | None:
+        if before is None or before["pid"] != now["pid"] or key not in now["histograms"]:
+            return None
+        bounds, counts, _ = now["histograms"][key]
+        found = quantile(before["histograms"][key][1], counts, bounds, share) / 1e6
+        return None if math.isnan(found) else found
+
     return WorkerState(
         name,
         ALIVE,
@@ -147,7 +184,9 @@ def _describe(
         served_per_s=rate("agent.calls_served"),
         sent_per_s=rate("agent.bytes_sent"),
         received_per_s=rate("agent.bytes_received"),
-        latency_ms=latency / 1e3 if latency else None,
+        latency_ms=milliseconds("agent.latency", 0.5),
+        latency_p99_ms=milliseconds("agent.latency", 0.99),
+        queue_p99_ms=milliseconds("agent.queue", 0.99),
         answer_ms=answer_ms,
         queued=number("agent.queued_requests"),
         running=number("agent.server_active_calls"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
@@ -10,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from torch_rpc_ext._environment import BACKEND
+from torch_rpc_ext.cli import common
 
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
 
@@ -35,13 +35,8 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status; a script that ends by itself passes its own on.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext run",
-        usage="%(prog)s [torchrun options] script.py [arguments]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = common.parser("run", _DESCRIPTION, _EXAMPLES)
+    parser.usage = "%(prog)s [torchrun options] script.py [arguments]"
     if not arguments or arguments[0] in ("-h", "--help"):
         parser.print_help()
         return 0 if arguments else 2

@@ -23,8 +23,10 @@ _EXAMPLES = """examples:
       one look, for a script; without --once one line of JSON each interval
 
 calls/s and sent are of the worker's own calls and messages, served/s of those that it answers;
-latency is the mean of its calls since its start, answer the round trip from here; queue are
-requests that wait for a thread, pending its own calls that wait for an answer.
+latency is the median of its calls since the last look, p99 their 99th percentile, wait that of
+the time that requests waited for a thread (all three within a factor of 2); answer is the round
+trip from here; queue are requests that wait for a thread now, run those that run, pend its own
+calls that wait for an answer.
 
 """
 _HINT = "q: quit"
@@ -40,23 +42,16 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status, see common.EXIT_STATUSES; of a live view always 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext top",
-        description="Watch a dynamic group (world_size=None): its workers, transports, calls and "
+    parser = common.parser(
+        "top",
+        "Watch a dynamic group (world_size=None): its workers, transports, calls and "
         "bytes per second, latencies, queues, and who is suspect or dead. While it runs, the "
         "group has one more member.",
-        epilog=_EXAMPLES + common.EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES + common.EXIT_STATUSES,
     )
     parser.add_argument("--once", action="store_true", help="look for one interval, then end")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
-    parser.add_argument(
-        "--interval",
-        type=common.positive,
-        default=1.0,
-        metavar="S",
-        help="between two looks, s (default %(default)g)",
-    )
+    common.add_seconds(parser, "--interval", 1.0, "between two looks")
     guest.add_arguments(parser)
     given = parser.parse_args(arguments)
     live = not given.json and not given.once

@@ -34,22 +34,15 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit status, see common.EXIT_STATUSES.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext trace",
-        description="Record the calls and operators of the workers of a dynamic group "
+    parser = common.parser(
+        "trace",
+        "Record the calls and operators of the workers of a dynamic group "
         "(world_size=None) and write one trace of all. While it runs, the group has one more "
         "member, and calls take longer. Ctrl-C ends the recording early and keeps it.",
-        epilog=_EXAMPLES + common.EXIT_STATUSES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES + common.EXIT_STATUSES,
     )
-    parser.add_argument("workers", nargs="*", metavar="WORKER", help="names; by default all")
-    parser.add_argument(
-        "--seconds",
-        type=common.positive,
-        default=5.0,
-        metavar="S",
-        help="how long (default %(default)g)",
-    )
+    common.add_workers(parser)
+    common.add_seconds(parser, "--seconds", 5.0, "how long")
     parser.add_argument(
         "--out",
         default="trace.json",

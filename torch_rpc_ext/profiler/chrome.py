@@ -1,7 +1,8 @@
 """One Chrome trace of all workers, with arrows from calls to executions and back.
 
 Each worker is a process of the trace. Calls and executions overlap in time, which slices of one
-track may not, so they are spread over as many tracks ("calls", "serves") as needed.
+track may not, so they are spread over as many tracks ("calls", "serves") as needed. An execution
+has its time in the queue before it, on the same track.
 
 Source: "Trace Event Format" (Google), which https://ui.perfetto.dev reads.
 """
@@ -29,13 +30,18 @@ class Span:
 
     Args:
         entry: what was recorded.
-        begin: ns since the profile began.
+        queued: of an execution, how long it waited for a thread, from when; ns since the profile
+            began. (begin, begin) where there is nothing to say.
+        begin: as queued.
         end: as begin; where it had not ended, the profile's end.
         track: 0 for the first.
     """
 
-    def __init__(self, entry: Call | Execution, begin: int, end: int, track: int) -> None:
-        self.entry, self.begin, self.end, self.track = entry, begin, end, track
+    def __init__(
+        self, entry: Call | Execution, queued: tuple[int, int], begin: int, end: int, track: int
+    ) -> None:
+        self.entry, self.queued = entry, queued
+        self.begin, self.end, self.track = begin, end, track
 
 
 def spans(
@@ -54,15 +60,22 @@ def spans(
     """
     placed: dict[int, Span] = {}
     free_from: list[int] = []  # track -> end of its last span
-    for entry in sorted(entries, key=lambda e: e.begin_ns):
+    for entry in sorted(entries, key=_first_ns):
         begin = to_ours(entry.begin_ns) - begin_ns
         end = max(begin, to_ours(entry.end_ns) - begin_ns if entry.end_ns else end_ns - begin_ns)
-        track = next((t for t, free in enumerate(free_from) if free <= begin), len(free_from))
+        queued = (begin, begin)
+        if isinstance(entry, Execution) and entry.arrival_ns:
+            queued = (to_ours(entry.arrival_ns) - begin_ns, to_ours(entry.start_ns) - begin_ns)
+        track = next((t for t, free in enumerate(free_from) if free <= queued[0]), len(free_from))
         if track == len(free_from):
             free_from.append(0)
         free_from[track] = end
-        placed[entry.id] = Span(entry, begin, end, track)
+        placed[entry.id] = Span(entry, queued, begin, end, track)
     return placed
+
+
+def _first_ns(entry: Call | Execution) -> int:
+    return (entry.arrival_ns if isinstance(entry, Execution) else 0) or entry.begin_ns
 
 
 def merge(
@@ -96,16 +109,22 @@ def merge(
         events += _track_names(process, _SERVES, "serves", of_executions)
         events += _operators(recording, process, clock, begin_ns)
     events += [_call_event(*placed) for placed in calls.values()]
+    events += [_queue_event(*placed) for placed in executions.values() if _was_queued(placed[1])]
     events += [_execution_event(*placed) for placed in executions.values()]
     for id in calls.keys() & executions.keys():
         events += _arrows(calls[id], executions[id])
     return {
-        "traceEvents": events,
+        "traceEvents": sorted(events, key=_place),
         "displayTimeUnit": "ms",
         "otherData": {
             "clock_error_us": {name: clock.error_ns / 1e3 for name, clock in clocks.items()}
         },
     }
+
+
+def _place(event: Event) -> tuple[bool, float, float]:
+    """Metadata first, then by time; of two at one time the slice that the other lies in."""
+    return event["ph"] != "M", event.get("ts", 0), -event.get("dur", -1)
 
 
 def _title(recording: Recording) -> str:
@@ -129,10 +148,13 @@ def _track_names(process: int, first: int, name: str, placed: Mapping[int, Span]
     ]
 
 
-def _slice(name: str, category: str, process: int, track: int, span: Span, args: Event) -> Event:
+def _slice(
+    name: str, category: str, process: int, track: int, time: tuple[int, int], args: Event
+) -> Event:
+    begin, end = time
     return {
         **{"ph": "X", "name": name, "cat": category, "pid": process, "tid": track},
-        **{"ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3, "args": args},
+        **{"ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args},
     }
 
 
@@ -145,7 +167,19 @@ def _call_event(process: int, span: Span) -> Event:
         **_outcome(call),
     }
     name = f"{call.function} -> {call.to}"
-    return _slice(name, "rpc.call", process, _CALLS + span.track, span, args)
+    time = (span.begin, span.end)
+    return _slice(name, "rpc.call", process, _CALLS + span.track, time, args)
+
+
+def _was_queued(span: Span) -> bool:
+    return span.queued[1] > span.queued[0]
+
+
+def _queue_event(process: int, span: Span) -> Event:
+    execution = span.entry
+    assert isinstance(execution, Execution)
+    args = {"call": execution.id, "caller": execution.caller}
+    return _slice("queue", "rpc.queue", process, _SERVES + span.track, span.queued, args)
 
 
 def _execution_event(process: int, span: Span) -> Event:
@@ -156,8 +190,14 @@ def _execution_event(process: int, span: Span) -> Event:
         **{"result_bytes": execution.result_bytes},
         **_outcome(execution),
     }
+    if execution.arrival_ns:
+        args |= {
+            "queue_us": execution.queue_ns / 1e3,
+            "gil_wait_us": execution.gil_wait_ns / 1e3,
+        }
     name = f"{execution.function} <- {execution.caller}"
-    return _slice(name, "rpc.execution", process, _SERVES + span.track, span, args)
+    time = (span.begin, span.end)
+    return _slice(name, "rpc.execution", process, _SERVES + span.track, time, args)
 
 
 def _outcome(entry: Call | Execution) -> Event:
@@ -174,6 +214,8 @@ def _arrows(call: tuple[int, Span], execution: tuple[int, Span]) -> list[Event]:
         _arrow("s", "request", calling.entry.id, out, calling.begin),
         _arrow("f", "request", calling.entry.id, back, running.begin),
     ]
+    if _was_queued(running):
+        made.insert(1, _arrow("t", "request", calling.entry.id, back, running.queued[0]))
     if calling.entry.end_ns and running.entry.end_ns:
         # An arrow belongs to the slice around its moment; at the end itself that is over.
         made += [

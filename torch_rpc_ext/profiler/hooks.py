@@ -4,10 +4,11 @@ There only while it records; at other times upstream's functions are untouched.
 
 - api._invoke_rpc: rpc_sync and rpc_async, of all kinds of functions.
 - api.PythonUDF: the message of a Python function; it gets the call's id, see recorder.Traced.
-- api._invoke_rpc_python_udf: tells how large the request is.
+- api._invoke_rpc_python_udf, _builtin, _torchscript: tell the message's number at our agent, and
+  how large the request of a Python function is.
 - api._invoke_remote_python_udf, _builtin, _torchscript: rpc.remote.
 
-What begins in C++ is not seen: RRef.to_here() and the messages of distributed autograd.
+What begins in C++ is not seen here: RRef.to_here() and the messages of distributed autograd.
 Source: torch/distributed/rpc/api.py.
 """
 
@@ -32,6 +33,10 @@ _SYNC = api.RPCExecMode.SYNC
 # The profiler's own calls.
 _OURS = "torch_rpc_ext.profiler."
 
+# Functions of ours that stand in front of what the user has called, their first argument; as in
+# csrc/agent/call_label.cpp.
+_BEFORE_FUNCTION = ("torch_rpc_ext.aio._server.run", "torch_rpc_ext.aio._batch.enqueue")
+
 _thread = threading.local()  # .call: the call that this thread is sending
 _installed: dict[str, tuple[Any, Any]] = {}  # name -> (what was there, ours)
 
@@ -47,6 +52,8 @@ def install(recorder: Recorder, traced: Callable[..., Any]) -> None:
         "_invoke_rpc": _invoke_rpc,
         "PythonUDF": _python_udf,
         "_invoke_rpc_python_udf": _invoke_rpc_python_udf,
+        "_invoke_rpc_builtin": _send,
+        "_invoke_rpc_torchscript": _send,
         "_invoke_remote_python_udf": _invoke_remote_python_udf,
         "_invoke_remote_builtin": _invoke_remote_other,
         "_invoke_remote_torchscript": _invoke_remote_other,
@@ -78,7 +85,8 @@ def name_of(function: Any, args: Any = ()) -> str:
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if name.startswith("_local_invoke") and len(args or ()) > 1:
         return f"RRef.{args[1]}"
-    return f"{getattr(function, '__module__', None)}.{name}"
+    full_name = f"{getattr(function, '__module__', None)}.{name}"
+    return name_of(args[0]) if full_name in _BEFORE_FUNCTION and args else full_name
 
 
 def _is_ours(function: Any) -> bool:
@@ -108,7 +116,7 @@ def _invoke_rpc(
         recorder.add_call(call, type(problem).__name__)
         raise
     finally:
-        # With the size of the request, for a Python function.
+        # With what the hooks of its sending have added.
         call, _thread.call = _thread.call or call, outer
     if rpc_type is not _SYNC:
         recorder.follow_call(call, future)
@@ -130,16 +138,31 @@ def _python_udf(
     call: Call | None = getattr(_thread, "call", None)
     if call is None:  # of rpc.remote; the hook of what sends it adds the callee
         call = _thread.remote = recorder.new_call("remote", name_of(func, args), "")
-    return original(traced(func, call.id, call.function, recorder.worker), args, kwargs)
+    return original(traced(call.function, func, call.id, recorder.worker), args, kwargs)
 
 
 def _invoke_rpc_python_udf(
-    original: Any, _: Recorder, to: Any, pickled: bytes, tensors: Any, *more: Any
+    original: Any, recorder: Recorder, to: Any, pickled: bytes, tensors: Any, *more: Any
 ) -> Any:
     call: Call | None = getattr(_thread, "call", None)
     if call is not None:
         _thread.call = call._replace(sent_bytes=len(pickled) + tensor_bytes(tensors))
-    return original(to, pickled, tensors, *more)
+    return _send(original, recorder, to, pickled, tensors, *more)
+
+
+def _send(original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    call: Call | None = getattr(_thread, "call", None)
+    if call is None:
+        return original(*args, **kwargs)
+    before = recorder.last_number()
+    future = original(*args, **kwargs)
+    _thread.call = call._replace(number=_new_number(recorder, before))
+    return future
+
+
+def _new_number(recorder: Recorder, before: int) -> int:
+    number = recorder.last_number()
+    return 0 if number == before else number  # else it has failed before it was sent
 
 
 def _invoke_remote_python_udf(
@@ -163,11 +186,13 @@ def _invoke_remote_other(
 
 
 def _follow_remote(recorder: Recorder, call: Call, send: Callable[[], Any]) -> Any:
+    before = recorder.last_number()
     try:
         rref = send()
     except BaseException as problem:
         recorder.add_call(call, type(problem).__name__)
         raise
+    call = call._replace(number=_new_number(recorder, before))
     # Done when the owner has said that the value is made.
     recorder.follow_call(call, rref._get_future())
     return rref

@@ -12,7 +12,7 @@ from torch_rpc_ext.profiler.records import Call, Execution, Recording
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CALL, _EXECUTION, _OPERATOR = "#4c78a8", "#f58518", "#9aa0a6"
+_CALL, _QUEUE, _EXECUTION, _OPERATOR = "#4c78a8", "#e45756", "#f58518", "#9aa0a6"
 _HEIGHT = 0.8
 # More arrows would hide what they connect.
 _MOST_ARROWS = 400
@@ -32,8 +32,8 @@ def draw(
         end_ns: as begin_ns.
 
     Returns:
-        A matplotlib figure: calls blue, executions orange, operators grey (a row for each thread),
-        requests as blue arrows, responses as orange ones.
+        A matplotlib figure: calls blue, executions orange with their time in the queue red,
+        operators grey (a row for each thread), requests as blue arrows, responses as orange ones.
     """
     try:
         from matplotlib.figure import Figure
@@ -97,17 +97,18 @@ class _Canvas:
         self._labels[first] = label
         self.row += 1 + max(span.track for span in placed.values())
         for row in range(first, self.row):
-            bars = [
-                (span.begin / 1e6, (span.end - span.begin) / 1e6)
-                for span in placed.values()
-                if first + span.track == row
-            ]
-            self._axes.broken_barh(
-                bars, (row + 0.1, _HEIGHT), color=colour, edgecolor="white", linewidth=0.5
-            )
+            there = [span for span in placed.values() if first + span.track == row]
+            self._bars(row, [span.queued for span in there], _QUEUE)
+            self._bars(row, [(span.begin, span.end) for span in there], colour)
         for span in placed.values():
             self._name(span, first + span.track + 0.5)
         return {id: (first + span.track + 0.5, span) for id, span in placed.items()}
+
+    def _bars(self, row: int, times: Iterable[tuple[int, int]], colour: str) -> None:
+        bars = [(begin / 1e6, (end - begin) / 1e6) for begin, end in times if end > begin]
+        self._axes.broken_barh(
+            bars, (row + 0.1, _HEIGHT), color=colour, edgecolor="white", linewidth=0.5
+        )
 
     def operators(self, events: Iterable[chrome.Event], pid: int) -> None:
         """Draw the operators of the CPU: a row for each thread, bars unnamed."""
@@ -131,7 +132,8 @@ class _Canvas:
         responses: list[tuple[float, ...]] = []
         for id in sorted(calls.keys() & executions.keys())[:_MOST_ARROWS]:
             (at, call), (there, execution) = calls[id], executions[id]
-            requests.append((call.begin, at, execution.begin - call.begin, there - at))
+            arrival = execution.queued[0]
+            requests.append((call.begin, at, arrival - call.begin, there - at))
             if call.entry.end_ns and execution.entry.end_ns:
                 responses.append((execution.end, there, call.end - execution.end, at - there))
         for arrows, colour in ((requests, _CALL), (responses, _EXECUTION)):
@@ -152,9 +154,10 @@ class _Canvas:
             if self._labels[row] not in ("calls", "serves", "operators", ""):
                 tick.set_fontweight("bold")
         self._axes.set_xlabel(label)
-        for colour, what in ((_CALL, "call"), (_EXECUTION, "execution"), (_OPERATOR, "operator")):
+        colours = {"call": _CALL, "queue": _QUEUE, "execution": _EXECUTION, "operator": _OPERATOR}
+        for what, colour in colours.items():
             self._axes.bar(0, 0, color=colour, label=what)
-        self._axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+        self._axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
         self._axes.spines[["top", "right"]].set_visible(False)
 
     def _name(self, span: chrome.Span, y: float) -> None:

@@ -21,7 +21,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext.profiler import hooks
-from torch_rpc_ext.profiler.records import Call, Execution, Recording, tensor_bytes
+from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording, tensor_bytes
 
 api: Any = _untyped_api  # upstream's functions have no types
 
@@ -38,18 +38,21 @@ _thread = threading.local()  # .call: id of the call whose function this thread 
 class Traced:
     """A function on its way to the callee, with the id of its call.
 
+    The name comes first in its pickle: there the agent finds it, for its error texts
+    (csrc/agent/call_label.cpp).
+
     Args:
+        name: of the function.
         function: what is called.
         id: of the call.
-        name: of the function.
         caller: name of the calling worker.
     """
 
-    def __init__(self, function: Callable[..., Any], id: int, name: str, caller: str) -> None:
-        self.function, self.id, self.name, self.caller = function, id, name, caller
+    def __init__(self, name: str, function: Callable[..., Any], id: int, caller: str) -> None:
+        self.name, self.function, self.id, self.caller = name, function, id, caller
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Traced, (self.function, self.id, self.name, self.caller))
+        return (Traced, (self.name, self.function, self.id, self.caller))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, recorded where this worker records."""
@@ -76,7 +79,8 @@ class Recorder:
         self, owner: str, session: str, operators: bool, max_entries: int, limit: float
     ) -> None:
         self.owner, self.session, self.limit = owner, session, limit
-        me = api._get_current_rpc_agent().get_worker_info()
+        self._agent = api._get_current_rpc_agent()
+        me = self._agent.get_worker_info()
         self.worker = str(me.name)
         # Unique in the group as long as ranks are, and in this process's life.
         self._ids = itertools.count((me.id << 40) + (time.monotonic_ns() >> 20 & 0xFFFFF) * 2**20)
@@ -88,6 +92,12 @@ class Recorder:
         # None, the entry).
         self._open: dict[int, tuple[Any, Any]] = {}
         self._profiler = _start_operators() if operators else None
+        self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's cannot
+        #: Number of the last message that this thread has sent.
+        self.last_number: Callable[[], int] = lambda: 0
+        if self._logs:
+            self.last_number = self._agent.last_call_id
+            self._agent.begin_call_log(max_entries)
         self.began = time.monotonic()
         self._timer = threading.Timer(limit, _expire, (session,))
         self._timer.daemon = True
@@ -162,6 +172,7 @@ class Recorder:
             _, entry = self._open.pop(key, (None, None))
             if entry is not None:  # else it has just ended
                 self._keep(self._calls if isinstance(entry, Call) else self._executions, entry)
+        sent, served = self._agent.end_call_log() if self._logs else ((), ())
         operators = b"" if self._profiler is None else _stop_operators(self._profiler)
         return Recording(
             self.worker,
@@ -172,6 +183,8 @@ class Recorder:
             next(self._dropped),
             time.time_ns() - time.perf_counter_ns(),
             operators,
+            [Logged(*logged) for logged in sent],
+            [Logged(*logged) for logged in served],
         )
 
     def _await_callbacks(self) -> None:

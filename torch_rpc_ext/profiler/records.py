@@ -14,13 +14,14 @@ class Call(NamedTuple):
     Attributes:
         id: of the call in the whole group; 0 is none.
         parent: id of the call during which it was made, 0 for none.
-        kind: "sync", "async" or "remote".
+        kind: "sync", "async", "remote", or "message": one that torch's C++ sends by itself.
         function: what is called, with its module; an operator as "aten::add".
         to: name of the callee.
         begin_ns: of the caller's time.perf_counter_ns().
         end_ns: as begin_ns; 0 where it had not ended when recording stopped.
         sent_bytes: of a Python function the whole request, else the tensors among the arguments.
-        error: class of what it raised, '' for nothing.
+        error: class of what it raised, '' for nothing; of a message "failed".
+        number: the agent's number for it; 0 where there is none.
     """
 
     id: int
@@ -32,10 +33,14 @@ class Call(NamedTuple):
     end_ns: int
     sent_bytes: int
     error: str
+    number: int = 0
 
 
 class Execution(NamedTuple):
     """The function of a call as it runs on the callee.
+
+    Of an operator, a TorchScript function or a message begin_ns is start_ns: it includes reading
+    the request, and the wait for the GIL where it needs one.
 
     Attributes:
         id: of the call.
@@ -44,9 +49,14 @@ class Execution(NamedTuple):
         begin_ns: of the callee's time.perf_counter_ns().
         end_ns: as begin_ns; of an asynchronous function when its future was done; 0 where it had
             not ended when recording stopped.
-        thread: native id of the thread that ran it.
-        result_bytes: of the tensors in the result; 0 for an asynchronous function.
+        thread: native id of the thread that ran it; 0 where it is not known.
+        result_bytes: of a Python function the tensors in the result, 0 for an asynchronous one;
+            else the whole answer.
         error: class of what it raised, '' for nothing.
+        arrival_ns: when all of the request was there; as begin_ns. 0 where it is not known, on
+            TENSORPIPE; then start_ns and gil_wait_ns are 0 too.
+        start_ns: when a thread took it up: until then it was queued.
+        gil_wait_ns: how long that thread waited for the GIL, outside of the function.
     """
 
     id: int
@@ -57,6 +67,46 @@ class Execution(NamedTuple):
     thread: int
     result_bytes: int
     error: str
+    arrival_ns: int = 0
+    start_ns: int = 0
+    gil_wait_ns: int = 0
+
+    @property
+    def queue_ns(self) -> int:
+        """How long it waited for a thread."""
+        return self.start_ns - self.arrival_ns
+
+    @property
+    def execution_ns(self) -> int:
+        """How long it ran, without waits for the GIL before it."""
+        waited = self.gil_wait_ns if self.begin_ns == self.start_ns else 0
+        return self.end_ns - self.begin_ns - waited
+
+
+class Logged(NamedTuple):
+    """A call as the agent has logged it, at its caller or its callee (csrc/metrics/call_log.h).
+
+    Attributes:
+        number: the caller's agent's number for it.
+        peer: name of the callee, or of the caller.
+        label: what was asked for; of what torch's C++ sends by itself the message's type.
+        begin_ns: caller: sent; callee: all of the request is there. As Call's.
+        start_ns: callee: a thread has taken it up.
+        end_ns: caller: answered, or failed; callee: its answer is made.
+        gil_wait_ns: callee: how long the thread waited for the GIL.
+        bytes: callee: of the answer.
+        failed: caller: with an error.
+    """
+
+    number: int
+    peer: str
+    label: str
+    begin_ns: int
+    start_ns: int
+    end_ns: int
+    gil_wait_ns: int
+    bytes: int
+    failed: bool
 
 
 class Recording(NamedTuple):
@@ -71,6 +121,8 @@ class Recording(NamedTuple):
         dropped: entries above the limit that were not kept.
         epoch_ns: time.time_ns() minus time.perf_counter_ns(), at the end.
         operators: torch.profiler's Chrome trace, zlib-compressed JSON; b'' without one.
+        sent: what the agent has logged of calls that this worker made; none on TENSORPIPE.
+        served: as sent, of calls to it.
     """
 
     worker: str
@@ -81,12 +133,16 @@ class Recording(NamedTuple):
     dropped: int
     epoch_ns: int
     operators: bytes
+    sent: list[Logged]
+    served: list[Logged]
 
     def to_plain(self) -> tuple[Any, ...]:
         """Return it without our classes."""
         plain = self._replace(
             calls=[tuple(call) for call in self.calls],  # type: ignore[misc]
             executions=[tuple(execution) for execution in self.executions],  # type: ignore[misc]
+            sent=[tuple(logged) for logged in self.sent],  # type: ignore[misc]
+            served=[tuple(logged) for logged in self.served],  # type: ignore[misc]
         )
         return tuple(plain)
 
@@ -97,6 +153,8 @@ class Recording(NamedTuple):
         return made._replace(
             calls=[Call(*call) for call in made.calls],
             executions=[Execution(*execution) for execution in made.executions],
+            sent=[Logged(*logged) for logged in made.sent],
+            served=[Logged(*logged) for logged in made.served],
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors, monitoring
-from torch_rpc_ext.profiler import chrome, clocks, recorder, table
+from torch_rpc_ext.profiler import chrome, clocks, joining, recorder, table
 from torch_rpc_ext.profiler.records import Recording
 from torch_rpc_ext.profiler.table import Row
 
@@ -27,13 +27,14 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 # To start or stop a worker's recording; torch.profiler takes seconds the first time.
 _TIMEOUT = 120.0
 _MAX_ENTRIES = 1_000_000
+_PATIENCE = 10.0
 
 
 class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
     """Records the calls of the group's workers within a ``with`` block. A context manager.
 
     Other workers go on as they are; what they record is fetched at the end. A worker that is lost
-    meanwhile is left out, with a warning.
+    meanwhile, or does not answer then, is left out, with a warning.
 
     Args:
         workers: names; None for all of the group.
@@ -41,6 +42,8 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             on CUDA devices where there are some.
         limit: after so long a worker stops by itself and forgets, s: this one may have died.
         max_entries: how many calls and how many executions a worker keeps; later ones are counted.
+        patience: a worker that does not answer for so long at the end is left out, s: it is
+            stopped, or has no thread to spare. It goes on recording until its `limit`.
 
     Attributes:
         recordings: worker name -> Recording, after the block.
@@ -48,7 +51,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         missing: worker name -> why there is no recording of it.
 
     Raises:
-        ValueError: a worker that is not in the group, or a limit out of range.
+        ValueError: a worker that is not in the group, or a number out of range.
         RuntimeError: RPC is not initialized; workers with different versions of torch; a worker
             that is being profiled already, or cannot be. The text names it.
     """
@@ -60,13 +63,17 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         operators: bool = True,
         limit: float = 600.0,
         max_entries: int = _MAX_ENTRIES,
+        patience: float = _PATIENCE,
     ) -> None:
         if not limit > 0:
             raise ValueError(f"limit must be more than 0 s, got {limit!r}")
+        if not patience > 0:
+            raise ValueError(f"patience must be more than 0 s, got {patience!r}")
         if max_entries < 1:
             raise ValueError(f"max_entries must be at least 1, got {max_entries!r}")
         self._wanted = None if workers is None else list(workers)
         self._arguments = (operators, max_entries, limit)
+        self._patience = patience
         self._session = secrets.token_hex(8)
         self._workers: list[str] = []
         self._first: dict[str, clocks.Sample] = {}
@@ -102,16 +109,41 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         trace: TracebackType | None,
     ) -> None:
         self.end_ns = time.perf_counter_ns()
-        for name in self._workers:
+        self._leave_out_silent_ones()
+        self._compare_clocks()
+        self.recordings = joining.joined(self._fetch())
+        for name, why in self.missing.items():
+            logger.warning("no recording of worker %s: %s", name, why)
+
+    def _present(self) -> list[str]:
+        return [name for name in self._workers if name not in self.missing]
+
+    def _leave_out_silent_ones(self) -> None:
+        """Ask all at once, so that several silent ones do not add up."""
+        for name, answer in self._start_asking(recorder.now, timeout=self._patience):
+            try:
+                answer()
+            except RuntimeError as problem:
+                why = errors.brief(problem)
+                if errors.is_timeout(problem):
+                    why = f"it did not answer for {self._patience:g} s; it is left as it is ({why})"
+                self.missing[name] = why
+
+    def _compare_clocks(self) -> None:
+        for name in self._present():
             try:
                 last = clocks.compare(name)
             except RuntimeError as problem:
                 self.missing[name] = errors.brief(problem)
             else:
                 self.clocks[name] = clocks.Clock(self._first[name], last)
-        for name, future in self._start_asking(recorder.stop, self._session):
+
+    def _fetch(self) -> dict[str, Recording]:
+        """Stop the recordings, and return them by worker."""
+        fetched: dict[str, Recording] = {}
+        for name, answer in self._start_asking(recorder.stop, self._session):
             try:
-                plain = future()
+                plain = answer()
             except RuntimeError as problem:
                 self.missing[name] = errors.brief(problem)
                 continue
@@ -119,22 +151,23 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
                 self.missing[name] = (
                     f"it had stopped by itself at the limit ({self._arguments[2]} s)"
                 )
-            elif name in self.clocks:
-                self.recordings[name] = Recording.from_plain(plain)
-        for name, why in self.missing.items():
-            logger.warning("no recording of worker %s: %s", name, why)
+            else:
+                fetched[name] = Recording.from_plain(plain)
+        return fetched
 
     def table(self) -> list[Row]:
         """Return one row for each function and callee, the one that took longest first."""
         return table.rows(self.recordings)
 
     def summary(self) -> str:
-        """Return the table as text, with the errors of the clocks below."""
+        """Return the table as text, with the errors of the clocks and who is missing below."""
         worst = max((clock.error_ns for clock in self.clocks.values()), default=0)
-        return (
-            f"{table.text(self.table())}\n"
-            f"clocks of {len(self.clocks)} workers aligned within {worst / 1e3:.1f} us"
-        )
+        lines = [
+            table.text(self.table()),
+            f"clocks of {len(self.clocks)} workers aligned within {worst / 1e3:.1f} us",
+            *(f"missing: {name}, {why}" for name, why in self.missing.items()),
+        ]
+        return "\n".join(lines)
 
     def export_chrome_trace(self, path: str | Path) -> None:
         """Write one trace of all workers; https://ui.perfetto.dev opens it.
@@ -158,12 +191,14 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             figure.savefig(path, dpi=130)
         return figure
 
-    def _start_asking(self, function: Any, *arguments: Any) -> list[tuple[str, Callable[[], Any]]]:
-        """Call a function on all at once; names, and what waits for the answer."""
+    def _start_asking(
+        self, function: Any, *arguments: Any, timeout: float = _TIMEOUT
+    ) -> list[tuple[str, Callable[[], Any]]]:
+        """Call a function on all that are not missing at once; names, and what waits for them."""
         asked: list[tuple[str, Callable[[], Any]]] = []
-        for name in self._workers:
+        for name in self._present():
             try:
-                future = rpc.rpc_async(name, function, args=arguments, timeout=_TIMEOUT)
+                future = rpc.rpc_async(name, function, args=arguments, timeout=timeout)
             except RuntimeError as problem:
                 asked.append((name, _raising(problem)))
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -20,14 +20,19 @@ class Row(NamedTuple):
         calls: how many, those that failed or had not ended included.
         errors: how many failed.
         sent_bytes: of all requests; of operators and TorchScript the tensors only.
-        result_bytes: of the tensors in all results; None where the callee's side is not known.
+        result_bytes: of all results, see Execution; None where the callee's side is not known.
         total_p50: of the caller's time, from the call to its result.
         total_p99: as total_p50.
-        execution_p50: of the function on the callee; not of operators, TorchScript, nor of
-            callees that were not recorded.
+        queue_p50: of the time from the request's arrival until a thread of the callee took it up.
+            This and those below are None where the callee's side is not known.
+        queue_p99: as queue_p50.
+        gil_wait_p50: of that thread's waits for the GIL, outside of the function.
+        gil_wait_p99: as gil_wait_p50.
+        execution_p50: of the function.
         execution_p99: as execution_p50.
-        rest_p50: of total minus execution: serialisation, wire and queues, both ways.
-        rest_p99: as rest_p50.
+        network_p50: of the rest: serialisation and wire, both ways. Without our agent on the callee
+            queue and GIL wait are in it.
+        network_p99: as network_p50.
     """
 
     function: str
@@ -38,10 +43,14 @@ class Row(NamedTuple):
     result_bytes: int | None
     total_p50: float | None
     total_p99: float | None
+    queue_p50: float | None
+    queue_p99: float | None
+    gil_wait_p50: float | None
+    gil_wait_p99: float | None
     execution_p50: float | None
     execution_p99: float | None
-    rest_p50: float | None
-    rest_p99: float | None
+    network_p50: float | None
+    network_p99: float | None
 
 
 def rows(recordings: Mapping[str, Recording]) -> list[Row]:
@@ -51,18 +60,19 @@ def rows(recordings: Mapping[str, Recording]) -> list[Row]:
     for recording in recordings.values():
         for call in recording.calls:
             groups[call.function, call.to].append(call)
-    ordered = sorted(groups.items(), key=lambda item: -sum(_seconds(item[1])))
+    ordered = sorted(
+        groups.items(), key=lambda item: -sum(_duration_ns(call) for call in item[1] if call.end_ns)
+    )
     return [_row(function, to, calls, executions) for (function, to), calls in ordered]
-
-
-def _seconds(entries: Sequence[Call | Execution]) -> list[float]:
-    return [(entry.end_ns - entry.begin_ns) / 1e9 for entry in entries if entry.end_ns]
 
 
 def _row(function: str, to: str, calls: list[Call], executions: Mapping[int, Execution]) -> Row:
     ran = [executions[call.id] for call in calls if call.id in executions]
-    rest = [
-        (call.end_ns - call.begin_ns - (e.end_ns - e.begin_ns)) / 1e9
+    ended = [e for e in ran if e.end_ns]
+    known = [e for e in ran if e.arrival_ns]
+    network = [
+        # Of an asynchronous function a wait for the GIL may be part of its execution.
+        max(0, _duration_ns(call) - e.queue_ns - e.gil_wait_ns - e.execution_ns)
         for call in calls
         if call.end_ns and (e := executions.get(call.id)) is not None and e.end_ns
     ]
@@ -73,22 +83,30 @@ def _row(function: str, to: str, calls: list[Call], executions: Mapping[int, Exe
         sum(bool(call.error) for call in calls),
         sum(call.sent_bytes for call in calls),
         sum(e.result_bytes for e in ran) if ran else None,
-        *_p50_p99(_seconds(calls)),
-        *_p50_p99(_seconds(ran)),
-        *_p50_p99(rest),
+        *_p50_p99(_duration_ns(call) for call in calls if call.end_ns),
+        *_p50_p99(e.queue_ns for e in known),
+        *_p50_p99(e.gil_wait_ns for e in known),
+        *_p50_p99(e.execution_ns for e in ended),
+        *_p50_p99(network),
     )
 
 
-def _p50_p99(values: Sequence[float]) -> tuple[float | None, float | None]:
+def _duration_ns(call: Call) -> int:
+    return call.end_ns - call.begin_ns
+
+
+def _p50_p99(times_ns: Iterable[int]) -> tuple[float | None, float | None]:
+    values = list(times_ns)
     if not values:
         return None, None
-    p50, p99 = numpy.percentile(values, [50, 99])
+    p50, p99 = numpy.percentile(values, [50, 99]) / 1e9
     return float(p50), float(p99)
 
 
 _TITLES = (
     *("function", "worker", "calls", "errors", "sent", "result"),
-    *("total p50", "p99", "execution p50", "p99", "rest p50", "p99"),
+    *("total p50", "p99", "queue p50", "p99", "GIL wait p50", "p99"),
+    *("execution p50", "p99", "network p50", "p99"),
 )
 
 

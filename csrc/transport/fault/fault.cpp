@@ -104,11 +104,17 @@ class FaultConnection final
   void close() override {
     inner_->close();
   }
+  void lose(const base::Error& why) override {
+    inner_->lose(why);
+  }
   bool closed() const override {
     return inner_->closed();
   }
   bool peerDied() const override {
     return inner_->peerDied();
+  }
+  bool loopsBack() const override {
+    return inner_->loopsBack();
   }
   PathInfo path() const override {
     return inner_->path();
@@ -138,6 +144,10 @@ class FaultConnection final
       }
       case Fault::Kind::kReset:
         inner_->close();
+        callback({base::ErrorKind::kPeerLost, fault.message});
+        return;
+      case Fault::Kind::kLose: // at this end only
+        inner_->lose({base::ErrorKind::kPeerLost, fault.message});
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
     }

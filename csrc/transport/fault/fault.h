@@ -10,10 +10,10 @@ namespace torch_rpc_ext::transport::fault {
 
 // What happens to one frame on its way out.
 struct Fault {
-  enum class Kind { kNone, kFail, kDrop, kTruncate, kReset };
+  enum class Kind { kNone, kFail, kDrop, kTruncate, kReset, kLose };
   Kind kind = Kind::kNone;
   double delaySeconds = 0;
-  std::string message = "failed by injection"; // of kFail and kReset
+  std::string message = "failed by injection"; // of kFail, kReset, kLose
 };
 
 // Asked for every frame that is sent, with its head; called from any thread.

@@ -112,6 +112,9 @@ class LoopbackConnection final
     std::lock_guard lock(mutex_);
     return peer_ == nullptr;
   }
+  bool loopsBack() const override {
+    return true;
+  }
   PathInfo path() const override {
     return {"loopback", "memcpy", ""};
   }

@@ -18,25 +18,17 @@ struct BulkChannel::Group {
   base::Error error;
 };
 
-base::Result<std::shared_ptr<BulkChannel>> BulkChannel::create(
-    std::shared_ptr<UcpContext> context,
-    base::Poller& poller) {
-  auto worker = Worker::create(std::move(context));
-  if (!worker.ok()) {
-    return worker.error();
-  }
-  worker.value()->start(poller, /*main=*/false);
-  return std::shared_ptr<BulkChannel>(
-      new BulkChannel(std::move(worker.value())));
-}
-
-BulkChannel::BulkChannel(std::shared_ptr<Worker> worker)
+BulkChannel::BulkChannel(std::shared_ptr<Worker> worker, base::Poller& poller)
     : worker_(std::move(worker)),
       address_(worker_->address()),
       // Not to be guessed by somebody who wants to fill our buffers.
       nextTag_(
           (static_cast<uint64_t>(std::random_device{}()) << 32) |
-          std::random_device{}()) {}
+          std::random_device{}()) {
+  worker_->start(poller, /*main=*/false);
+}
+
+BulkChannel::~BulkChannel() = default;
 
 uint64_t BulkChannel::reserveTags(uint64_t chunks) {
   return nextTag_.fetch_add(chunks);

@@ -19,9 +19,9 @@ namespace torch_rpc_ext::transport::ucx {
 // Thread: any.
 class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
  public:
-  static base::Result<std::shared_ptr<BulkChannel>> create(
-      std::shared_ptr<UcpContext> context,
-      base::Poller& poller);
+  // Takes a worker that has not been started.
+  BulkChannel(std::shared_ptr<Worker> worker, base::Poller& poller);
+  ~BulkChannel();
 
   std::string address() const {
     return address_;
@@ -48,8 +48,6 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
  private:
   // One receive() or send(): counts its chunks down.
   struct Group;
-
-  explicit BulkChannel(std::shared_ptr<Worker> worker);
 
   ucp_ep_h endpoint(const std::string& peerAddress, base::Error& error);
   void chunkDone(Group* group, ucs_status_t status);

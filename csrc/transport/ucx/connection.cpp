@@ -107,6 +107,12 @@ void UcxConnection::close() {
   }));
 }
 
+void UcxConnection::lose(const base::Error& why) {
+  context_->worker().post(base::makeTask([self = shared_from_this(), why] {
+    self->fail(why, PeerMemory::kFree);
+  }));
+}
+
 PathInfo UcxConnection::path() const {
   PathInfo info;
   context_->worker().runLocked([&] {
@@ -486,6 +492,7 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   if (state_ == ConnectionState::kClosed) {
     return;
   }
+  const ConnectionState before = state_.load();
   setState(ConnectionState::kClosed);
   ending_ = error;
   auto self = shared_from_this(); // forget() may drop the last reference
@@ -516,7 +523,18 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
   closeEndpoint(flush);
   context_->maps().forget(peer_.process.pid);
-  context_->forget(localToken_);
+  const bool peerMayThinkItOpen = before == ConnectionState::kOpen &&
+      ending_.kind != base::ErrorKind::kShutDown && !peerDied_.load();
+  context_->forget(localToken_, peerMayThinkItOpen ? self : nullptr);
+}
+
+bool UcxConnection::tellThatItBroke() {
+  if (endpoint_ != nullptr || openEndpoint(peer_.address)) {
+    return false; // it is still being closed; there is no way to the peer
+  }
+  sendActive({.kind = FrameKind::kClose, .count = 1, .token = peer_.token}, {});
+  closeEndpoint(/*flush=*/true);
+  return true;
 }
 
 void UcxConnection::closeEndpoint(bool flush) {

@@ -35,8 +35,8 @@ enum class PeerMemory : uint8_t {
 // One UCX endpoint and what is under way on it.
 //
 // Owns: the endpoint, unsent frames, bulk that the peer has not yet taken.
-// Thread: send(), close(), path(), fetch(), done() any; the rest under the
-//   control worker's lock.
+// Thread: send(), close(), lose(), path(), fetch(), done() any; the rest under
+//   the control worker's lock.
 // Outlives: nothing; UcxContext keeps it until its endpoint is closed.
 class UcxConnection final : public Connection,
                             public std::enable_shared_from_this<UcxConnection> {
@@ -49,6 +49,7 @@ class UcxConnection final : public Connection,
   void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
       override;
   void close() override;
+  void lose(const base::Error& why) override;
   bool closed() const override {
     return state_.load() == ConnectionState::kClosed;
   }
@@ -89,6 +90,9 @@ class UcxConnection final : public Connection,
   // ... the peer has confirmed. From the last two on frames flow.
   base::Error onConfirm(base::ConstSpan proof);
   void sendRefusal(uint64_t token, const std::string& why);
+  // To the peer of a connection that broke here, and that goes on sending.
+  // Returns whether there was a way to tell it.
+  bool tellThatItBroke();
   // The message inside of one that is encrypted.
   base::Result<SecureChannel::Opened> unseal(
       const FrameHeader& header,

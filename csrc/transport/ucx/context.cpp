@@ -20,10 +20,11 @@ namespace {
 constexpr int kDrainMilliseconds = 1000;
 // How long a peer waits at most to have its memory back after we have read it.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
+constexpr size_t kMaxBroken = 64;
 
 // The kind of error that a kDone names.
 base::ErrorKind toKind(uint32_t number) {
-  return number <= static_cast<uint32_t>(base::ErrorKind::kSystem)
+  return number <= static_cast<uint32_t>(base::ErrorKind::kUnsupported)
       ? static_cast<base::ErrorKind>(number)
       : base::ErrorKind::kRefused;
 }
@@ -40,21 +41,32 @@ base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
   if (!worker.ok()) {
     return worker.error();
   }
+  std::shared_ptr<Worker> bulk;
+  if (options.portLow != 0) {
+    // Else the first large tensor would find that the range has no port left.
+    auto created = Worker::create(ucp.value());
+    if (!created.ok()) {
+      return created.error();
+    }
+    bulk = std::move(created.value());
+  }
   return std::shared_ptr<UcxContext>(
-      new UcxContext(options, ucp.value(), worker.value()));
+      new UcxContext(options, ucp.value(), worker.value(), std::move(bulk)));
 }
 
 UcxContext::UcxContext(
     Options options,
     std::shared_ptr<UcpContext> ucp,
-    std::shared_ptr<Worker> control)
+    std::shared_ptr<Worker> control,
+    std::shared_ptr<Worker> bulk)
     : options_(std::move(options)),
       ucp_(std::move(ucp)),
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
       nonce_(randomToken()),
-      process_(identifyThisProcess(nonce_)) {}
+      process_(identifyThisProcess(nonce_)),
+      bulkWorker_(std::move(bulk)) {}
 
 UcxContext::~UcxContext() = default;
 
@@ -123,11 +135,14 @@ base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
     if (stopped_.load()) {
       return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
     }
-    auto created = BulkChannel::create(ucp_, *poller_);
-    if (!created.ok()) {
-      return created.error();
+    if (bulkWorker_ == nullptr) {
+      auto created = Worker::create(ucp_);
+      if (!created.ok()) {
+        return created.error();
+      }
+      bulkWorker_ = std::move(created.value());
     }
-    bulk_ = created.value();
+    bulk_ = std::make_shared<BulkChannel>(std::move(bulkWorker_), *poller_);
   }
   return bulk_;
 }
@@ -145,8 +160,16 @@ void UcxContext::acknowledgeNow() {
   }
 }
 
-void UcxContext::forget(uint64_t localToken) {
+void UcxContext::forget(
+    uint64_t localToken,
+    const std::shared_ptr<UcxConnection>& broken) {
   connections_.erase(localToken);
+  if (broken != nullptr && !stopped_.load()) {
+    broken_.emplace_back(localToken, broken);
+    if (broken_.size() > kMaxBroken) {
+      broken_.pop_front();
+    }
+  }
 }
 
 void UcxContext::stop() {
@@ -155,7 +178,10 @@ void UcxContext::stop() {
   }
   acknowledgeTimer_->stop();
   openingTimer_->stop();
-  control_->runLocked([this] { acknowledgeNow(); });
+  control_->runLocked([this] {
+    acknowledgeNow();
+    broken_.clear();
+  });
   // Peers that still read our memory get a moment to end.
   control_->progressUntil(
       [this] {
@@ -223,7 +249,8 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
   }
   auto connection = find(header.token);
   if (!connection) {
-    return; // a late frame of a closed connection, or a stranger's
+    onLateMessage(header);
+    return;
   }
   switch (header.kind) {
     case FrameKind::kOpened:
@@ -239,6 +266,20 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
       } else {
         onFrameOf(connection, header, data);
       }
+  }
+}
+
+// Of a connection that has ended here, or a stranger's.
+void UcxContext::onLateMessage(const FrameHeader& header) {
+  const auto it =
+      std::find_if(broken_.begin(), broken_.end(), [&](const auto& entry) {
+        return entry.first == header.token;
+      });
+  if (it == broken_.end()) {
+    return;
+  }
+  if (header.kind == FrameKind::kClose || it->second->tellThatItBroke()) {
+    broken_.erase(it);
   }
 }
 
@@ -287,9 +328,15 @@ void UcxContext::onConnectionMessage(
                             : base::Error{toKind(header.count), toText(data)});
       break;
     case FrameKind::kClose:
-      connection->fail(
-          {base::ErrorKind::kShutDown, "the peer shut down"},
-          PeerMemory::kFree);
+      if (header.count == 0) {
+        connection->fail(
+            {base::ErrorKind::kShutDown, "the peer shut down"},
+            PeerMemory::kFree);
+      } else {
+        connection->fail(
+            {base::ErrorKind::kPeerLost,
+             "the connection broke at the other end"});
+      }
       break;
     case FrameKind::kOpen:
     case FrameKind::kOpened:

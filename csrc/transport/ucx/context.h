@@ -72,7 +72,8 @@ class UcxContext final : public Context,
   const std::string& workerAddress() const {
     return workerAddress_;
   }
-  // Made at the first use: most groups never need it.
+  // Made at the first use: most groups never need it. Its port is taken before
+  // where ports are few.
   base::Result<std::shared_ptr<BulkChannel>> bulk();
   // Under the lock: holds what a peer may still be reading although nobody can
   // tell when it ends, for as long as this context lives.
@@ -81,8 +82,11 @@ class UcxContext final : public Context,
   }
   // Under the lock: has the connection acknowledge() in a moment.
   void acknowledgeSoon(std::shared_ptr<UcxConnection> connection);
-  // Under the lock: forgets a connection that has ended.
-  void forget(uint64_t localToken);
+  // Under the lock: forgets a connection that has ended; `broken` is the same
+  // one, where the peer may not know of it.
+  void forget(
+      uint64_t localToken,
+      const std::shared_ptr<UcxConnection>& broken);
   // Under the lock: endpoints that UCX has not yet closed.
   void endpointClosing() {
     ++closing_;
@@ -95,7 +99,8 @@ class UcxContext final : public Context,
   UcxContext(
       Options options,
       std::shared_ptr<UcpContext> ucp,
-      std::shared_ptr<Worker> control);
+      std::shared_ptr<Worker> control,
+      std::shared_ptr<Worker> bulk);
 
   static ucs_status_t onActiveMessage(
       void* self,
@@ -133,6 +138,7 @@ class UcxContext final : public Context,
   void acknowledgeNow();
   void expireOpening();
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
+  void onLateMessage(const FrameHeader& header);
   std::shared_ptr<UcxConnection> makeConnection(bool initiator);
 
   const Options options_;
@@ -149,10 +155,14 @@ class UcxContext final : public Context,
   std::atomic<bool> stopped_{false};
 
   std::mutex bulkMutex_;
+  std::shared_ptr<Worker> bulkWorker_; // until there is a channel
   std::shared_ptr<BulkChannel> bulk_;
 
   // Under the control worker's lock.
   std::string groupKey_;
+  // Those that broke last, the oldest first: UCX lets the peer go on sending on
+  // what is closed here, and then it is told.
+  std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
   base::LimitedLog refusals_;
   // Connections that may still be opening, the oldest first.
   std::deque<

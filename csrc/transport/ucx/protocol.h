@@ -12,7 +12,7 @@
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans through UCX
 //   kDone     the receiver  nothing (status 0), or the reason of the refusal
-//   kClose    the receiver  nothing
+//   kClose    the receiver  nothing; count 1: not by choice, it broke
 //   kSealed   the receiver  any of those from kFrame on, encrypted
 //                           (secure_channel.h); `transfer` is its number
 //
@@ -61,7 +61,7 @@ enum class FrameKind : uint16_t {
 struct FrameHeader {
   uint16_t version = kProtocolVersion;
   FrameKind kind = FrameKind::kFrame;
-  uint32_t count = 0; // bulk spans of a frame; status of kDone
+  uint32_t count = 0; // bulk spans of a frame; status of kDone; of kClose
   uint64_t token = 0;
   uint64_t transfer = 0; // the sender's number for a frame's bulk, or 0
   uint64_t acknowledged = 0; // a transfer of the receiver's that is done, or 0

@@ -31,7 +31,11 @@ std::vector<StorageEntry> storagesOf(const CallFrameView& view) {
             view.storageSize(static_cast<uint32_t>(storages.size())),
         "storageSize() says what the cursor says");
     touch(storage.bytes);
-    storages.push_back({{storage.bytes.data, storage.size}, storage.bulk});
+    storages.push_back(
+        {{storage.bytes.data, storage.size},
+         storage.bulk,
+         storage.beside,
+         storage.place});
   }
   fuzz::require(storages.size() == view.storageCount(), "all storages");
   return storages;

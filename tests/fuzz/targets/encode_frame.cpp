@@ -37,11 +37,14 @@ void fill(Message& message, base::ByteReader& reader) {
       ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
       : reader.bytes(reader.u8());
   for (uint8_t left = reader.u8() % 8; left != 0; --left) {
-    const bool bulk = (reader.u8() & 1) != 0;
-    const base::ConstSpan bytes = bulk
+    const uint8_t way = reader.u8();
+    const bool bulk = (way & 1) != 0;
+    const bool beside = (way & 2) != 0;
+    const base::ConstSpan bytes = bulk || beside
         ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
         : reader.bytes(reader.u8());
-    message.storages.push_back({bytes, bulk});
+    message.storages.push_back(
+        {bytes, bulk, beside, static_cast<DevicePlace>(way >> 4)});
   }
   for (uint8_t left = reader.u8() % 16; left != 0; --left) {
     TensorRecord record;

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "agent/codec.h"
+#include "agent/ucx_agent.h"
+#include "transport/transport.h"
+
+#include <memory>
+#include <optional>
+
+namespace torch_rpc_ext::agent {
+
+// Owns: what arrives, until it is decoded.
+struct UcxAgent::Arrival {
+  transport::ConnectionPtr connection;
+  std::unique_ptr<transport::Incoming> incoming;
+  std::optional<Decoder> decoder;
+  base::Error error; // of the bulk
+  PendingCall::Clock::time_point at; // of a request: all of it is here
+
+  const wire::CallHeader& header() const {
+    return decoder->header();
+  }
+};
+
+} // namespace torch_rpc_ext::agent

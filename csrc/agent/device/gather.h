@@ -1,0 +1,33 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <vector>
+
+namespace torch_rpc_ext::agent::device {
+
+// Many storages of one device and one block of bytes there, back and forth in
+// a few launches. Queued on the current stream; both may throw c10::Error.
+
+// Fewer are copied one by one.
+inline constexpr size_t kMinGathered = 4;
+
+// A storage's begin in the block, and its size; multiples of 16 so that every
+// element is aligned.
+struct Slice {
+  c10::Storage storage;
+  size_t offset = 0;
+};
+
+// Where the next slice begins after one that ends at `end`.
+constexpr size_t aligned(size_t end) {
+  return (end + 15) / 16 * 16;
+}
+
+// Copies all storages into their places in `block`.
+void gather(const std::vector<Slice>& slices, const c10::Storage& block);
+// The other way.
+void scatter(const c10::Storage& block, const std::vector<Slice>& slices);
+
+} // namespace torch_rpc_ext::agent::device

@@ -1,0 +1,84 @@
+#include "agent/device/same_process.h"
+
+#include "agent/device/staging.h"
+#include "agent/device/tables.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <string>
+
+namespace torch_rpc_ext::agent::device {
+
+struct SameProcess::Parcel {
+  std::vector<c10::Storage> storages;
+  Events written;
+};
+
+base::Error SameProcess::depart(
+    const MessageKey& key,
+    std::vector<Departing>& storages,
+    std::shared_ptr<void>& parcel) {
+  auto copies = std::make_shared<Parcel>();
+  std::vector<c10::Device> devices;
+  const c10::impl::VirtualGuardImpl impl(kType);
+  for (Departing& departing : storages) {
+    const c10::Device target = deviceAt(departing.entry->place);
+    if (target.is_cpu()) {
+      continue;
+    }
+    const size_t size = departing.storage.nbytes();
+    c10::Storage copy = allocate(target, size);
+    copyBytes(copy, 0, departing.storage, 0, size);
+    // Nobody waits for the copy, and nobody holds what it reads.
+    impl.recordDataPtrOnStream(
+        departing.storage.data_ptr(),
+        impl.getStream(departing.storage.device()));
+    copies->storages.push_back(std::move(copy));
+    departing.entry->beside = true;
+    departing.entry->bulk = false;
+    if (std::find(devices.begin(), devices.end(), target) == devices.end()) {
+      devices.push_back(target);
+    }
+  }
+  if (copies->storages.empty()) {
+    return {};
+  }
+  Streams streams;
+  for (const c10::Device& device : devices) {
+    streams.push_back(impl.getStream(device));
+  }
+  copies->written = record(streams);
+  std::lock_guard lock(mutex_);
+  std::erase_if(parcels_, [](const auto& one) { return one.second.expired(); });
+  parcels_[key] = copies;
+  parcel = std::move(copies);
+  return {};
+}
+
+base::Result<std::vector<c10::Storage>> SameProcess::arrive(
+    const MessageKey& key) {
+  std::shared_ptr<Parcel> parcel;
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto found = parcels_.find(key); found != parcels_.end()) {
+      parcel = found->second.lock();
+      parcels_.erase(found);
+    }
+  }
+  if (parcel == nullptr) {
+    return base::Error(
+        base::ErrorKind::kInvalid,
+        "no tensors came beside the frame of call " +
+            std::to_string(key.callId));
+  }
+  blockCurrent(parcel->written);
+  const c10::impl::VirtualGuardImpl impl(kType);
+  for (const c10::Storage& storage : parcel->storages) {
+    impl.recordDataPtrOnStream(
+        storage.data_ptr(), impl.getStream(storage.device()));
+  }
+  return std::move(parcel->storages);
+}
+
+} // namespace torch_rpc_ext::agent::device

@@ -1,0 +1,36 @@
+#pragma once
+
+#include "agent/device/way.h"
+
+#include <functional>
+#include <mutex>
+#include <unordered_map>
+
+namespace torch_rpc_ext::agent::device {
+
+// From device to device of this process, for calls to oneself: one copy there,
+// because the receiver may write to what it gets.
+//
+// Owns: nothing; what departs belongs to its parcel.
+class SameProcess final : public BesideWay {
+ public:
+  base::Error depart(
+      const MessageKey& key,
+      std::vector<Departing>& storages,
+      std::shared_ptr<void>& parcel) override;
+  base::Result<std::vector<c10::Storage>> arrive(
+      const MessageKey& key) override;
+
+ private:
+  struct Parcel;
+  struct Hash {
+    size_t operator()(const MessageKey& key) const {
+      return std::hash<uint64_t>()(key.callId << 1 | size_t(key.kind));
+    }
+  };
+
+  std::mutex mutex_;
+  std::unordered_map<MessageKey, std::weak_ptr<Parcel>, Hash> parcels_;
+};
+
+} // namespace torch_rpc_ext::agent::device

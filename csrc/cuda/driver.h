@@ -1,0 +1,106 @@
+#pragma once
+
+#include "base/error.h"
+#include "cuda/driver_api.h"
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::cuda {
+
+// One GPU of this process. Indices are those of CUDA_VISIBLE_DEVICES, the same
+// as torch's.
+struct Device {
+  DeviceId id = 0;
+  Uuid uuid; // of a MIG slice its own
+  bool isMig = false;
+  int major = 0; // compute capability
+  int minor = 0;
+  bool hasIpcEvents = false;
+};
+
+// The CUDA driver of this process, loaded by dlopen: nothing else of CUDA is
+// needed. It shares torch's contexts (the primary ones).
+// Owns: a reference on each primary context that was used. The library stays
+// loaded until the process ends.
+// Thread: any.
+// Outlives: all that has a pointer to it; they hold it by shared_ptr.
+class Driver {
+ public:
+  // libcuda.so.1, or the file that TORCH_RPC_EXT_LIBCUDA names. Creates no
+  // context. Fails with kUnsupported where there is no driver, no GPU, or a
+  // driver that is too old; the text says which.
+  static base::Result<std::shared_ptr<Driver>> load();
+  static base::Result<std::shared_ptr<Driver>> load(const std::string& library);
+
+  ~Driver();
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  const DriverApi& api() const {
+    return api_;
+  }
+  const std::vector<Device>& devices() const {
+    return devices_;
+  }
+  int version() const { // 13000 is 13.0
+    return version_;
+  }
+
+  // Error of a call that did not return kSuccess: "what: CUDA_ERROR_...
+  // (text)".
+  base::Error error(Status status, const std::string& what) const;
+
+  // The error of `status`, or none if it is kSuccess.
+  base::Error check(Status status, const std::string& what) const {
+    return status == status::kSuccess ? base::Error{} : error(status, what);
+  }
+
+  // The primary context of a device, kept from its first use on.
+  base::Result<ContextHandle> context(int device);
+
+ private:
+  explicit Driver(const DriverApi& api) : api_(api) {}
+  base::Error start();
+  base::Result<Device> describe(int ordinal) const;
+
+  const DriverApi api_;
+  int version_ = 0;
+  std::vector<Device> devices_;
+  std::mutex mutex_;
+  std::vector<ContextHandle> contexts_; // by index; null until used
+};
+
+// Makes a device's primary context current for this thread and, at its end, the
+// one that was there before. Nearly every call of the driver needs one. Look at
+// error() before the first call.
+// Thread: the one that made it.
+class ContextGuard {
+ public:
+  ContextGuard(Driver& driver, int device);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+  const base::Error& error() const {
+    return error_;
+  }
+
+ private:
+  Driver& driver_;
+  base::Error error_;
+};
+
+// Queues a copy; addresses may belong to any device, to a peer's mapping or to
+// pinned host memory. `device` is the stream's.
+base::Error copyAsync(
+    Driver& driver,
+    int device,
+    Address destination,
+    Address source,
+    size_t size,
+    StreamHandle stream);
+
+} // namespace torch_rpc_ext::cuda

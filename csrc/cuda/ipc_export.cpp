@@ -1,0 +1,217 @@
+#include "cuda/ipc_export.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_rpc_ext::cuda {
+
+namespace {
+
+// Allocations whose handle is remembered; torch's allocator has some hundreds.
+constexpr size_t kMaxKnown = 4096;
+
+base::Error cannotExport(const std::string& why) {
+  return {
+      base::ErrorKind::kUnsupported,
+      "device memory cannot be exported: " + why};
+}
+
+} // namespace
+
+void MemoryExport::write(base::ByteWriter& writer) const {
+  writer.bytes({handle.bytes.data(), handle.bytes.size()});
+  writer.u64(base);
+  writer.u64(size);
+  writer.u64(bufferId);
+  writer.u64(offset);
+  writer.u64(bytes);
+}
+
+base::Result<MemoryExport> MemoryExport::read(base::ByteReader& reader) {
+  MemoryExport run;
+  const base::ConstSpan handle = reader.bytes(run.handle.bytes.size());
+  run.base = reader.u64();
+  run.size = reader.u64();
+  run.bufferId = reader.u64();
+  run.offset = reader.u64();
+  run.bytes = reader.u64();
+  if (reader.failed()) {
+    return base::Error{base::ErrorKind::kInvalid, "a memory handle is cut off"};
+  }
+  if (run.offset > run.size || run.bytes > run.size - run.offset ||
+      run.base + run.size < run.base) {
+    return base::Error{
+        base::ErrorKind::kInvalid,
+        "a memory handle names " + std::to_string(run.bytes) + " bytes at " +
+            std::to_string(run.offset) + " of an allocation of " +
+            std::to_string(run.size)};
+  }
+  std::copy_n(
+      static_cast<const std::byte*>(handle.data),
+      handle.size,
+      run.handle.bytes.begin());
+  return run;
+}
+
+MemoryExporter::MemoryExporter(std::shared_ptr<Driver> driver)
+    : driver_(std::move(driver)) {}
+
+base::Result<MemoryExport>
+MemoryExporter::exportMemory(int device, Address address, uint64_t bytes) {
+  const ContextGuard guard(*driver_, device);
+  if (guard.error()) {
+    return guard.error();
+  }
+  const DriverApi& api = driver_->api();
+  // Asked for the first byte: memory of several mappings has several answers.
+  int isCapable = 1;
+  const Status asked =
+      api.pointerAttribute(&isCapable, kPointerIsLegacyIpcCapable, address);
+  if (asked == status::kSuccess && isCapable == 0) {
+    return cannotExport(
+        "expandable segments, cudaMallocAsync and managed memory have no "
+        "handles");
+  }
+  MemoryExport run;
+  base::Error error = driver_->check(
+      api.addressRange(&run.base, &run.size, address), "cuMemGetAddressRange");
+  if (!error) {
+    error = driver_->check(
+        api.pointerAttribute(&run.bufferId, kPointerBufferId, address),
+        "cuPointerGetAttribute");
+  }
+  if (error) {
+    return error;
+  }
+  run.offset = address - run.base;
+  run.bytes = bytes;
+  if (run.offset > run.size || bytes > run.size - run.offset) {
+    return cannotExport("it is not in one allocation");
+  }
+  auto handle = handleOf(run.base, run.bufferId);
+  if (!handle.ok()) {
+    return handle.error();
+  }
+  run.handle = handle.value();
+  return run;
+}
+
+base::Result<IpcMemoryHandle> MemoryExporter::handleOf(
+    Address base,
+    uint64_t bufferId) {
+  std::lock_guard lock(mutex_);
+  const auto found = known_.find(base);
+  if (found != known_.end() && found->second.bufferId == bufferId) {
+    const Known& known = found->second;
+    return known.why ? base::Result<IpcMemoryHandle>(known.why) : known.handle;
+  }
+  Known known{bufferId, {}, {}};
+  const Status status = driver_->api().exportMemory(&known.handle, base);
+  if (status == status::kOutOfMemory || status == status::kDeinitialized) {
+    return driver_->error(status, "cuIpcGetMemHandle"); // may be otherwise soon
+  }
+  if (status != status::kSuccess) {
+    known.why =
+        cannotExport(driver_->error(status, "cuIpcGetMemHandle").message);
+  }
+  if (known_.size() >= kMaxKnown) {
+    known_.clear(); // mostly of freed memory: nobody tells us of that
+  }
+  known_[base] = known;
+  return known.why ? base::Result<IpcMemoryHandle>(known.why) : known.handle;
+}
+
+// The events that are not in use; shared with those that are.
+class EventPool::State {
+ public:
+  explicit State(std::shared_ptr<Driver> driver) : driver_(std::move(driver)) {}
+
+  ~State() {
+    for (const Event& event : idle_) {
+      const ContextGuard guard(*driver_, event.device);
+      driver_->api().destroyEvent(event.event);
+    }
+  }
+
+  base::Result<Event> take(int device) {
+    {
+      std::lock_guard lock(mutex_);
+      const auto found =
+          std::find_if(idle_.rbegin(), idle_.rend(), [&](const Event& event) {
+            return event.device == device;
+          });
+      if (found != idle_.rend()) {
+        const Event event = *found;
+        idle_.erase(std::next(found).base());
+        return event;
+      }
+    }
+    Event event{device, nullptr, {}};
+    const DriverApi& api = driver_->api();
+    if (auto error = driver_->check(
+            api.createEvent(
+                &event.event, kEventDisableTiming | kEventInterprocess),
+            "cuEventCreate")) {
+      return error;
+    }
+    if (auto error = driver_->check(
+            api.exportEvent(&event.handle, event.event),
+            "cuIpcGetEventHandle")) {
+      api.destroyEvent(event.event);
+      return error;
+    }
+    return event;
+  }
+
+  void giveBack(const Event& event) {
+    std::lock_guard lock(mutex_);
+    idle_.push_back(event);
+  }
+
+  Driver& driver() {
+    return *driver_;
+  }
+
+ private:
+  const std::shared_ptr<Driver> driver_;
+  std::mutex mutex_;
+  std::vector<Event> idle_;
+};
+
+EventPool::Recorded& EventPool::Recorded::operator=(Recorded&& other) noexcept {
+  std::swap(state_, other.state_);
+  std::swap(event_, other.event_);
+  return *this;
+}
+
+EventPool::Recorded::~Recorded() {
+  if (state_ != nullptr) {
+    state_->giveBack(event_);
+  }
+}
+
+EventPool::EventPool(std::shared_ptr<Driver> driver)
+    : state_(std::make_shared<State>(std::move(driver))) {}
+
+base::Result<EventPool::Recorded> EventPool::record(
+    int device,
+    StreamHandle stream) {
+  Driver& driver = state_->driver();
+  const ContextGuard guard(driver, device);
+  if (guard.error()) {
+    return guard.error();
+  }
+  auto event = state_->take(device);
+  if (!event.ok()) {
+    return event.error();
+  }
+  Recorded recorded(state_, event.value());
+  if (auto error = driver.check(
+          driver.api().recordEvent(event.value().event, stream),
+          "cuEventRecord")) {
+    return error;
+  }
+  return recorded;
+}
+
+} // namespace torch_rpc_ext::cuda

@@ -1,0 +1,259 @@
+#include "cuda/ipc_import.h"
+
+#include "base/log.h"
+
+#include <iterator>
+
+namespace torch_rpc_ext::cuda {
+
+namespace {
+
+constexpr size_t kMaxEvents = 16384; // of all peers; each is a call under way
+
+std::string keyOf(const IpcEventHandle& handle) {
+  return {
+      reinterpret_cast<const char*>(handle.bytes.data()), handle.bytes.size()};
+}
+
+// Whatever the driver has against a handle, there is another way for the bytes;
+// only a lack of memory, or its end, is told as it is.
+base::Error cannotOpen(base::Error error) {
+  if (error.kind != base::ErrorKind::kOverloaded &&
+      error.kind != base::ErrorKind::kShutDown) {
+    error.kind = base::ErrorKind::kUnsupported;
+  }
+  return error;
+}
+
+} // namespace
+
+Mapping::Mapping(std::shared_ptr<Driver> driver, int device, Address address)
+    : driver_(std::move(driver)), device_(device), address_(address) {}
+
+Mapping::~Mapping() {
+  const ContextGuard guard(*driver_, device_);
+  const base::Error error = guard.error()
+      ? guard.error()
+      : driver_->check(
+            driver_->api().closeMemory(address_), "cuIpcCloseMemHandle");
+  if (error) {
+    base::log(base::LogLevel::kDebug, error.message);
+  }
+}
+
+MemoryImporter::MemoryImporter(std::shared_ptr<Driver> driver, size_t maxOpen)
+    : driver_(std::move(driver)), maxOpen_(maxOpen) {}
+
+base::Result<std::shared_ptr<const Mapping>>
+MemoryImporter::open(PeerKey peer, int device, const MemoryExport& run) {
+  // Held while the handle is opened, some milliseconds: nobody else may open
+  // the same one meanwhile.
+  std::lock_guard lock(mutex_);
+  {
+    Dropped dropped;
+    if (auto mapping = find(peer, run, dropped)) {
+      ++stats_.hits;
+      return mapping;
+    }
+    makeRoom(dropped);
+    // The driver may refuse to map memory where it still maps the old one.
+  }
+  const ContextGuard guard(*driver_, device);
+  if (guard.error()) {
+    return guard.error();
+  }
+  Address address = 0;
+  const Status status =
+      driver_->api().openMemory(&address, run.handle, kIpcLazyEnablePeerAccess);
+  if (status != status::kSuccess) {
+    return cannotOpen(driver_->error(status, "cuIpcOpenMemHandle"));
+  }
+  std::shared_ptr<const Mapping> mapping(new Mapping(driver_, device, address));
+  if (auto error = check(*mapping, run)) {
+    return error;
+  }
+  ++stats_.opened;
+  entries_[{peer, run.base}] = {
+      mapping, run.size, run.bufferId, run.handle, Clock::now()};
+  return mapping;
+}
+
+base::Error MemoryImporter::check(
+    const Mapping& mapping,
+    const MemoryExport& run) const {
+  Address begin = 0;
+  size_t size = 0;
+  if (auto error = driver_->check(
+          driver_->api().addressRange(&begin, &size, mapping.address()),
+          "cuMemGetAddressRange")) {
+    return cannotOpen(std::move(error));
+  }
+  // A copy beyond the end would end this process's use of the device for good.
+  const uint64_t mapped = begin + size - mapping.address();
+  if (mapped < run.size) {
+    return {
+        base::ErrorKind::kInvalid,
+        "a memory handle claims " + std::to_string(run.size) +
+            " bytes, and maps " + std::to_string(mapped)};
+  }
+  return {};
+}
+
+std::shared_ptr<const Mapping>
+MemoryImporter::find(PeerKey peer, const MemoryExport& run, Dropped& dropped) {
+  // Entries of a peer do not overlap: only the one before may reach into it.
+  auto entry = entries_.lower_bound({peer, run.base});
+  if (entry != entries_.begin()) {
+    const auto before = std::prev(entry);
+    if (before->first.first == peer &&
+        before->first.second + before->second.size > run.base) {
+      entry = before;
+    }
+  }
+  while (entry != entries_.end() && entry->first.first == peer &&
+         entry->first.second < run.base + run.size) {
+    Entry& known = entry->second;
+    if (entry->first.second == run.base && known.size == run.size &&
+        known.bufferId == run.bufferId && known.handle == run.handle) {
+      known.used = Clock::now();
+      return known.mapping;
+    }
+    ++stats_.stale;
+    dropped.push_back(std::move(known.mapping));
+    entry = entries_.erase(entry);
+  }
+  return nullptr;
+}
+
+void MemoryImporter::makeRoom(Dropped& dropped) {
+  while (entries_.size() >= maxOpen_) {
+    auto oldest = entries_.end();
+    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+      const bool inUse = entry->second.mapping.use_count() > 1;
+      if (!inUse &&
+          (oldest == entries_.end() ||
+           entry->second.used < oldest->second.used)) {
+        oldest = entry;
+      }
+    }
+    if (oldest == entries_.end()) {
+      return; // all are in use: more than wanted, for a while
+    }
+    dropped.push_back(std::move(oldest->second.mapping));
+    entries_.erase(oldest);
+  }
+}
+
+void MemoryImporter::forget(PeerKey peer, uint64_t base, uint64_t bufferId) {
+  Dropped dropped;
+  std::lock_guard lock(mutex_);
+  const auto entry = entries_.find({peer, base});
+  if (entry != entries_.end() && entry->second.bufferId == bufferId) {
+    dropped.push_back(std::move(entry->second.mapping));
+    entries_.erase(entry);
+  }
+}
+
+void MemoryImporter::forget(PeerKey peer) {
+  Dropped dropped;
+  std::lock_guard lock(mutex_);
+  const auto begin = entries_.lower_bound({peer, 0});
+  auto entry = begin;
+  for (; entry != entries_.end() && entry->first.first == peer; ++entry) {
+    dropped.push_back(std::move(entry->second.mapping));
+  }
+  entries_.erase(begin, entry);
+}
+
+size_t MemoryImporter::trim(Clock::duration age) {
+  Dropped dropped;
+  std::lock_guard lock(mutex_);
+  const auto limit = Clock::now() - age;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    if (entry->second.used <= limit && entry->second.mapping.use_count() == 1) {
+      dropped.push_back(std::move(entry->second.mapping));
+      entry = entries_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
+  return dropped.size();
+}
+
+ImporterStats MemoryImporter::stats() const {
+  std::lock_guard lock(mutex_);
+  ImporterStats stats = stats_;
+  stats.open = entries_.size();
+  return stats;
+}
+
+EventImporter::EventImporter(std::shared_ptr<Driver> driver)
+    : driver_(std::move(driver)) {}
+
+EventImporter::~EventImporter() {
+  for (const auto& [key, opened] : events_) {
+    close(opened);
+  }
+}
+
+base::Error EventImporter::wait(
+    PeerKey peer,
+    int device,
+    const IpcEventHandle& handle,
+    int streamDevice,
+    StreamHandle stream) {
+  std::lock_guard lock(mutex_); // forget() destroys events
+  auto event = open(peer, device, handle);
+  if (!event.ok()) {
+    return event.error();
+  }
+  const ContextGuard guard(*driver_, streamDevice);
+  if (guard.error()) {
+    return guard.error();
+  }
+  return driver_->check(
+      driver_->api().waitEvent(stream, event.value(), 0), "cuStreamWaitEvent");
+}
+
+base::Result<EventHandle>
+EventImporter::open(PeerKey peer, int device, const IpcEventHandle& handle) {
+  const Key key{peer, keyOf(handle)};
+  const auto found = events_.find(key);
+  if (found != events_.end()) {
+    return found->second.event;
+  }
+  if (events_.size() >= kMaxEvents) {
+    return base::Error{
+        base::ErrorKind::kOverloaded,
+        std::to_string(kMaxEvents) + " events of other processes are open"};
+  }
+  const ContextGuard guard(*driver_, device);
+  if (guard.error()) {
+    return guard.error();
+  }
+  Opened opened{device, nullptr};
+  const Status status = driver_->api().openEvent(&opened.event, handle);
+  if (status != status::kSuccess) {
+    return cannotOpen(driver_->error(status, "cuIpcOpenEventHandle"));
+  }
+  events_.emplace(key, opened);
+  return opened.event;
+}
+
+void EventImporter::forget(PeerKey peer) {
+  std::lock_guard lock(mutex_);
+  auto entry = events_.lower_bound({peer, std::string()});
+  while (entry != events_.end() && entry->first.first == peer) {
+    close(entry->second);
+    entry = events_.erase(entry);
+  }
+}
+
+void EventImporter::close(const Opened& opened) {
+  const ContextGuard guard(*driver_, opened.device);
+  if (!guard.error()) {
+    driver_->api().destroyEvent(opened.event);
+  }
+}
+
+} // namespace torch_rpc_ext::cuda

@@ -1,0 +1,97 @@
+#include "cuda/table_ring.h"
+
+#include <utility>
+
+namespace torch_rpc_ext::cuda {
+
+namespace {
+
+constexpr size_t kPlaceBytes = TableRing::kRows * sizeof(SegmentRow);
+
+} // namespace
+
+TableRing::TableRing(std::shared_ptr<Driver> driver)
+    : driver_(std::move(driver)) {}
+
+TableRing::~TableRing() {
+  for (const Place& place : places_) {
+    const ContextGuard guard(*driver_, place.device);
+    if (!guard.error()) {
+      destroy(place);
+    }
+  }
+}
+
+base::Result<TableRing::Place> TableRing::take(int device) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto place = places_.begin(); place != places_.end(); ++place) {
+      if (place->device == device &&
+          driver_->api().queryEvent(place->event) == status::kSuccess) {
+        const Place taken = *place;
+        places_.erase(place);
+        return taken;
+      }
+    }
+  }
+  return create(device);
+}
+
+base::Result<TableRing::Place> TableRing::create(int device) {
+  const DriverApi& api = driver_->api();
+  Place place;
+  place.device = device;
+  void* rows = nullptr;
+  base::Error error = driver_->check(
+      api.allocatePinned(&rows, kPlaceBytes, kHostAllocPortable),
+      "cuMemHostAlloc");
+  place.rows = static_cast<SegmentRow*>(rows);
+  if (!error) {
+    error =
+        driver_->check(api.allocate(&place.table, kPlaceBytes), "cuMemAlloc");
+  }
+  if (!error) {
+    error = driver_->check(
+        api.createEvent(&place.event, kEventDisableTiming), "cuEventCreate");
+  }
+  if (error) {
+    destroy(place);
+    return error;
+  }
+  return place;
+}
+
+void TableRing::destroy(const Place& place) {
+  const DriverApi& api = driver_->api();
+  if (place.event != nullptr) {
+    api.destroyEvent(place.event);
+  }
+  if (place.table != 0) {
+    api.free(place.table);
+  }
+  if (place.rows != nullptr) {
+    api.freePinned(place.rows);
+  }
+}
+
+base::Error
+TableRing::upload(const Place& place, size_t rows, StreamHandle stream) {
+  return driver_->check(
+      driver_->api().copyAsync(
+          place.table,
+          reinterpret_cast<Address>(place.rows),
+          rows * sizeof(SegmentRow),
+          stream),
+      "the copy of a table of segments");
+}
+
+void TableRing::giveBack(const Place& place, StreamHandle stream) {
+  const Status recorded = driver_->api().recordEvent(place.event, stream);
+  if (recorded != status::kSuccess) {
+    return; // nobody can tell when it is free: never, then
+  }
+  std::lock_guard lock(mutex_);
+  places_.push_back(place);
+}
+
+} // namespace torch_rpc_ext::cuda

@@ -1,0 +1,137 @@
+"""csrc/cuda on a GPU: the driver itself, memory and events of another process, launches from
+C++."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.kernel_inputs import random_bits, start_random
+from tests.support.libcuda import native
+from torch_rpc_ext import kernels as python_kernels
+from torch_rpc_ext.kernels import reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+PEER = 1
+FLOATS = 1_000_000
+
+
+@pytest.fixture
+def driver() -> Any:
+    torch.cuda.init()
+    start_random()
+    return native().load()
+
+
+def stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def test_devices_are_torchs(driver: Any) -> None:
+    assert len(driver.devices) == torch.cuda.device_count()
+    for index, device in enumerate(driver.devices):
+        assert (device.major, device.minor) == torch.cuda.get_device_capability(index)
+        uuid = torch.cuda.get_device_properties(index).uuid
+        assert device.uuid == bytes(uuid.bytes)
+
+
+def test_a_copy_on_torchs_stream(driver: Any) -> None:
+    source = torch.rand(FLOATS, device="cuda")
+    target = torch.empty_like(source)
+    torch.cuda._sleep(100_000_000)
+    source.add_(1)
+    native().copy(driver, 0, target.data_ptr(), source.data_ptr(), source.nbytes, stream())
+    assert torch.equal(target, source)
+
+
+def test_expandable_segments_cannot_be_exported(driver: Any) -> None:
+    exporter = native().MemoryExporter(driver)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        torch.cuda.empty_cache()
+        tensor = torch.empty(100_000_000, device="cuda")
+        with pytest.raises(ValueError, match="unsupported: .* expandable segments"):
+            exporter.export(0, tensor.data_ptr(), tensor.nbytes)
+        del tensor
+    finally:
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def in_another_process(receiver: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function of this module in a fresh process; returns its result."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(receiver, arguments)
+
+
+def test_memory_and_order_in_another_process(driver: Any) -> None:
+    exporter, events = native().MemoryExporter(driver), native().EventPool(driver)
+    tensor = torch.zeros(FLOATS, device="cuda")[3:]
+    exported = exporter.export(0, tensor.data_ptr(), tensor.nbytes)
+    trial = native().Trial(driver, 0, 1234567)
+    ways = in_another_process(attempt, native().identify(driver), trial.exported)
+    assert ways == ("", "", "the handle maps other memory")
+    # The work before the event is still under way when the other process queues its copy.
+    torch.cuda._sleep(10_000_000_000)
+    tensor.fill_(7)
+    event = events.record(0, stream())
+    assert in_another_process(receive, exported, event.handle) == (7.0, 7.0)
+    event.release()
+
+
+def attempt(peer: bytes, exported: bytes) -> tuple[str, str, str]:
+    cuda = native()
+    driver = cuda.load()
+    importer = cuda.MemoryImporter(driver)
+    tries = [cuda.attempt(driver, importer, PEER, 0, exported, nonce) for nonce in (1234567, 0)]
+    return cuda.why_no_ipc(cuda.identify(driver), peer, 0), tries[0], tries[1]
+
+
+def receive(exported: bytes, event: bytes) -> tuple[float, float]:
+    """Copy what is exported, after the event; returns the least and the greatest element."""
+    torch.cuda.init()
+    cuda = native()
+    driver, offset = cuda.load(), cuda.describe_export(exported)["offset"]
+    mapping = cuda.MemoryImporter(driver).open(PEER, 0, exported)
+    target = torch.empty(FLOATS - 3, device="cuda")
+    cuda.EventImporter(driver).wait(PEER, 0, event, 0, stream())
+    cuda.copy(driver, 0, target.data_ptr(), mapping.address + offset, target.nbytes, stream())
+    least, greatest = target.min().item(), target.max().item()
+    mapping.release()
+    return least, greatest
+
+
+def test_gather_strided_cast_and_checksum_from_cpp(driver: Any) -> None:
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    kernels = native().Kernels(driver)
+    tensors = [random_bits((size,), torch.uint8).cuda() for size in (1, 0, 4096, 3_000_001)]
+    offsets, end = python_kernels.block_offsets(len(tensor) for tensor in tensors)
+    block = torch.zeros(end, dtype=torch.uint8, device="cuda")
+    expected = block.clone()
+    runs = [
+        (tensor.data_ptr(), block.data_ptr() + offset, len(tensor))
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+    kernels.segments(0, stream(), runs)
+    reference.gather(tensors, expected, offsets, None)
+    assert torch.equal(block, expected)
+
+    source = torch.rand(500, 700, device="cuda")
+    target = torch.empty(700, 500, dtype=torch.bfloat16, device="cuda")
+    kernels.strided(
+        0,
+        stream(),
+        (source.data_ptr(), 4, [700, 500], [4, 2800]),
+        (target.data_ptr(), 2, [700, 500], [1000, 2]),
+        "float32_to_bfloat16",
+    )
+    assert torch.equal(target, source.t().bfloat16())
+
+    result = torch.empty((), dtype=torch.int64, device="cuda")
+    kernels.checksum(0, stream(), source.data_ptr(), source.nbytes, result.data_ptr())
+    assert int(result) == int(reference.checksum(source.cpu()))

@@ -1,0 +1,271 @@
+"""The how-to pages, the start page and the README: their programs run and print what stands there,
+and what they claim that no other test shows."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import platform
+import re
+import shlex
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.process.test_hostile import listening_ports
+from tests.support import netns, script
+from tests.support.backend import ROOT, needs_ucx
+from tests.support.pages import Program, blocks, fragments, programs
+
+pytestmark = needs_ucx("is not what the pages are about")
+HOWTO = "docs/howto/torchrun_slurm.md"
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "howto").glob("*.md")),
+]
+PROGRAMS = [program for page in PAGES for program in programs(page) if program.command]
+TORCHRUN = re.compile(r"torchrun --nproc-per-node (\d+) ")
+PYTHON = re.compile(r"((?:\w+=\w+ )*)python \S+$")
+
+
+def of_kind(kind: re.Pattern[str]) -> list[Any]:
+    return [
+        pytest.param(program, id=program.name)
+        for program in PROGRAMS
+        if kind.match(program.command)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def execute(code: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("program", of_kind(TORCHRUN))
+def test_program_of_several_ranks(program: Program) -> None:
+    match = TORCHRUN.match(program.command)
+    assert match is not None
+    size = int(match[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    env = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    with Group(size, init=False, env=env) as group:
+        printed = group.run_all(execute, program.code)
+    assert "".join(printed) == program.prints
+
+
+@pytest.mark.parametrize("program", of_kind(PYTHON))
+def test_program(program: Program, tmp_path: Path) -> None:
+    match = PYTHON.match(program.command)
+    assert match is not None
+    if not match[1]:  # in a process that has imported torch
+        with Group(1, init=False) as group:
+            assert group.run(execute, program.code) == program.prints
+        return
+    env = dict(word.split("=") for word in shlex.split(match[1]))
+    ended = script.run([sys.executable, str(program.write(tmp_path))], env)
+    assert ended.code == 0 and ended.out == program.prints, ended
+
+
+def test_every_program_is_run_by_a_test() -> None:
+    left = [
+        p.name for p in PROGRAMS if not TORCHRUN.match(p.command) and not PYTHON.match(p.command)
+    ]
+    assert left == ["both.py"]  # below
+    assert len(PROGRAMS) > 6
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_fragments(page: str) -> None:
+    from torch_rpc_ext import UcxRpcBackendOptions, take_over
+
+    names = {"UcxRpcBackendOptions": UcxRpcBackendOptions, "torch_rpc_ext": NoTakeover}
+    assert callable(take_over)
+    for code in fragments(page):
+        exec(compile(code, page, "exec"), dict(names))
+
+
+class NoTakeover:
+    """Stands in for the package: a takeover would last in this process."""
+
+    @staticmethod
+    def take_over() -> None:
+        pass
+
+
+# ---- torchrun, SLURM -------------------------------------------------------
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    [program] = [program for program in programs(HOWTO) if program.name == "both.py"]
+    path = program.write(tmp_path)
+    words = shlex.split(program.command.replace("host0:29400", f"127.0.0.1:{free_port()}"))
+    command = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], str(path)]
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    with script.running(command, env) as first, script.running(command, env) as second:
+        ends = [one.end(120) for one in (first, second)]
+    assert [ended.code for ended in ends] == [0, 0], ends
+    assert program.prints in [ended.out for ended in ends], ends
+
+
+SRUN = """#!/bin/sh
+# Stands in for SLURM's: starts each task here.
+rank=0
+while [ $rank -lt $SLURM_NTASKS ]; do
+    SLURM_PROCID=$rank "$@" &
+    pids="$pids $!"
+    rank=$((rank + 1))
+done
+for pid in $pids; do wait $pid || exit 1; done
+"""
+SCONTROL = """#!/bin/sh
+[ "$1 $2 $3" = "show hostnames node[1-2]" ] && echo 127.0.0.1 && echo 127.0.0.2
+"""
+
+
+def test_slurm(tmp_path: Path) -> None:
+    [program] = [program for program in programs(HOWTO) if program.name == "slurm_train.py"]
+    program.write(tmp_path)
+    [batch] = [text for language, text in blocks(HOWTO) if "#SBATCH" in text]
+    python = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": python}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(batch)
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
+    ended = script.run(["sh", "-c", f"cd '{tmp_path}' && sh job.sh"], env)
+    assert ended.code == 0 and ended.out == program.prints, ended
+
+
+# ---- Ports -----------------------------------------------------------------
+
+THROUGH_UCX = {"use_shared_memory": False, "use_cma": False}
+
+
+def echo_bulk() -> None:
+    sent = torch.ones(1_000_000)
+    assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(sent,)), sent)
+
+
+def test_ports_are_within_the_range() -> None:
+    low = free_port()
+    with Group(2, options={"port_range": (low, low + 8), **THROUGH_UCX}) as group:
+        group.run(echo_bulk)
+        for worker in group:
+            ports = [port for _, port in listening_ports(worker.child.pid)]
+            assert len(ports) == 2 and all(low <= port <= low + 8 for port in ports), ports
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_used_up_range_is_named(size: int) -> None:
+    """One port is too few, also for one worker: it would lack one at its first large tensor."""
+    with (
+        pytest.raises(RuntimeError, match="is the port range used up"),
+        Group(size, options={"port_range": free_port()}),
+    ):
+        pass
+
+
+# ---- Containers ------------------------------------------------------------
+
+
+@pytest.fixture
+def host() -> Iterator[netns.Host]:
+    try:
+        with netns.two_hosts() as (one, _):
+            yield one
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
+
+
+def test_a_small_dev_shm(host: netns.Host) -> None:
+    host.run("mount", "-o", "remount,size=1m", "/dev/shm")
+    with Group(2, hosts=[host, host], init_method=f"tcp://{host.ipv4}:29512") as group:
+        group.run(echo_bulk)
+        assert "sysv" in group.run(peer, "worker1")["control"]
+
+
+def peer(name: str) -> dict[str, str]:
+    import torch_rpc_ext
+
+    [found] = [p for p in torch_rpc_ext.info()["agent"]["peers"] if p["worker"] == name]
+    return dict(found)
+
+
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
+PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}
+
+
+def forbid_direct_copies() -> None:
+    """As a container's seccomp filter does: process_vm_readv() gives EPERM, here and in the threads
+    to come."""
+    load_number, jump_if_equal, end = 0x20, 0x15, 0x06
+    allow, eperm = 0x7FFF0000, 0x00050001
+    steps = [
+        (load_number, 0, 0, 0),
+        (jump_if_equal, 0, 1, PROCESS_VM_READV[platform.machine()]),
+        (end, 0, 0, eperm),
+        (end, 0, 0, allow),
+    ]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    kept = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(kept))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    assert libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0
+
+
+def test_direct_copies_are_forbidden() -> None:
+    with Group(2, init=False) as group:
+        group.run_all(forbid_direct_copies)
+        group.init_all()
+        group.run(echo_bulk)
+        found = group.run(peer, "worker1")
+        assert found["control"].startswith("posix") and found["bulk"] == "ucx: posix (memory)"
+        assert "no permission to read the peer's memory" in found["why"], found
+
+
+# ---- Tuning ----------------------------------------------------------------
+
+
+def call_everybody() -> None:
+    names = [f"worker{rank}" for rank in range(24)]
+    calls = [rpc.rpc_async(name, f.name_here) for name in names]
+    assert [call.wait() for call in calls] == names
+
+
+def test_24_workers_call_each_other() -> None:
+    with Group(24) as group:
+        group.run_all(call_everybody)
+
+
+@workers(2, options={"max_message_bytes": 1_000_000})
+def test_a_message_that_is_too_large() -> None:
+    with pytest.raises(RuntimeError, match="max_message_bytes"):
+        rpc.rpc_sync("worker1", f.identity, args=(torch.ones(1_000_000),))
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1

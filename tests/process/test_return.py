@@ -1,0 +1,313 @@
+"""A worker of a static group that died is started again, and is of the group as before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import autograd, rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, Worker
+from tests.process.test_death import check_alive
+from tests.process.test_network import Hosts, hosts
+from tests.support import netns
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("takes no worker back")
+__all__ = ["hosts"]  # a fixture
+
+QUICK = 5.0  # s; the calls themselves would wait for 20
+
+
+def names() -> set[str]:
+    return {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+
+
+def test_the_next_call_reaches_it_and_its_own_reach_all() -> None:
+    with Group(3) as group:
+        group.run(check_alive, "worker1")
+        group[1].kill()
+        again = group.start_again(1)
+        for rank in (0, 2):  # worker2 has never called it before
+            group[rank].run(check_alive, "worker1")
+            again.run(check_alive, f"worker{rank}")
+        assert group.run_all(names) == [{"worker0", "worker1", "worker2"}] * 3
+        assert group.run(f.nested, 6, 3) == 6
+
+
+def test_it_died_before_anybody_called_it() -> None:
+    with Group(3) as group:
+        group[2].kill()
+        group.start_again(2)
+        group.run(check_alive, "worker2")
+        group[1].run(check_alive, "worker2")
+
+
+def test_many_lives() -> None:
+    """Of two workers, which so have to tell each other."""
+    with Group(4) as group:
+        for _ in range(3):
+            for rank in (1, 3):
+                group[rank].kill()
+            for rank in (3, 1):
+                group.start_again(rank)
+            group.run_all(check_all)
+        group.run_all(meet)
+
+
+def check_all() -> None:
+    for name in names():
+        check_alive(name)
+
+
+def meet() -> None:
+    assert rpc.api._all_gather(1) == dict.fromkeys(names(), 1)
+
+
+def test_two_come_back_at_once() -> None:
+    with Group(4) as group:
+        for rank in (1, 2):
+            group[rank].kill()
+        for call in [group.renew(rank).init(4) for rank in (1, 2)]:
+            call.result()
+        group.run_all(check_all)
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["before", "during"])
+def test_barriers_count_on(waiting: bool) -> None:
+    """Before its death, and while others wait in one for it."""
+    with Group(3) as group:
+        group.run_all(meet)
+        group.run_all(meet)
+        group[2].kill()
+        calls = [group[rank].start(meet) for rank in (0, 1)] if waiting else []
+        time.sleep(0.3 * waiting)
+        again = group.start_again(2)
+        if not waiting:
+            calls = [group[rank].start(meet) for rank in (0, 1)]
+        again.run(meet)
+        for call in calls:
+            call.result()
+
+
+def test_rank_0_comes_back() -> None:
+    """Where the store does not live in it."""
+    with Group(3) as group:
+        group[1].run(check_alive, "worker0")
+        group[0].kill()
+        again = group.start_again(0)
+        again.run(check_all)
+        group[2].run(check_alive, "worker0")
+
+
+def call_until_lost(to: str) -> tuple[str, float]:
+    from torch_rpc_ext.errors import PeerLostError
+
+    start = time.monotonic()
+    with pytest.raises(PeerLostError) as raised:
+        rpc.rpc_sync(to, f.sleep, args=(30.0,))
+    assert raised.value.worker == to
+    return str(raised.value), time.monotonic() - start
+
+
+def hold() -> None:
+    f.hold_rrefs()
+    rpc.rpc_sync("worker2", keep, args=(f.HELD["tensor"],))
+
+
+def keep(rref: Any) -> None:
+    f.HELD["passed on"] = rref
+
+
+def owner_died(call: Any) -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    start = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"owner of this RRef died.*worker1") as raised:
+        call()
+    assert raised.value.worker == "worker1"
+    assert time.monotonic() - start < QUICK
+
+
+def use_old() -> None:
+    owned, tensor = f.HELD["owned"], f.HELD["tensor"]
+    for call in (
+        owned.to_here,
+        tensor.to_here,
+        lambda: owned.rpc_sync().hello(),
+        lambda: owned.rpc_async().hello().wait(),
+        lambda: owned.remote().hello(),
+        lambda: rpc.rpc_sync("worker1", keep, args=(tensor,)),
+        lambda: rpc.rpc_sync("worker2", keep, args=(tensor,)),
+        in_a_context(tensor.to_here),
+    ):
+        owner_died(call)
+    f.HELD.clear()
+
+
+def in_a_context(call: Any) -> Any:
+    def within() -> None:
+        with autograd.context():
+            call()
+
+    return within
+
+
+def use_passed_on() -> None:
+    owner_died(f.HELD["passed on"].to_here)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_old_rrefs_say_that_their_owner_died(dynamic: bool) -> None:
+    with Group(3, dynamic=dynamic) as group:
+        group.run(hold)
+        group[1].kill()
+        group.start_again(1)
+        group.run(use_old)
+        group[2].run(use_passed_on)
+        group.run(hold)  # new ones are as good as ever
+        group[2].run(fetch_passed_on)
+
+
+def fetch_passed_on() -> None:
+    assert f.HELD["passed on"].to_here().sum() == 4
+
+
+def begin_pass() -> int:
+    """A forward pass that is never ended; its id."""
+    context = autograd._new_context()
+    tensor = torch.ones(2, requires_grad=True)
+    rpc.rpc_sync("worker0", torch.neg, args=(tensor,))
+    return int(context._context_id())
+
+
+def contexts() -> int:
+    return int(autograd._get_debug_info()["num_autograd_contexts"])
+
+
+def test_what_it_began_in_two_lives_is_told_apart() -> None:
+    with Group(2) as group:
+        first = group[1].run(begin_pass)
+        group[1].kill()
+        again = group.start_again(1)
+        assert again.run(begin_pass) != first
+        assert group.run(contexts) == 1
+        again.run(end_passes)
+
+
+def end_passes() -> None:
+    autograd._release_context(autograd._current_context()._context_id())
+
+
+def test_a_second_live_one_is_refused() -> None:
+    from torch_rpc_ext.errors import RefusedError
+
+    with Group(3) as group:
+        group[0].run(check_alive, "worker1")
+        second = Worker(group, "worker1", 1, None)
+        try:
+            with pytest.raises(RefusedError, match=r"worker1 .*is alive"):
+                second.init(3).result()
+        finally:
+            second.kill()
+            second.pipe.close()
+            second.child.close()
+        group.run_all(check_all)
+        # It was not put out of its place by that: it may still come back.
+        group[1].kill()
+        group.start_again(1)
+        group.run(check_alive, "worker1")
+
+
+def test_a_call_under_way_fails_and_the_next_succeeds() -> None:
+    with Group(2) as group:
+        call = group[0].start(call_until_lost, "worker1")
+        time.sleep(0.3)
+        group[1].kill()
+        text, seconds = call.result(20)
+        assert "worker1" in text and seconds < QUICK, (text, seconds)
+        group.start_again(1)
+        group.run(check_alive, "worker1")
+
+
+def test_all_die_and_a_new_group_is_formed() -> None:
+    """With the same store, from which the old one is not gone."""
+    with Group(2) as group:
+        for worker in group:
+            worker.kill()
+        for call in [group.renew(rank).init(2) for rank in (0, 1)]:
+            call.result()
+        group.run_all(check_all)
+
+
+def test_after_the_end_of_the_group_a_new_one_is_formed(tmp_path: Path) -> None:
+    """By other processes, while those of the former still live."""
+    store = f"file://{tmp_path / 'store'}"
+    with Group(2, init_method=store) as first:
+        first.run_all(graceful)
+        with Group(2, init_method=store) as second:
+            second.run_all(check_all)
+
+
+def graceful() -> None:
+    rpc.shutdown()
+
+
+def test_one_that_crashed_comes_back() -> None:
+    """Its interpreter ended in good order, but without a graceful shutdown."""
+    with Group(2) as group:
+        group[1].run(check_alive, "worker0")
+        group[1].killed = True
+        group[1].leave()
+        group[1].child.process.join(20)
+        assert group[1].exitcode == 0
+        group.start_again(1)
+        group.run(check_alive, "worker1")
+
+
+def other_worker1(group: Group, host: netns.Host) -> Worker:
+    return Worker(group, "worker1", 1, None, host)
+
+
+def finds_its_place_taken() -> None:
+    """After the cut it connects anew, and is told."""
+    from torch_rpc_ext.errors import PeerLostError, RefusedError
+
+    end = time.monotonic() + 30
+    while True:
+        try:
+            rpc.rpc_sync("worker0", f.nothing, timeout=5)
+        except PeerLostError:
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        except RefusedError as refusal:
+            assert "has been started again" in str(refusal), refusal
+            return
+
+
+def test_on_another_host_the_others_say_whether_the_former_lives(hosts: Hosts) -> None:
+    from torch_rpc_ext.errors import RefusedError
+
+    options = {"keepalive": 1.0, "interface": "eth0"}
+    places = [hosts[0], hosts[1], hosts[0]]
+    with Group(3, hosts=places, options=options) as group:
+        group.run(check_alive, "worker1")
+        former = group[1]
+        second = other_worker1(group, hosts[0])
+        with pytest.raises(RefusedError, match=r"worker1 .*is alive"):
+            second.init(3, **options).result()
+        hosts[1].run("ip", "link", "set", "eth0", "down")
+        try:
+            second.init(3, **options).result()
+        finally:
+            hosts[1].run("ip", "link", "set", "eth0", "up")
+        group.workers[1] = second
+        group.run_all(check_all)
+        former.run(finds_its_place_taken)
+        former.kill()
+        former.child.close()
+        group.run_all(check_all)

@@ -1,0 +1,1 @@
+"""Nothing breaks, and nothing may grow."""

@@ -1,0 +1,85 @@
+"""Mixed calls between four workers for ten minutes: `make soak`.
+
+Ten rounds; after each, when all calls have ended, every worker says what it holds. After the first
+minute memory, descriptors and threads must not grow, and every call must give what it should.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from tests.chaos import load
+from tests.process import functions as f
+from tests.process.group import Group
+
+WORKERS = 4
+ROUNDS = 10
+#: What may come and go between two rounds: MB of memory (the allocator's arenas, one tensor that
+#: the cache keeps), others by number.
+SLACK = {"memory": 80.0, "fds": 4.0, "threads": 4.0, "pending": 0.0}
+#: When what each worker holds is taken for the first time: caches are full then.
+WARM_UP_SECONDS, WARM_UP_ROUNDS = 60.0, 3
+LARGE = 10_000_000  # elements
+
+
+def mixed(others: list[str], seconds: float, seed: int) -> load.Report:
+    """The calls of the chaos test, all of which must be right; then large tensors and autograd."""
+    report = load.run(others, 0.8 * seconds, seed)
+    report.wrong += [
+        f"{call.kind}: {call.outcome}" for call in report.calls if call.outcome != "right"
+    ]
+    end = time.monotonic() + 0.2 * seconds
+    while time.monotonic() < end:
+        for other in others:
+            if not bool((rpc.rpc_sync(other, f.identity, args=(torch.ones(LARGE),)) == 1).all()):
+                report.wrong.append(f"a large tensor came back changed from {other}")
+            if not backward(other):
+                report.wrong.append(f"a wrong gradient through {other}")
+    return report
+
+
+def backward(other: str) -> bool:
+    """One distributed backward pass; whether the gradient is right."""
+    weight = torch.ones(1000, requires_grad=True)
+    with dist_autograd.context() as context:
+        loss = rpc.rpc_sync(other, f.times, args=(weight, 3.0)).sum()
+        dist_autograd.backward(context, [loss])
+        return bool((dist_autograd.get_gradients(context)[weight] == 3).all())
+
+
+def soak(seconds: float, seed: int) -> list[str]:
+    """Run for about so long, and print a table; returns what is wrong."""
+    wrong: list[str] = []
+    first: list[dict[str, float]] = []
+    calls, began, warm = 0, time.monotonic(), False
+    print(f"{'round':>5} {'calls':>9}   most of any worker: " + "  ".join(f"{w:>7}" for w in SLACK))
+    with Group(WORKERS, timeout=seconds + 120) as group:
+        names = [worker.name for worker in group.workers]
+        for number in range(ROUNDS):
+            running = [
+                worker.start(
+                    mixed, [n for n in names if n != worker.name], seconds / ROUNDS, seed + rank
+                )
+                for rank, worker in enumerate(group.workers)
+            ]
+            for call in running:
+                report = call.result(seconds + 120)
+                calls += len(report.calls)
+                wrong += report.wrong
+            time.sleep(1)  # acknowledgements, and threads that end
+            held = [worker.run(load.footprint) for worker in group.workers]
+            most = {what: max(one[what] for one in held) for what in SLACK}
+            print(f"{number:>5} {calls:>9} {'':>22}" + "  ".join(f"{most[w]:7.0f}" for w in SLACK))
+            warm = warm or number == WARM_UP_ROUNDS or time.monotonic() - began >= WARM_UP_SECONDS
+            first = first or (held if warm else [])
+        for name, before, after in zip(names, first, held, strict=True):
+            wrong += [
+                f"{name}: {what} grew from {before[what]:.0f} to {after[what]:.0f}"
+                for what, slack in SLACK.items()
+                if after[what] > before[what] + slack
+            ]
+    return wrong

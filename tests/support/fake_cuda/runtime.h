@@ -1,0 +1,126 @@
+#pragma once
+
+// A CUDA that exists only in the host's memory, to test with: devices, streams
+// that are late, and memory that is overwritten once it may be used again.
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fake_cuda {
+
+// What has happened so far.
+struct Counts {
+  std::atomic<int64_t> synchronizations{0}; // a thread waited for a device
+  std::atomic<int64_t> hostToDevice{0};
+  std::atomic<int64_t> deviceToHost{0};
+  std::atomic<int64_t> deviceToDevice{0};
+  std::atomic<int64_t> pageable{0}; // of the copies, those of memory not pinned
+  std::atomic<int64_t> foreachCopies{0};
+};
+
+struct Settings {
+  std::atomic<int> devices{0};
+  std::atomic<int64_t> delayMicroseconds{0}; // of each kernel and copy
+  std::atomic<int64_t> memoryBytes{INT64_MAX}; // of all devices together
+  std::atomic<bool> broken{false}; // every event reports an error
+};
+
+inline constexpr int kPoolStreams = 32;
+
+// One queue and the thread that works it off, in order.
+class Queue {
+ public:
+  Queue() : thread_([this] { main(); }) {}
+
+  // `late` work begins after the delay.
+  void push(std::function<void()> work, bool late) {
+    std::lock_guard lock(mutex_);
+    work_.emplace_back(std::move(work), late);
+    changed_.notify_all();
+  }
+  void drain();
+
+ private:
+  void main();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::pair<std::function<void()>, bool>> work_;
+  bool busy_ = false;
+  std::thread thread_;
+};
+
+// What cudaEvent_t is: the last moment that was recorded.
+class Event {
+ public:
+  void record(Queue& queue);
+  void block(Queue& queue);
+  bool done() {
+    std::lock_guard lock(state_->mutex);
+    return state_->reached >= recorded_;
+  }
+  void wait() {
+    waitFor(state_, recorded_);
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int64_t reached = 0;
+  };
+  static void waitFor(const std::shared_ptr<State>& state, int64_t moment);
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+  int64_t recorded_ = 0;
+};
+
+// Everything there is once in a process; never destroyed.
+class Runtime {
+ public:
+  static Runtime& get();
+
+  Queue& queue(const c10::Stream& stream);
+  c10::Stream current(c10::DeviceIndex device) const;
+  c10::Stream fromPool(c10::DeviceIndex device);
+  // Waits for a stream, or for all, as a thread of a program would.
+  void synchronize(const c10::Stream& stream);
+  void synchronizeAll();
+
+  // Memory whose bytes are overwritten when it is released, after the work that
+  // is queued on `streams` by then.
+  void* allocate(size_t size);
+  void release(void* memory, size_t size, std::vector<c10::Stream> streams);
+
+  Counts counts;
+  Settings settings;
+
+ private:
+  void poison(void* memory, size_t size);
+
+  std::mutex mutex_;
+  std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>>
+      queues_;
+  std::map<c10::DeviceIndex, int> nextFromPool_;
+  // Freed for good only later: a kernel that comes too late writes here.
+  std::deque<std::pair<void*, size_t>> quarantine_;
+  size_t quarantined_ = 0;
+};
+
+// This thread's current device and streams.
+c10::DeviceIndex& currentDevice();
+std::map<c10::DeviceIndex, c10::StreamId>& currentStreams();
+
+} // namespace fake_cuda

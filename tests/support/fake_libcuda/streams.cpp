@@ -1,0 +1,244 @@
+#include "support/fake_libcuda/fake.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <thread>
+
+using std::chrono::microseconds;
+
+namespace {
+
+constexpr uint32_t kMagic = 0xfa4e4e45;
+
+std::atomic<bool> held = false;
+
+// A thread that does what is queued, in order.
+class Stream {
+ public:
+  Stream() : thread_([this] { run(); }) {}
+
+  ~Stream() {
+    {
+      std::lock_guard lock(mutex_);
+      stopped_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void add(std::function<void()> work) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(work));
+    }
+    changed_.notify_all();
+  }
+
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return queue_.empty() && !busy_; });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return stopped_ || !queue_.empty(); });
+      if (queue_.empty()) {
+        return;
+      }
+      auto work = std::move(queue_.front());
+      queue_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      while (held) {
+        std::this_thread::sleep_for(microseconds(100));
+      }
+      work();
+      lock.lock();
+      busy_ = false;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  bool busy_ = false;
+  bool stopped_ = false;
+  std::thread thread_; // last: it uses the others
+};
+
+// Counts of how often an event was recorded, and how far streams are; in a page
+// that other processes can map.
+struct Progress {
+  std::atomic<uint64_t> recorded;
+  std::atomic<uint64_t> done;
+
+  bool reached(uint64_t count) const {
+    return done.load() >= count;
+  }
+};
+
+struct Event {
+  int fd; // -1: opened from a peer
+  bool isShared;
+  std::shared_ptr<Progress> progress;
+};
+
+constexpr size_t kPage = 4096;
+
+std::mutex mutex;
+
+Stream& defaultStream(int ordinal) {
+  // Never destroyed: at the end of a process they may be in use.
+  static auto* const all = new std::map<int, std::unique_ptr<Stream>>;
+  std::lock_guard lock(mutex);
+  auto& stream = (*all)[ordinal];
+  if (stream == nullptr) {
+    stream = std::make_unique<Stream>();
+  }
+  return *stream;
+}
+
+Stream& streamOf(CUstream stream) {
+  return stream != nullptr ? *reinterpret_cast<Stream*>(stream)
+                           : defaultStream(fake::ordinalOf(fake::current()));
+}
+
+std::shared_ptr<Progress> share(void* page) {
+  // Never unmapped: streams of this process may still look at it.
+  return {static_cast<Progress*>(page), [](Progress*) {}};
+}
+
+Event* eventOf(CUevent event) {
+  return reinterpret_cast<Event*>(event);
+}
+
+} // namespace
+
+void fakeCudaHold(int isHeld) {
+  held = isHeld != 0;
+}
+
+CUresult fake::enqueue(CUstream stream, std::function<void()> work) {
+  streamOf(stream).add(std::move(work));
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamCreate(CUstream* stream, unsigned flags) {
+  FAKE_ENTER(std::to_string(flags))
+  *stream = reinterpret_cast<CUstream>(new Stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
+  FAKE_ENTER("")
+  delete reinterpret_cast<Stream*>(stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
+  FAKE_ENTER(stream == nullptr ? "default" : "")
+  streamOf(stream).wait();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned flags) {
+  FAKE_ENTER(std::to_string(flags))
+  const bool isShared = (flags & CU_EVENT_INTERPROCESS) != 0;
+  const int fd = fake::makeMemfd(kPage);
+  void* page = fake::mapFile(fd, kPage, nullptr);
+  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page)});
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuEventDestroy(CUevent event) {
+  FAKE_ENTER("")
+  if (eventOf(event)->fd >= 0) {
+    close(eventOf(event)->fd);
+  }
+  delete eventOf(event);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
+  FAKE_ENTER("")
+  const auto progress = eventOf(event)->progress;
+  const uint64_t count = ++progress->recorded;
+  return fake::enqueue(stream, [progress, count] { progress->done = count; });
+}
+
+CUresult CUDAAPI cuEventQuery(CUevent event) {
+  FAKE_ENTER("")
+  const Progress& progress = *eventOf(event)->progress;
+  return progress.reached(progress.recorded) ? CUDA_SUCCESS
+                                             : CUDA_ERROR_NOT_READY;
+}
+
+CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+  FAKE_ENTER("")
+  const auto progress = eventOf(event)->progress;
+  const uint64_t count = progress->recorded;
+  return fake::enqueue(stream, [progress, count] {
+    while (!progress->reached(count)) {
+      std::this_thread::sleep_for(microseconds(100));
+    }
+  });
+}
+
+CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) {
+  FAKE_ENTER("")
+  if (!eventOf(event)->isShared) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *handle = fake::pack<CUipcEventHandle>(
+      {kMagic,
+       getpid(),
+       eventOf(event)->fd,
+       fake::current()->letter,
+       kPage,
+       0});
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
+  FAKE_ENTER("")
+  void* page = fake::mapPeer(fake::unpack(handle), kMagic);
+  if (page == nullptr) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  *event = reinterpret_cast<CUevent>(new Event{-1, false, share(page)});
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemcpyAsync(
+    CUdeviceptr destination,
+    CUdeviceptr source,
+    size_t size,
+    CUstream stream) {
+  FAKE_ENTER(std::to_string(size))
+  return fake::enqueue(stream, [=] {
+    std::memcpy(
+        reinterpret_cast<void*>(destination),
+        reinterpret_cast<const void*>(source),
+        size);
+  });
+}
+
+CUresult CUDAAPI cuMemsetD8Async(
+    CUdeviceptr address,
+    unsigned char value,
+    size_t count,
+    CUstream stream) {
+  FAKE_ENTER(std::to_string(count))
+  return fake::enqueue(stream, [=] {
+    std::memset(reinterpret_cast<void*>(address), value, count);
+  });
+}

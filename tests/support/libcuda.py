@@ -1,0 +1,159 @@
+"""The CUDA driver without a GPU (fake_libcuda/), built once, and its functions for tests.
+
+A process reads the FAKE_CUDA_* variables when it loads the driver: tests that need others run in a
+process of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import cxx
+from tests.support.backend import ROOT
+
+_SOURCES = ROOT / "tests" / "support" / "fake_libcuda"
+_NON_BLOCKING = 1
+
+
+def cuda_headers() -> Path | None:
+    """Return the folder of NVIDIA's cuda.h: of a CUDA toolkit, or of the wheel that numba-cuda
+    brings; None without one."""
+    homes = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    found = importlib.util.find_spec("nvidia")
+    for place in (found.submodule_search_locations or []) if found else []:
+        homes += sorted(Path(place).glob("cu[0-9]*"))
+    folders = [home / "include" for home in homes]
+    return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
+
+
+def needs_headers() -> Path:
+    """Return cuda_headers(), or skip the test."""
+    folder = cuda_headers()
+    if folder is None:
+        pytest.skip("there is no cuda.h: pip install 'numba-cuda[cu13]'")
+    return folder
+
+
+@functools.cache
+def library() -> Path:
+    """Build the driver, or skip the test; returns its file."""
+    flags = ["-O1", "-g", "-fPIC", "-shared", "-pthread", f"-isystem{needs_headers()}"]
+    name = "libfake_cuda.so"
+    programs = {name: sorted(_SOURCES.glob("*.cpp"))}
+    return cxx.build(ROOT / "build" / "fake_libcuda", programs, compiler="c++", flags=flags)[name]
+
+
+def environment(**fake: object) -> dict[str, str]:
+    """Return what a process needs to use it: FAKE_CUDA_UUIDS for uuids="ab", say."""
+    variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in fake.items()}
+    return {"TORCH_RPC_EXT_LIBCUDA": str(library()), **variables}
+
+
+class FakeCuda:
+    """The driver of this process, as a program would use it that has nothing to do with ours.
+
+    Args:
+        path: of the library; None for what TORCH_RPC_EXT_LIBCUDA names.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._lib = ctypes.CDLL(str(path or os.environ["TORCH_RPC_EXT_LIBCUDA"]))
+        self._lib.fakeCudaCalls.restype = ctypes.c_char_p
+        self._ok("cuInit", 0)
+
+    def allocate(self, size: int, device: int = 0) -> int:
+        """Return the address of new device memory."""
+        address = ctypes.c_uint64()
+        with self._on(device):
+            self._ok("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def free(self, address: int, device: int = 0) -> None:
+        """Free device memory."""
+        with self._on(device):
+            self._ok("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def stream(self, device: int = 0) -> int:
+        """Return a new stream."""
+        stream = ctypes.c_void_p()
+        with self._on(device):
+            self._ok("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        assert stream.value is not None
+        return stream.value
+
+    def synchronize(self, stream: int, device: int = 0) -> None:
+        """Wait until a stream has done all."""
+        with self._on(device):
+            self._ok("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def fill(self, address: int, value: int, size: int, stream: int, device: int = 0) -> None:
+        """Queue the filling of device memory with a byte."""
+        with self._on(device):
+            self._ok(
+                "cuMemsetD8Async",
+                ctypes.c_uint64(address),
+                ctypes.c_ubyte(value),
+                ctypes.c_size_t(size),
+                ctypes.c_void_p(stream),
+            )
+
+    def calls(self, name: str = "") -> list[str]:
+        """Return the calls so far, those of one function or all."""
+        lines: list[str] = self._lib.fakeCudaCalls().decode().splitlines()
+        return [line for line in lines if not name or line.split()[0] == name]
+
+    def forget_calls(self) -> None:
+        """Begin calls() anew."""
+        self._lib.fakeCudaForgetCalls()
+
+    def fail(self, function: str, error: int, times: int = 1) -> None:
+        """Let the next calls of a function return an error."""
+        self._lib.fakeCudaFail(function.encode(), error, times)
+
+    def hold(self, yes: bool) -> None:
+        """Let the streams of this process do nothing, or go on."""
+        self._lib.fakeCudaHold(int(yes))
+
+    def exportable(self, yes: bool) -> None:
+        """Say whether memory allocated from now on can be exported."""
+        self._lib.fakeCudaExportable(int(yes))
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        context = ctypes.c_void_p()
+        self._ok("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._ok("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._ok("cuCtxPopCurrent_v2", ctypes.byref(context))
+
+    def _ok(self, function: str, *arguments: Any) -> None:
+        status = self._lib[function](*arguments)
+        assert status == 0, f"{function} returned {status}"
+
+
+def read(address: int, size: int) -> bytes:
+    """Return device memory as it is at this moment."""
+    return ctypes.string_at(address, size)
+
+
+def write(address: int, data: bytes) -> None:
+    """Write device memory at once."""
+    ctypes.memmove(address, data, len(data))
+
+
+def native() -> Any:
+    """Return _C.cuda."""
+    from torch_rpc_ext import _native
+
+    return _native.load().cuda

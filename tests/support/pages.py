@@ -1,0 +1,60 @@
+"""Code blocks of Markdown pages."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.backend import ROOT
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r"# (\S+\.py)(?:; run it with: (.+))?\n")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A block that is a whole file.
+
+    Attributes:
+        page: as seen from the repository.
+        name: of the file.
+        command: that runs it; empty where another block of the page does.
+        code: its text.
+        prints: what stands in the block of text behind it; empty for none.
+    """
+
+    page: str
+    name: str
+    command: str
+    code: str
+    prints: str
+
+    def write(self, folder: Path) -> Path:
+        """Put it into a file there."""
+        path = folder / self.name
+        path.write_text(self.code)
+        return path
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of each block of a page."""
+    return _FENCE.findall((ROOT / page).read_text())
+
+
+def programs(page: str) -> list[Program]:
+    """The blocks of Python that begin with the name of their file."""
+    found = blocks(page)
+    following = [*found[1:], ("", "")]
+    return [
+        Program(page, title[1], title[2] or "", code, after if next_language == "text" else "")
+        for (language, code), (next_language, after) in zip(found, following, strict=True)
+        if language == "python" and (title := _TITLE.match(code))
+    ]
+
+
+def fragments(page: str) -> list[str]:
+    """The other blocks of Python."""
+    return [
+        code for language, code in blocks(page) if language == "python" and not _TITLE.match(code)
+    ]

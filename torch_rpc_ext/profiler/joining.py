@@ -1,0 +1,78 @@
+"""What the agents have logged, joined with what was recorded in Python.
+
+The agent sees what Python's hooks do not: when a request arrived and when a thread took it up, the
+callee's side of operators and TorchScript functions, and calls that begin in C++.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording
+
+# What torch's C++ sends by itself, where somebody waits for it. The messages that count RRefs and
+# end autograd contexts are left out.
+_MESSAGES = {
+    "PYTHON_RREF_FETCH_CALL": "RRef.to_here",
+    "SCRIPT_RREF_FETCH_CALL": "RRef.to_here",
+    "BACKWARD_AUTOGRAD_REQ": "dist_autograd.backward",
+    "RREF_BACKWARD_REQ": "RRef.backward",
+}
+
+
+def joined(recordings: Mapping[str, Recording]) -> dict[str, Recording]:
+    """Complete the recordings of a group.
+
+    Args:
+        recordings: by worker, as the workers have made them.
+
+    Returns:
+        The same with messages among the calls, with the times of the agent in the executions, and
+        with executions of what is not Python. The lists of the agent are empty.
+    """
+    numbers = itertools.count(-1, -1)
+    served = {
+        (callee, logged.peer, logged.number): logged
+        for callee, recording in recordings.items()
+        for logged in recording.served
+    }
+    executions = {name: {e.id: e for e in r.executions} for name, r in recordings.items()}
+    calls = {
+        name: [*recording.calls, *_messages(recording, numbers)]
+        for name, recording in recordings.items()
+    }
+    for caller, made in calls.items():
+        for call in made:
+            logged = served.get((call.to, caller, call.number))
+            if logged is not None:
+                own = executions[call.to]
+                own[call.id] = _execution(call, caller, own.get(call.id), logged)
+    return {
+        name: recording._replace(
+            calls=calls[name], executions=list(executions[name].values()), sent=[], served=[]
+        )
+        for name, recording in recordings.items()
+    }
+
+
+def _messages(recording: Recording, numbers: Iterator[int]) -> Iterator[Call]:
+    for logged in recording.sent:
+        function = _MESSAGES.get(logged.label)
+        if function is not None:
+            error = "failed" if logged.failed else ""
+            times = (logged.begin_ns, logged.end_ns)
+            yield Call(
+                *(next(numbers), 0, "message", function, logged.peer, *times, 0, error),
+                number=logged.number,
+            )
+
+
+def _execution(call: Call, caller: str, known: Execution | None, logged: Logged) -> Execution:
+    if known is None:
+        known = Execution(
+            *(call.id, call.function, caller, logged.start_ns, logged.end_ns, 0, logged.bytes, "")
+        )
+    return known._replace(
+        arrival_ns=logged.begin_ns, start_ns=logged.start_ns, gil_wait_ns=logged.gil_wait_ns
+    )
