@@ -1,4 +1,5 @@
-"""``python -m benchmarks``: measure, compare revisions, make the page of a stored run."""
+"""``python -m benchmarks``: measure, also on a GPU, compare revisions, make the page of a stored
+run."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from collections.abc import Sequence
 
 from benchmarks import commands
 
-_COMMANDS = {"compare": commands.compare, "report": commands.report}
+_COMMANDS = {
+    "compare": commands.compare,
+    "cuda": commands.cuda,
+    "report": commands.report,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None for sys.argv's.
 
     Returns:
-        0, or 1 if a back end that can be used has failed in a case.
+        0, 1 if a back end that can be used has failed in a case, or NO_GPU of tests/support/gpu.py.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in _COMMANDS:

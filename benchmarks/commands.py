@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, records, table, trees
-from benchmarks.backends import BACKENDS, BASELINE, SUBJECT
+from benchmarks.backends import BACKENDS, BASELINE, GPU_BASELINE, GPU_SUBJECT, SUBJECT
 from benchmarks.cases import CASES
 from benchmarks.cases.interface import Case
 from benchmarks.records import Record
 from benchmarks.runner import Contender, Runner
+from tests.support.gpu import NO_GPU, why_no_gpu
 
 _QUICK_ROUNDS = 3
 
@@ -24,16 +25,35 @@ def measure(arguments: Sequence[str]) -> int:
     """Measure our back end beside others; returns the exit status."""
     parser = _parser("", f"{SUBJECT} against {BASELINE} and others, side by side in one run.")
     parser.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, help="all but those that need a peer's package"
+        "--backends",
+        nargs="+",
+        choices=[name for name, backend in BACKENDS.items() if not backend.gpu],
+        help="all but those that need a peer's package",
     )
     parser.add_argument("--all", action="store_true", help="all back ends, also the long cases")
     given = _parse(parser, arguments)
     names = given.backends or [
-        name for name, backend in BACKENDS.items() if given.all or not backend.peer
+        name
+        for name, backend in BACKENDS.items()
+        if not backend.gpu and (given.all or not backend.peer)
     ]
     usable, skips = _usable(names)
     chosen = _choose(parser, given.cases, long=given.all)
     return _run(given, chosen, [Contender(name, name) for name in usable], SUBJECT, skips)
+
+
+def cuda(arguments: Sequence[str]) -> int:
+    """Measure tensors on a GPU; returns the exit status, NO_GPU without one."""
+    parser = _parser("cuda", f"{GPU_SUBJECT} against {GPU_BASELINE} on one GPU.", gpu=True)
+    given = _parse(parser, arguments)
+    chosen = _choose(parser, given.cases, long=True, gpu=True)
+    why = why_no_gpu()
+    if why:
+        print(f"nothing is measured: {why}", file=sys.stderr)
+        return NO_GPU
+    usable, skips = _usable([name for name, backend in BACKENDS.items() if backend.gpu])
+    contenders = [Contender(name, name) for name in usable]
+    return _run(given, chosen, contenders, GPU_SUBJECT, skips)
 
 
 def compare(arguments: Sequence[str]) -> int:
@@ -66,11 +86,11 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
+def _parser(command: str, description: str, *, gpu: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {command}".strip(),
         description=description,
-        epilog=f"cases: {' '.join(CASES)}",
+        epilog=f"cases: {' '.join(_cases(gpu=gpu))}",
     )
     parser.add_argument("--cases", nargs="+", default=[], help="names or patterns")
     parser.add_argument("--rounds", type=int, help="of every case, instead of its own number")
@@ -88,15 +108,22 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     return given
 
 
-def _choose(parser: argparse.ArgumentParser, patterns: Sequence[str], *, long: bool) -> list[Case]:
+def _cases(*, gpu: bool) -> dict[str, Case]:
+    return {name: case for name, case in CASES.items() if case.gpu == gpu}
+
+
+def _choose(
+    parser: argparse.ArgumentParser, patterns: Sequence[str], *, long: bool, gpu: bool = False
+) -> list[Case]:
+    cases = _cases(gpu=gpu)
     for pattern in patterns:
-        if not fnmatch.filter(CASES, pattern):
-            parser.error(f"--cases: no case is named {pattern!r}; there are {', '.join(CASES)}")
+        if not fnmatch.filter(cases, pattern):
+            parser.error(f"--cases: no case is named {pattern!r}; there are {', '.join(cases)}")
     if not patterns:
-        return [case for case in CASES.values() if long or not case.long]
+        return [case for case in cases.values() if long or not case.long]
     return [
         case
-        for name, case in CASES.items()
+        for name, case in cases.items()
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
     ]
 

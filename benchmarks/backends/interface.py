@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 #: What a case may need of a back end besides functions.
 RREFS, AUTOGRAD, HOSTS, GROUPS = "RRefs", "autograd", "two hosts", "start as a group"
 CALLERS, REMOTE_FUNCTIONS = "callers but worker 0", "remote functions of torch_rpc_ext"
+CUDA, MODELS = "tensors on a GPU", "modules at other workers, and autograd through them"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Backend(ABC):
     offers: ClassVar[frozenset[str]] = frozenset()
     #: Takes part only when asked for: it needs packages that this project does not.
     peer: ClassVar[bool] = False
+    #: Takes part in the cases on a GPU, and in no others.
+    gpu: ClassVar[bool] = False
 
     @classmethod
     def why_not(cls) -> str:

@@ -4,7 +4,8 @@ A call is one copy of its arguments from the caller's memory into the callee's, 
 callee, the function on that copy, and a byte to wake the caller. What is small travels in the pipe.
 A large result that lies where the arguments arrived is taken to be handed over: its bytes are
 fetched when a caller's thread first calls a function with so many bytes, and that is what it gets
-from then on. Nothing is serialised beyond sizes, nothing times out, no error returns.
+from then on. Nothing is serialised beyond sizes, nothing times out, no error returns. Between two
+hosts it is a blocking socket instead (limit_network.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from benchmarks.backends.flat import Buffer, as_arguments, as_result, pack, unpack
-from benchmarks.backends.interface import CALLERS, Backend, Pending, Place
+from benchmarks.backends.interface import CALLERS, HOSTS, Backend, Pending, Place
+from benchmarks.backends.limit_network import SocketChannel, connect, listen, wait_for
 from benchmarks.functions import FUNCTIONS
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,7 +39,6 @@ _PIECE = struct.Struct("<QQ")
 _PIECES = 16  # more are joined before they are sent
 _SPLIT = 2_000_000  # bytes from which on a copy is spread over the cores
 _WINDOW = 12  # asynchronous calls under way: a pipe in packet mode has room for 16
-_PATIENCE = 60.0  # s for the other workers to appear
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -48,17 +48,17 @@ class Limit(Backend):
 
     name = "limit"
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
-    offers = frozenset({CALLERS})
+    offers = frozenset({CALLERS, HOSTS})
 
     def start(self, place: Place) -> None:
         # Where the kernel lets only parents read a process's memory.
         _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
         self.place, self.local = place, threading.local()
-        self.free: dict[int, list[_Channel]] = {rank: [] for rank in range(place.size)}
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.listener.bind(_path(place, place.rank) + ".new")
-        self.listener.listen(64)
-        os.rename(_path(place, place.rank) + ".new", _path(place, place.rank))
+        self.free: dict[int, list[_Channel | SocketChannel]] = {
+            rank: [] for rank in range(place.size)
+        }
+        path = _path(place, place.rank)
+        self.listener = listen(place.address, path) if place.address else _listen(path)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def stop(self) -> None:
@@ -68,7 +68,7 @@ class Limit(Backend):
         try:
             channel = self.free[to].pop()
         except IndexError:
-            channel = _connect(_path(self.place, to))
+            channel = self._connect(to)
         channel.send(pack(function, arguments))
         answer = as_result(channel.receive()[1])
         self.free[to].append(channel)
@@ -77,12 +77,16 @@ class Limit(Backend):
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         return _Pending(self._channel(to), pack(function, arguments))
 
-    def _channel(self, to: int) -> _Channel:
+    def _connect(self, to: int) -> _Channel | SocketChannel:
+        path = _path(self.place, to)
+        return connect(path) if self.place.address else _connect(path)
+
+    def _channel(self, to: int) -> _Channel | SocketChannel:
         # This thread's own: answers come in the order of its calls.
         channels = self.local.__dict__.setdefault("channels", {})
         if to not in channels:
-            channels[to] = _connect(_path(self.place, to))
-        channel: _Channel = channels[to]
+            channels[to] = self._connect(to)
+        channel: _Channel | SocketChannel = channels[to]
         return channel
 
     def _accept(self) -> None:
@@ -91,11 +95,13 @@ class Limit(Backend):
                 connection, _ = self.listener.accept()
             except OSError:  # stopped
                 return
+            if self.place.address:
+                _serve_in_thread(SocketChannel(connection))
+                continue
             with connection:
                 caller, ends, _, _ = socket.recv_fds(connection, 16, 2)
                 connection.send(str(os.getpid()).encode())
-            channel = _Channel(ends[0], ends[1], int(caller))
-            threading.Thread(target=_serve, args=(channel,), daemon=True).start()
+            _serve_in_thread(_Channel(ends[0], ends[1], int(caller)))
 
 
 class _Channel:
@@ -163,7 +169,7 @@ class _Channel:
 class _Pending:
     """A call that was sent, and its answer once it was read; answers come in the calls' order."""
 
-    def __init__(self, channel: _Channel, parts: list[Buffer]) -> None:
+    def __init__(self, channel: _Channel | SocketChannel, parts: list[Buffer]) -> None:
         self.channel, self.answer, self.there = channel, None, False
         if len(channel.unanswered) == _WINDOW:
             channel.unanswered[0].wait()
@@ -178,12 +184,16 @@ class _Pending:
         return self.answer
 
 
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path + ".new")
+    listener.listen(64)
+    os.rename(path + ".new", path)
+    return listener
+
+
 def _connect(path: str) -> _Channel:
-    deadline = time.monotonic() + _PATIENCE
-    while not os.path.exists(path):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the callee has not started in {_PATIENCE:.0f} s")
-        time.sleep(0.001)
+    wait_for(path)
     requests, answers = os.pipe2(os.O_DIRECT), os.pipe2(os.O_DIRECT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(path)
@@ -195,7 +205,11 @@ def _connect(path: str) -> _Channel:
     return _Channel(answers[0], requests[1], callee)
 
 
-def _serve(channel: _Channel) -> None:
+def _serve_in_thread(channel: _Channel | SocketChannel) -> None:
+    threading.Thread(target=_serve, args=(channel,), daemon=True).start()
+
+
+def _serve(channel: _Channel | SocketChannel) -> None:
     while True:
         try:
             function, arguments = channel.receive()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from benchmarks.cases import (
     autograd,
     calls,
+    cuda_calls,
+    cuda_many,
+    cuda_model,
     fans,
     floods,
     hosts,
@@ -29,6 +32,9 @@ CASES: dict[str, Case] = {
         autograd,
         startup,
         hosts,
+        cuda_calls,
+        cuda_many,
+        cuda_model,
     )
     for case in family.CASES
 }

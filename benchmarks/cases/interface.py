@@ -81,6 +81,8 @@ class Case(ABC):
     size = 2
     #: Takes so long that it is measured only when asked for.
     long = False
+    #: Its tensors are on a GPU: it has a command of its own.
+    gpu = False
     #: The network between worker 0's host and that of the others; None if all are on one host.
     link: Link | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,15 +31,25 @@ class Naps(CallCase):
     seconds = 0.1
 
     def __init__(self) -> None:
-        metric = Metric("10000 async def of 0.1 s, all", "s", (Target(2.0, kind="value"),))
-        super().__init__("async-naps", {"time": metric}, 5, frozenset({REMOTE_FUNCTIONS}))
+        metrics = {
+            "time": Metric("10000 async def of 0.1 s, all", "s", (Target(2.0, kind="value"),)),
+            "frozen": Metric("  after gc.freeze() on the callee", "s"),
+        }
+        super().__init__("async-naps", metrics, 5, frozenset({REMOTE_FUNCTIONS}))
 
     def measure(self, backend: Backend) -> Figures:
+        figures = {"time": [self._seconds()]}
+        rpc.rpc_sync(_TO, gc.freeze)
+        figures["frozen"] = [self._seconds()]
+        rpc.rpc_sync(_TO, gc.unfreeze)
+        return figures
+
+    def _seconds(self) -> float:
         from benchmarks.remote_functions import nap
 
         start = time.perf_counter()
         _flood(lambda: nap.async_(_TO, self.seconds), self.calls)
-        return {"time": [time.perf_counter() - start]}
+        return time.perf_counter() - start
 
 
 class Batches(CallCase):
