@@ -1,4 +1,4 @@
-"""Writes docs/environment.md and docs/options.md from the tables in the code.
+"""Writes docs/environment.md and docs/options.md from the tables in the code, and draws figures.
 
 Without arguments it writes both. With --check it only compares, and its exit status is 1 where a
 file is not up to date.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from torch_rpc_ext import _environment, _option_table  # noqa: E402  the path comes first
+from figures import FIGURES  # noqa: E402  the path comes first
+
+from torch_rpc_ext import _environment, _option_table  # noqa: E402
 
 _NOTE = "<!-- Written by docs/generate.py from {source}: change that file, then run the script. -->"
 
@@ -73,8 +75,8 @@ def options() -> str:
             "attribute raises `AttributeError`.",
             "",
             *_table(
-                ("option", "default", "unit", "meaning"),
-                ((f"`{o.name}`", _default(o), o.unit, o.doc) for o in public),
+                ("option", "default", "meaning"),
+                ((f"`{o.name}`", _default(o), o.doc) for o in public),
             ),
             "",
             "`device_maps`, `devices`, `set_device_map()` and `set_devices()` are those of torch's "
@@ -83,8 +85,8 @@ def options() -> str:
             "## For tests only",
             "",
             *_table(
-                ("keyword", "default", "unit", "meaning"),
-                ((f"`{o.keyword}`", _default(o), o.unit, o.doc) for o in for_tests),
+                ("keyword", "default", "meaning"),
+                ((f"`{o.keyword}`", _default(o), o.doc) for o in for_tests),
             ),
             "",
         ]
@@ -92,7 +94,9 @@ def options() -> str:
 
 
 def _default(option: _option_table.Option) -> str:
-    return "see right" if option.default is None else f"`{option.default!r}`"
+    if option.default is None:
+        return f"see right ({option.unit})" if option.unit else "see right"
+    return f"`{option.default!r}` {option.unit}".rstrip()
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -100,7 +104,11 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
 
 
-PAGES = {"environment.md": environment, "options.md": options}
+PAGES: dict[str, Callable[[], str]] = {
+    "environment.md": environment,
+    "options.md": options,
+    **{f"design/{name}.svg": figure.svg for name, figure in FIGURES.items()},
+}
 
 
 def stale() -> list[str]:

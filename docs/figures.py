@@ -1,0 +1,187 @@
+"""The figures of the design notes. docs/generate.py draws them.
+
+The sequences name each message as the code does. tests/process/test_design_notes.py runs what they
+show, listens to the sockets, and compares.
+"""
+
+from __future__ import annotations
+
+from drawing import Boxes, Cell, Diagram, Message, Note
+
+_CALLER, _OWNER, _OTHER = "worker0", "worker1", "worker2"
+
+RREF_LIFE = Diagram(
+    "Life of an RRef that worker0 makes on worker1",
+    {_CALLER: "worker0 (user)", _OWNER: "worker1 (owner)"},
+    (
+        Note(_CALLER, ("rref = rpc.remote(...)", "draws RRefId and ForkId")),
+        Message(_CALLER, _OWNER, "PYTHON_REMOTE_CALL", "function, both ids"),
+        Note(_OWNER, ("keeps the OwnerRRef,", "fork of worker0 is known;", "runs the function")),
+        Message(_OWNER, _CALLER, "REMOTE_RET", "the user is confirmed"),
+        Note(_CALLER, ("rref.to_here()",)),
+        Message(_CALLER, _OWNER, "PYTHON_RREF_FETCH_CALL", "waits there for the value"),
+        Message(_OWNER, _CALLER, "PYTHON_RREF_FETCH_RET", "a copy"),
+        Note(_CALLER, ("del rref",)),
+        Message(_CALLER, _OWNER, "RREF_USER_DELETE"),
+        Note(_OWNER, ("no fork left:", "the value goes")),
+        Message(_OWNER, _CALLER, "RREF_ACK"),
+    ),
+)
+
+RREF_SHARE = Diagram(
+    "worker0 passes its RRef to worker2; the value is on worker1",
+    {_CALLER: "worker0 (parent)", _OTHER: "worker2 (child)", _OWNER: "worker1 (owner)"},
+    (
+        Note(_CALLER, ("pickles the RRef: it must", "outlive the child's request")),
+        Message(_CALLER, _OTHER, "PYTHON_CALL"),
+        Message(_OTHER, _OWNER, "RREF_FORK_REQUEST"),
+        Message(_OWNER, _OTHER, "RREF_ACK", "the fork is known"),
+        Note(_OTHER, ("now the function may run;", "meanwhile the parent is told")),
+        Message(_OTHER, _CALLER, "RREF_CHILD_ACCEPT"),
+        Message(_CALLER, _OTHER, "RREF_ACK", "free to be deleted"),
+        Note(_OTHER, ("rref.to_here()",)),
+        Message(_OTHER, _OWNER, "PYTHON_RREF_FETCH_CALL"),
+        Message(_OWNER, _OTHER, "PYTHON_RREF_FETCH_RET"),
+        Message(_OTHER, _CALLER, "PYTHON_RET"),
+        Message(_OTHER, _OWNER, "RREF_USER_DELETE", "the argument is gone"),
+        Message(_OWNER, _OTHER, "RREF_ACK"),
+    ),
+)
+
+RREF_HOME = Diagram(
+    "worker0 passes its RRef to the owner, worker1",
+    {_CALLER: "worker0 (parent)", _OWNER: "worker1 (owner)"},
+    (
+        Message(_CALLER, _OWNER, "PYTHON_CALL"),
+        Note(_OWNER, ("unpickles it as the", "OwnerRRef: no fork")),
+        Message(_OWNER, _CALLER, "RREF_CHILD_ACCEPT"),
+        Message(_CALLER, _OWNER, "RREF_ACK"),
+        Message(_OWNER, _CALLER, "PYTHON_RET"),
+    ),
+)
+
+AUTOGRAD = Diagram(
+    "One remote call in a distributed autograd context, its backward pass, and the end",
+    {_CALLER: "worker0", _OWNER: "worker1"},
+    (
+        Note(_CALLER, ("with dist_autograd.context():", "y = rpc_sync(worker1, f, x)")),
+        Message(_CALLER, _OWNER, "FORWARD_AUTOGRAD_REQ", "x; send 0 here, recv 0 there"),
+        Message(_OWNER, _CALLER, "FORWARD_AUTOGRAD_RESP", "f(x); send 1 there, recv 1 here"),
+        Note(_CALLER, ("backward(context, [y.sum()])", "reaches recv 1")),
+        Message(_CALLER, _OWNER, "BACKWARD_AUTOGRAD_REQ", "gradient of f(x)"),
+        Note(_OWNER, ("send 1 starts the engine;", "it reaches recv 0")),
+        Message(_OWNER, _CALLER, "BACKWARD_AUTOGRAD_REQ", "gradient of x"),
+        Message(_CALLER, _OWNER, "BACKWARD_AUTOGRAD_RESP"),
+        Message(_OWNER, _CALLER, "BACKWARD_AUTOGRAD_RESP", "then backward() returns"),
+        Note(_CALLER, ("the with block ends",)),
+        Message(_CALLER, _OWNER, "CLEANUP_AUTOGRAD_CONTEXT_REQ"),
+        Message(_OWNER, _CALLER, "CLEANUP_AUTOGRAD_CONTEXT_REQ", "it knows worker0 too"),
+        Message(_OWNER, _CALLER, "CLEANUP_AUTOGRAD_CONTEXT_RESP"),
+        Message(_CALLER, _OWNER, "CLEANUP_AUTOGRAD_CONTEXT_RESP"),
+    ),
+)
+
+HANDSHAKE = Diagram(
+    "A connection opens with its first call",
+    {_CALLER: "worker0 (opens)", _OWNER: "worker1 (accepts)"},
+    (
+        Note(_CALLER, ("address and door token", "of worker1 from the store")),
+        Message(_CALLER, _OWNER, "kOpen", "preamble P1, proof 1"),
+        Note(_OWNER, ("proof 1 right? else dropped;", "makes P2, tells nobody yet")),
+        Message(_OWNER, _CALLER, "kOpened", "preamble P2, proof 2"),
+        Note(_CALLER, ("proof 2 right?", "the same group?")),
+        Message(_CALLER, _OWNER, "kConfirm", "proof 3"),
+        Message(_CALLER, _OWNER, "kFrame", "the first call, with it"),
+        Note(_OWNER, ("proof 3 right? the same group?", "the agent learns of the peer")),
+        Message(_OWNER, _CALLER, "kFrame", "the answer"),
+    ),
+)
+
+BULK_CMA = Diagram(
+    "An argument of 4 MB within a host, and its answer",
+    {_CALLER: "worker0 (caller)", _OWNER: "worker1 (callee)"},
+    (
+        Message(_CALLER, _OWNER, "kFrame", "head; size and address of the tensor"),
+        Note(_OWNER, ("takes a receive buffer,", "process_vm_readv into it,", "runs the function")),
+        Message(_OWNER, _CALLER, "kFrame", "answer; the tensor is free again"),
+    ),
+)
+
+BULK_PULL = Diagram(
+    "An argument of 4 MB between hosts, and its answer",
+    {_CALLER: "worker0 (caller)", _OWNER: "worker1 (callee)"},
+    (
+        Message(_CALLER, _OWNER, "kFrame", "head; size of the tensor"),
+        Note(_OWNER, ("takes a receive buffer,", "posts tagged receives of 16 MiB")),
+        Message(_OWNER, _CALLER, "kPull", "first tag"),
+        Note(_CALLER, ("sends the chunks, tagged,", "over the second UCX worker")),
+        Message(_OWNER, _CALLER, "kFrame", "answer; the tensor is free again"),
+    ),
+)
+
+HANDOVER = Diagram(
+    "A result of 4 MB that nobody else refers to, within a host",
+    {_CALLER: "worker0 (caller)", _OWNER: "worker1 (callee)"},
+    (
+        Message(_CALLER, _OWNER, "kFrame", "call with a tensor"),
+        Note(_OWNER, ("copies it into a receive buffer", "that is a sealed memfd; returns it")),
+        Message(_OWNER, _CALLER, "kFrame", "answer; region and fd of the buffer"),
+        Note(_CALLER, ("opens /proc/<pid>/fd/<fd>,", "checks the seals, maps it:", "no copy")),
+        Message(_CALLER, _OWNER, "kDone", "adopted: worker1 may end"),
+        Note(_CALLER, ("the last tensor on it dies",)),
+        Message(_CALLER, _OWNER, "kDone", "the buffer is worker1's again"),
+    ),
+)
+
+FRAME = Boxes(
+    "A call frame",
+    (
+        (
+            "header, 40 bytes",
+            (
+                Cell("magic 2", 2.2),
+                Cell("ver 1", 1.5),
+                Cell("kind 1", 1.7),
+                Cell("type 2", 1.8),
+                Cell("0 2", 1.1),
+                Cell("flags 4", 2),
+            ),
+        ),
+        ("", (Cell("tensors 4", 1.6), Cell("call id 8", 2), Cell("payload bytes 8", 2.4))),
+        ("", (Cell("storages S 4"), Cell("records R 4"))),
+        (
+            "then",
+            (
+                Cell("storage table 8 S", 2, strong=True),
+                Cell("tensor table, R records", 2.4, strong=True),
+            ),
+        ),
+        ("", (Cell("payload (upstream's pickle)", strong=True), Cell("small storages"))),
+        ("beside the frame, not in it", (Cell("bulk: storages above 16 KiB, payloads likewise"),)),
+    ),
+)
+
+LAYERS = Boxes(
+    "The layers, from Python down",
+    (
+        ("", (Cell("torch.distributed.rpc: pickles, RRefs, autograd (upstream)"),)),
+        ("", (Cell("bindings: pybind11"), Cell("compat: reaches into torch"))),
+        ("", (Cell("agent: calls, peers, threads, shutdown", strong=True),)),
+        ("", (Cell("transport: ucx"), Cell("loopback"), Cell("fault"))),
+        ("", (Cell("wire: call frame"), Cell("crypto"), Cell("metrics"), Cell("memory"))),
+        ("", (Cell("base: errors, bounded reader, Poller, log"),)),
+    ),
+)
+
+FIGURES: dict[str, Diagram | Boxes] = {
+    "rref-life": RREF_LIFE,
+    "rref-share": RREF_SHARE,
+    "rref-home": RREF_HOME,
+    "autograd": AUTOGRAD,
+    "handshake": HANDSHAKE,
+    "bulk-cma": BULK_CMA,
+    "bulk-pull": BULK_PULL,
+    "handover": HANDOVER,
+    "frame": FRAME,
+    "layers": LAYERS,
+}
