@@ -191,8 +191,7 @@ Error Encoder::write(Encoded& encoded) {
     if (storage.bulk) {
       encoded.bulk.push_back({storage.bytes});
       encoded.totalBytes += storage.bytes.size;
-      encoded.mappable =
-          encoded.mappable && storage.place == wire::kHostPlace;
+      encoded.mappable = encoded.mappable && storage.place == wire::kHostPlace;
     }
   }
   encoded.storages = tensors_.takeOwners();

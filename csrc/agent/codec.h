@@ -49,14 +49,12 @@ struct Encoded {
   bool borrows() const {
     return !bulk.empty() || parcel != nullptr;
   }
-  // Gives the memory of the bulk away, where all of it is in receive buffers, or
-  // came mapped over `to`, and nobody else refers to it: returns true then. The
-  // receiver will keep and write to it. To be called when the message itself is
-  // gone. Buffers that could be given away but are not shared memory will be,
-  // from the next on (`cache`).
-  bool giveAway(
-      memory::BufferCache& cache,
-      const transport::ConnectionPtr& to);
+  // Gives the memory of the bulk away, where all of it is in receive buffers,
+  // or came mapped over `to`, and nobody else refers to it: returns true then.
+  // The receiver will keep and write to it. To be called when the message
+  // itself is gone. Buffers that could be given away but are not shared memory
+  // will be, from the next on (`cache`).
+  bool giveAway(memory::BufferCache& cache, const transport::ConnectionPtr& to);
   // When the receiver has not returned memory that was given away or lent, and
   // nobody knows whether it still uses it.
   void discard();

@@ -38,7 +38,8 @@ class Copy {
       auto* const to = static_cast<char*>(blocks_[i]->data());
       const size_t size = encoded_.bulk[i].size;
       for (size_t at = 0; at < size; at += kPieceBytes) {
-        pieces_.push_back({to + at, from + at, std::min(kPieceBytes, size - at)});
+        pieces_.push_back(
+            {to + at, from + at, std::min(kPieceBytes, size - at)});
       }
     }
   }

@@ -22,9 +22,9 @@ class Lender {
       : cache_(cache), runner_(runner) {}
 
   using Then = std::function<void(Encoded)>;
-  // Calls `then` when the bulk is ready to be sent: with the copies, or with the
-  // bulk itself where there is no shared memory for it. At once, or, when there
-  // is much to copy, later on the runner.
+  // Calls `then` when the bulk is ready to be sent: with the copies, or with
+  // the bulk itself where there is no shared memory for it. At once, or, when
+  // there is much to copy, later on the runner.
   void lend(Encoded encoded, Then then);
 
  private:

@@ -149,7 +149,7 @@ PathInfo UcxConnection::path() const {
     if (encrypted()) {
       info.control += ", encrypted (AES-256-GCM)";
     }
-    info.bulk = cmaUsable_ ? "shared memory (memfd), cma (process_vm_readv)" : "ucx: " + info.control;
+    info.bulk = cmaUsable_ ? "shared memory, else cma" : "ucx: " + info.control;
     info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
   });
   return info;
@@ -265,7 +265,13 @@ void UcxConnection::done(
         if (!error && bytes <= kMaxLazyBytes) {
           // A message of its own would wake a thread of the peer for nothing
           // but this; the answer to the call is often on its way.
-          self->acknowledgements_.push_back(transfer);
+          if ((transfer & kAdopted) != 0) {
+            self->adopted_.push_back(transfer);
+          } else {
+            // Said at once that it was adopted and is over, is one word.
+            std::erase(self->adopted_, transfer | kAdopted);
+            self->acknowledgements_.push_back(transfer);
+          }
           if (!std::exchange(self->acknowledgesSoon_, true)) {
             self->context_->acknowledgeSoon(self);
           }
@@ -378,6 +384,9 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
 
 void UcxConnection::acknowledge() {
   acknowledgesSoon_ = false;
+  acknowledgements_.insert(
+      acknowledgements_.end(), adopted_.begin(), adopted_.end());
+  adopted_.clear();
   while (!acknowledgements_.empty() && state_ == ConnectionState::kOpen) {
     const uint64_t transfer = acknowledgements_.back();
     acknowledgements_.pop_back();
@@ -410,8 +419,8 @@ void UcxConnection::sendNow(Unsent frame) {
       entry.address = reinterpret_cast<uint64_t>(span.data);
       if (span.region.id != 0) {
         entry.region = span.region.id;
-        entry.fd = span.returned ? kReturned
-                                 : static_cast<uint64_t>(span.region.fd);
+        entry.fd =
+            span.returned ? kReturned : static_cast<uint64_t>(span.region.fd);
       }
     }
     return entry;

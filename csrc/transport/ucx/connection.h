@@ -189,6 +189,7 @@ class UcxConnection final : public Connection,
   size_t earlyBytes_ = 0;
   Transfers transfers_;
   std::vector<uint64_t> acknowledgements_; // transfers of the peer's
+  std::vector<uint64_t> adopted_; // the same: not to be waited for
   bool acknowledgesSoon_ = false;
   std::unordered_set<uint64_t> pulls_; // receives on the bulk channel
 };

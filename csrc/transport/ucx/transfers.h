@@ -26,10 +26,8 @@ class Transfers {
   // Lends `frame`, which may be empty, and then `bulk`. Returns the number by
   // which the peer asks for them. `callback` fires when the peer needs them no
   // more.
-  uint64_t add(
-      base::Buffer frame,
-      const std::vector<BulkSpan>& bulk,
-      Callback callback);
+  uint64_t
+  add(base::Buffer frame, const std::vector<BulkSpan>& bulk, Callback callback);
 
   // Null for a number that does not exist, or has ended.
   const Spans* find(uint64_t id) const;
