@@ -1,6 +1,7 @@
 #include "agent/tensor_encoder.h"
 
 #include "agent/dtype.h"
+#include "agent/wire_dtype.h"
 #include "wire/limits.h"
 
 #include <ATen/ATen.h>
@@ -164,6 +165,7 @@ Error TensorEncoder::addStrided(
   if (!index.ok()) {
     return index.error();
   }
+  exact_[index.value()] |= addsExact_ || tensor.scalar_type() != c10::kFloat;
   TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
   record.dtype = static_cast<uint8_t>(tensor.scalar_type());
   record.flags |=
@@ -243,13 +245,17 @@ Error TensorEncoder::addQuantized(const at::Tensor& tensor) {
       return fail("is quantised by a scheme that cannot be sent");
   }
   addShape(record, {}, {});
-  if (auto error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes)) {
-    return error;
+  // Rounded scales would be other numbers for all of its elements.
+  addsExact_ = true;
+  Error error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes);
+  if (!error) {
+    error = addPart(scales);
   }
-  if (auto error = addPart(scales)) {
-    return error;
+  if (!error) {
+    error = addPart(zeroPoints);
   }
-  return addPart(zeroPoints);
+  addsExact_ = false;
+  return error;
 }
 
 void TensorEncoder::addShape(
@@ -331,9 +337,35 @@ void TensorEncoder::addEntry(
   const size_t index = keys_.size();
   storages_.push_back({bytes, bulk, /*beside=*/false, place});
   keys_.push_back(key);
+  exact_.push_back(false);
   if (index >= kMaxScan) {
     index_.emplace(key, static_cast<uint32_t>(index));
   }
+}
+
+void TensorEncoder::narrow(wire::WireDtype dtype) {
+  if (dtype == wire::WireDtype::kFloat32) {
+    return;
+  }
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    const size_t size = storages_[i].bytes.size;
+    if (!exact_[i] && size != 0 && size % sizeof(float) == 0) {
+      narrowOne(i, dtype);
+    }
+  }
+}
+
+void TensorEncoder::narrowOne(size_t index, wire::WireDtype dtype) {
+  wire::StorageEntry& entry = storages_[index];
+  entry.dtype = dtype;
+  entry.bytes.size /= wire::widening(dtype);
+  entry.bulk = entry.bytes.size > inlineThreshold_;
+  if (entry.bytes.data == nullptr) {
+    return; // on a device, where it is narrowed
+  }
+  owners_.push_back(agent::narrow(
+      {entry.bytes.data, entry.bytes.size * wire::widening(dtype)}, dtype));
+  entry.bytes.data = owners_.back().data();
 }
 
 std::vector<device::Departing> TensorEncoder::takeDeparting() {

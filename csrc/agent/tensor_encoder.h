@@ -38,8 +38,11 @@ class TensorEncoder {
   std::span<const wire::Dim> dims() const {
     return {dims_.data(), dims_.size()};
   }
+  // Lets storages travel with this dtype of which all tensors are float32. To be
+  // called once, after the last add(). May throw c10::Error.
+  void narrow(wire::WireDtype dtype);
   // The storages that are on devices: their entries have no bytes yet. To be
-  // called once, after the last add().
+  // called once, after that.
   std::vector<device::Departing> takeDeparting();
   // All copies, and all storages that go as bulk.
   std::vector<c10::Storage> takeOwners() {
@@ -67,6 +70,7 @@ class TensorEncoder {
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
+  void narrowOne(size_t index, wire::WireDtype dtype);
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;
@@ -74,6 +78,10 @@ class TensorEncoder {
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
   c10::SmallVector<const c10::StorageImpl*, 8> keys_; // of storages_
+  // Of storages_: there is a tensor over it that is not float32, or that has to
+  // arrive as it is.
+  c10::SmallVector<bool, 8> exact_;
+  bool addsExact_ = false;
   ska::flat_hash_map<const c10::StorageImpl*, uint32_t> index_; // when many
   c10::SmallVector<wire::TensorRecord, 8> records_;
   c10::SmallVector<wire::Dim, 16> dims_;

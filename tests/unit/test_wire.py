@@ -536,7 +536,7 @@ def test_repeated_indices_of_the_user() -> None:
 
 def test_wrong_version_names_both() -> None:
     head, bulk = sample()
-    with pytest.raises(ValueError, match="version 9 .* this worker version 2"):
+    with pytest.raises(ValueError, match="version 9 .* this worker version 3"):
         decode(patched(head, VERSION_AT, "<B", 9), bulk)
 
 
