@@ -66,7 +66,7 @@ struct EncodeOptions {
   // What storages of float32 tensors travel as, those beside the frame excepted.
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
   // Of a request: what the caller wants for the answer's.
-  std::optional<wire::WireDtype> answer;
+  std::optional<wire::WireDtype> answer = std::nullopt;
   bool checked = false; // with checksums
 };
 

@@ -185,7 +185,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   struct Asker {
     transport::ConnectionPtr connection;
     uint64_t callId = 0;
-    std::optional<wire::WireDtype> dtype;
+    std::optional<wire::WireDtype> dtype = std::nullopt;
     bool checked = false; // as the request was
   };
 

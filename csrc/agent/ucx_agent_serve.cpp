@@ -40,7 +40,7 @@ struct UcxAgent::Served {
   PendingCall::Clock::time_point arrived;
   PendingCall::Clock::time_point started;
   // While it is logged.
-  std::string label;
+  std::string label = {};
   std::chrono::nanoseconds gilWait{0};
 };
 

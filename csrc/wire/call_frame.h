@@ -112,7 +112,8 @@ struct CallHeader {
   uint16_t messageType = 0;
   uint32_t flags = 0;
   uint64_t callId = 0;
-  std::optional<WireDtype> answer; // of a request: wanted for the answer
+  // Of a request: wanted for its answer.
+  std::optional<WireDtype> answer = std::nullopt;
 };
 
 // Where a storage is on the receiver: 0 its CPU, else 1 + index of its CUDA

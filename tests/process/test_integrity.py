@@ -17,15 +17,6 @@ ON = {"integrity": True}
 #: One that travels inside the frame, one that goes as bulk, one in a receive buffer of its own.
 SIZES = pytest.mark.parametrize("size", [100, 100_000, 1_000_000])
 
-runs = 0
-
-
-def count(*tensors: Tensor) -> int:
-    global runs
-    runs += 1
-    return runs
-
-
 def ramp(size: int) -> Tensor:
     return torch.arange(float(size))
 
@@ -36,68 +27,65 @@ def corrupting(message: str, times: int = 1) -> dict[str, object]:
 
 def request_fails(size: int) -> None:
     pattern = (
-        rf"count on worker \"worker1\" failed \(corrupted\): .*tensor 1 of the message .*"
+        r"aten::add.* on worker \"worker1\" failed \(corrupted\): .*tensor 1 of the message .*"
         rf"its {4 * size} bytes have the checksum 0x[0-9a-f]{{16}} here and had 0x[0-9a-f]{{16}}"
     )
+    arguments = torch.tensor(1.0), ramp(size)
     with pytest.raises(errors.IntegrityError, match=pattern) as caught:
-        rpc.rpc_sync("worker1", count, args=(torch.arange(9), ramp(size)))
+        rpc.rpc_sync("worker1", torch.add, args=arguments)
     assert caught.value.worker == "worker1"
-    # It has not run; another call does, and the same once more.
-    assert rpc.rpc_sync("worker1", count, args=(torch.arange(9), ramp(size))) == 1
+    assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=arguments), ramp(size) + 1)
+
+
+def served() -> int:
+    return int(rpc.api._get_current_rpc_agent().get_metrics()["agent.calls_served"])
 
 
 @SIZES
 def test_a_request(size: int) -> None:
-    with Group(2, options=[ON | corrupting("PYTHON_CALL"), {}]) as group:
+    with Group(2, options=[ON | corrupting("SCRIPT_CALL"), {}]) as group:
+        before = group[1].run(served)
         group.run(request_fails, size)
+        assert group[1].run(served) == before + 1  # the first one has not run
         assert "changed on its way" in group.output()
 
 
 def answer_fails(size: int) -> None:
-    pattern = rf"ramp on worker \"worker1\" failed \(corrupted\): tensor 0 .* {4 * size} bytes"
+    pattern = rf"aten::neg.* on worker \"worker1\" failed \(corrupted\): tensor 0 .* {4 * size} bytes"
     with pytest.raises(errors.IntegrityError, match=pattern):
-        rpc.rpc_sync("worker1", ramp, args=(size,))
-    assert torch.equal(rpc.rpc_sync("worker1", ramp, args=(size,)), ramp(size))
+        rpc.rpc_sync("worker1", torch.neg, args=(ramp(size),))
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(ramp(size),)), -ramp(size))
 
 
 @SIZES
 def test_an_answer(size: int) -> None:
     # The answer has checksums because the request had.
-    with Group(2, options=[ON, corrupting("PYTHON_RET")]) as group:
+    with Group(2, options=[ON, corrupting("SCRIPT_RET")]) as group:
         group.run(answer_fails, size)
-
-
-def remote_fails() -> None:
-    rref = rpc.remote("worker1", torch.neg, args=(ramp(100_000),))
-    with pytest.raises(errors.IntegrityError):
-        rref.to_here()
 
 
 @workers(2, options=[ON | corrupting("SCRIPT_REMOTE_CALL"), {}])
 def test_remote() -> None:
-    try:
-        remote_fails()
-    except errors.IntegrityError:
-        pass  # raised by remote() itself
+    rref = rpc.remote("worker1", torch.neg, args=(ramp(100_000),))
+    with pytest.raises(errors.IntegrityError, match="neg.* on worker .* failed .* tensor 0 "):
+        rref._get_future().wait()
+    with pytest.raises(RuntimeError, match="tensor 0 of the message changed|RRef creation"):
+        rref.to_here()
     assert torch.equal(rpc.remote("worker1", torch.neg, args=(ramp(9),)).to_here(), -ramp(9))
 
 
-@workers(2, options=[corrupting("PYTHON_CALL"), {}])
+@workers(2, options=[corrupting("SCRIPT_CALL"), {}])
 def test_off_nobody_notices() -> None:
     # What the fault does, and what the option is for.
-    got = rpc.rpc_sync("worker1", torch.Tensor.clone, args=(ramp(100_000),))
-    assert (got != ramp(100_000)).sum() == 1
+    got = rpc.rpc_sync("worker1", torch.neg, args=(ramp(100_000),))
+    assert (got != -ramp(100_000)).sum() == 1
 
 
-def payload_fails() -> None:
-    with pytest.raises(errors.IntegrityError, match="the payload of the message"):
-        rpc.rpc_sync("worker1", len, args=("x" * 100_000,))
-    assert rpc.rpc_sync("worker1", len, args=("x" * 100_000,)) == 100_000
-
-
+@workers(2, options=[ON | corrupting("SCRIPT_CALL"), {}])
 def test_what_is_no_tensor() -> None:
-    with Group(2, options=[ON | corrupting("PYTHON_CALL"), {}]) as group:
-        group.run(payload_fails)
+    with pytest.raises(errors.IntegrityError, match="the payload of the message"):
+        rpc.rpc_sync("worker1", torch.zeros, args=([2, 3],))
+    assert rpc.rpc_sync("worker1", torch.zeros, args=([2, 3],)).shape == (2, 3)
 
 
 def echo(*tensors: Tensor) -> tuple[Tensor, ...]:
