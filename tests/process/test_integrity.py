@@ -71,7 +71,7 @@ def test_remote() -> None:
         rref._get_future().wait()
     with pytest.raises(RuntimeError, match="tensor 0 of the message changed|RRef creation"):
         rref.to_here()
-    assert torch.equal(rpc.remote("worker1", torch.neg, args=(ramp(9),)).to_here(), -ramp(9))
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(ramp(9),)), -ramp(9))
 
 
 @workers(2, options=[corrupting("SCRIPT_CALL"), {}])
