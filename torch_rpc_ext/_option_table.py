@@ -418,8 +418,8 @@ OPTIONS: tuple[Option, ...] = (
         False,
         boolean,
         "",
-        "Send checksums with the bytes of each call of this worker, and of its answer. A call whose "
-        "bytes have changed on the way fails with an IntegrityError. See "
+        "Send checksums with the bytes of each call of this worker, and of its answer. A call "
+        "whose bytes have changed on the way fails with an IntegrityError. See "
         "[faults.md](faults.md#bytes-that-change-on-the-way).",
     ),
     Option(

@@ -63,7 +63,8 @@ struct EncodeOptions {
   // Storages, and the payload, of up to so many bytes are copied into the head,
   // larger ones go as bulk.
   uint64_t inlineThreshold = 0;
-  // What storages of float32 tensors travel as, those beside the frame excepted.
+  // What storages of float32 tensors travel as, those beside the frame
+  // excepted.
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;

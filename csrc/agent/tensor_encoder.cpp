@@ -363,8 +363,9 @@ void TensorEncoder::narrowOne(size_t index, wire::WireDtype dtype) {
   if (entry.bytes.data == nullptr) {
     return; // on a device, where it is narrowed
   }
-  owners_.push_back(agent::narrow(
-      {entry.bytes.data, entry.bytes.size * wire::widening(dtype)}, dtype));
+  owners_.push_back(
+      agent::narrow(
+          {entry.bytes.data, entry.bytes.size * wire::widening(dtype)}, dtype));
   entry.bytes.data = owners_.back().data();
 }
 

@@ -38,8 +38,8 @@ class TensorEncoder {
   std::span<const wire::Dim> dims() const {
     return {dims_.data(), dims_.size()};
   }
-  // Lets storages travel with this dtype of which all tensors are float32. To be
-  // called once, after the last add(). May throw c10::Error.
+  // Lets storages travel with this dtype of which all tensors are float32. To
+  // be called once, after the last add(). May throw c10::Error.
   void narrow(wire::WireDtype dtype);
   // The storages that are on devices: their entries have no bytes yet. To be
   // called once, after that.

@@ -28,9 +28,7 @@ class FaultRule {
         failing_(
             options_.messagesToFail.begin(),
             options_.messagesToFail.end()),
-        losing_(
-            options_.messagesToLose.begin(),
-            options_.messagesToLose.end()),
+        losing_(options_.messagesToLose.begin(), options_.messagesToLose.end()),
         corrupting_(
             options_.messagesToCorrupt.begin(),
             options_.messagesToCorrupt.end()) {}
@@ -60,7 +58,9 @@ class FaultRule {
     if (failed < options_.failures) {
       ++failed;
       using Kind = transport::fault::Fault::Kind;
-      fault.kind = loses ? Kind::kLose : corrupts ? Kind::kCorrupt : Kind::kFail;
+      fault.kind = loses ? Kind::kLose
+          : corrupts     ? Kind::kCorrupt
+                         : Kind::kFail;
       fault.message = torch::distributed::rpc::makeRPCError(
           "Send attempt failed intentionally for " + name,
           torch::distributed::rpc::RPCErrorType::INTENTIONAL_FAILURE);

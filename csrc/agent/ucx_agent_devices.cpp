@@ -95,7 +95,8 @@ base::Error UcxAgent::sendFromDevices(
       options,
       route,
       besideOf(connection),
-      [this, callId = options.callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (!encoded.ok()) {
           if (auto call = pending_.take(callId)) {
             failLater(std::move(*call), encoded.error());
@@ -116,7 +117,8 @@ void UcxAgent::replyFromDevices(
       options,
       route,
       besideOf(connection),
-      [this, callId = options.callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (encoded.ok()) {
           sendReply(connection, std::move(encoded.value()));
         } else {

@@ -25,7 +25,8 @@
 //                        receiver's CUDA device; bits 56 and 57: WireDtype, the
 //                        receiver widens the bytes to twice as many, which is
 //                        what the records are about; the other bits are 0
-//   8 S+8  checksums     if there are: of the payload, then of the bytes of each
+//   8 S+8  checksums     if there are: of the payload, then of the bytes of
+//   each
 //                        storage as they travel, 0 for those beside the frame
 //   var    tensor table  R records, see below
 //   8      head checksum if there are: of all bytes before it
@@ -224,10 +225,9 @@ class StorageCursor {
 
 // A received frame, read in place. After parse() everything holds that the
 // layout above promises: counts, indices and parts are in order, no size or
-// stride is negative, nothing overflows, the head checksum is right. What needs a dtype is left to the
-// caller: reach * itemsize must fit into storageSize(aux).
-// Owns: nothing; the bytes outlive it.
-// Thread: one.
+// stride is negative, nothing overflows, the head checksum is right. What needs
+// a dtype is left to the caller: reach * itemsize must fit into
+// storageSize(aux). Owns: nothing; the bytes outlive it. Thread: one.
 class CallFrameView {
  public:
   // Fails with kInvalid, or kCorrupted.

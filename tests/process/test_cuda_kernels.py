@@ -1,6 +1,7 @@
 """The agent's use of the kernels: real calls, on devices and a driver that exist in host memory.
 
-The driver runs what the agent launches on the streams of tests/support/fake_cuda, late as all there.
+The driver runs what the agent launches on the streams of tests/support/fake_cuda, as late as
+everything there.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ def launches() -> list[str]:
 
 
 def call(dtype: torch.dtype | None) -> tuple[dict[str, int], list[str]]:
+    sent = tensors("cuda:0")
     launches()
     with fake_cuda.counted() as counts, wire_dtype(dtype):
-        got = rpc.rpc_sync("worker1", times_two, args=(tensors("cuda:0"),))
+        got = rpc.rpc_sync("worker1", times_two, args=(sent,))
     for tensor, want in zip(got, expected(), strict=True):
         assert str(tensor.device) == "cuda:0"
         if dtype is not None:

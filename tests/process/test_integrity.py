@@ -17,6 +17,7 @@ ON = {"integrity": True}
 #: One that travels inside the frame, one that goes as bulk, one in a receive buffer of its own.
 SIZES = pytest.mark.parametrize("size", [100, 100_000, 1_000_000])
 
+
 def ramp(size: int) -> Tensor:
     return torch.arange(float(size))
 
@@ -51,7 +52,9 @@ def test_a_request(size: int) -> None:
 
 
 def answer_fails(size: int) -> None:
-    pattern = rf"aten::neg.* on worker \"worker1\" failed \(corrupted\): tensor 0 .* {4 * size} bytes"
+    pattern = (
+        rf"aten::neg.* on worker \"worker1\" failed \(corrupted\): tensor 0 .* {4 * size} bytes"
+    )
     with pytest.raises(errors.IntegrityError, match=pattern):
         rpc.rpc_sync("worker1", torch.neg, args=(ramp(size),))
     assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(ramp(size),)), -ramp(size))

@@ -97,9 +97,7 @@ def narrow_calls(size: int) -> None:
         rref = rpc.remote("worker2", floats, args=(size,))
         assert torch.equal(rref.to_here(), rounded(kept, F16))
         # Nested calls have the callee's options.
-        assert torch.equal(
-            rpc.rpc_sync("worker2", call_back, args=("worker1", size)).float(), kept
-        )
+        assert torch.equal(rpc.rpc_sync("worker2", call_back, args=("worker1", size)).float(), kept)
     assert torch.equal(later.wait(), rounded(kept, F16))
     assert torch.equal(rref.to_here(), kept)
     assert torch.equal(request("worker1", size), rounded(kept, BF16))
@@ -176,7 +174,13 @@ def kinds() -> None:
     ]
     for tensor, got in zip(exact, rpc.rpc_sync("worker1", echo, args=tuple(exact)), strict=True):
         assert torch.equal(got, tensor) and got.dtype == tensor.dtype
-    views = [kept.t(), kept[1:3, ::2], kept[0, :1].expand(3, 4), torch.tensor(0.1), torch._neg_view(kept)]
+    views = [
+        kept.t(),
+        kept[1:3, ::2],
+        kept[0, :1].expand(3, 4),
+        torch.tensor(0.1),
+        torch._neg_view(kept),
+    ]
     for view, got in zip(views, rpc.rpc_sync("worker1", echo, args=tuple(views)), strict=True):
         assert torch.equal(got, rounded(view, BF16))
         assert got.stride() == view.stride() and got.is_neg() == view.is_neg()

@@ -15,10 +15,8 @@ at::Tensor viewOf(
     size_t size,
     c10::ScalarType dtype);
 
-inline at::Tensor bytesOf(
-    const c10::Storage& storage,
-    size_t offset,
-    size_t size) {
+inline at::Tensor
+bytesOf(const c10::Storage& storage, size_t offset, size_t size) {
   return viewOf(storage, offset, size, c10::kByte);
 }
 

@@ -53,8 +53,9 @@ bool launch(
     if (slice.narrowed() && address % sizeof(float) != 0) {
       return false; // no memory of torch's allocator
     }
-    const uint64_t elements =
-        slice.narrowed() ? slice.storage.nbytes() / sizeof(float) : slice.size();
+    const uint64_t elements = slice.narrowed()
+        ? slice.storage.nbytes() / sizeof(float)
+        : slice.size();
     const cuda::Address place = begin + slice.offset;
     runs.push_back(
         direction == Direction::kGather

@@ -14,10 +14,10 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The kernels of torch_rpc_ext/kernels on the current streams, where they can be
-// launched: a real device, its driver, numba-cuda. Whether they can is found out
-// at the first use of a device and kernel, and logged then. Nothing waits for a
-// device; that first use takes the GIL, and may take seconds to compile.
+// The kernels of torch_rpc_ext/kernels on the current streams, where they can
+// be launched: a real device, its driver, numba-cuda. Whether they can is found
+// out at the first use of a device and kernel, and logged then. Nothing waits
+// for a device; that first use takes the GIL, and may take seconds to compile.
 //
 // Owns: the driver and what it has loaded.
 // Thread: any, without locks held.

@@ -67,9 +67,10 @@ void append(
 // Whether each is copied on its own, without a block.
 bool copiedSingly(const std::vector<Slice>& slices) {
   return slices.size() < kMinGathered &&
-      std::none_of(slices.begin(), slices.end(), [](const Slice& slice) {
-           return slice.narrowed();
-         });
+      std::none_of(
+             slices.begin(),
+             slices.end(),
+             [](const Slice& slice) { return slice.narrowed(); });
 }
 
 void toHost(
