@@ -61,8 +61,7 @@ Error Encoder::describe() {
         return error;
       }
     }
-    tensors_.narrow(options_.dtype);
-    return {};
+    return tensors_.narrow(options_.dtype, options_.cache);
   });
 }
 
@@ -310,7 +309,7 @@ Error Decoder::allocateBulk(
       spans.push_back({nullptr, storage.size});
       continue;
     }
-    auto memory = allocateOnHost(cache, storage.size);
+    auto memory = allocateOnHost(&cache, storage.size);
     if (!memory.ok()) {
       return memory.error();
     }
@@ -326,7 +325,7 @@ Result<c10::Storage> Decoder::onHostAsWas(
   if (storage.dtype == wire::WireDtype::kFloat32) {
     return storage.bulk ? std::move(bulk) : copyBytesOf(storage.bytes);
   }
-  auto memory = allocateOnHost(*cache_, storage.sizeHere());
+  auto memory = allocateOnHost(cache_, storage.sizeHere());
   if (memory.ok()) {
     widen(
         storage.bulk ? base::ConstSpan{bulk.data(), bulk.nbytes()}

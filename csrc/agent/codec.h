@@ -69,6 +69,8 @@ struct EncodeOptions {
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;
   bool checked = false; // with checksums
+  // Memory for what is narrowed here; null for torch's.
+  memory::BufferCache* cache = nullptr;
 };
 
 // Turns a message into a frame. Views of one storage share it, but a tensor

@@ -35,12 +35,12 @@ c10::Storage adoptBlock(Block block) {
 } // namespace
 
 base::Result<c10::Storage> allocateOnHost(
-    memory::BufferCache& cache,
+    memory::BufferCache* cache,
     size_t size) {
-  if (size < memory::kMinBlockBytes) {
+  if (size < memory::kMinBlockBytes || cache == nullptr) {
     return makeStorage(c10::GetCPUAllocator()->allocate(size), size);
   }
-  auto block = cache.acquire(size);
+  auto block = cache->acquire(size);
   if (!block.ok()) {
     return block.error();
   }

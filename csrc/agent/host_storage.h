@@ -13,9 +13,9 @@
 // that is made here: the receiver may resize_() it.
 namespace torch_rpc_ext::agent {
 
-// Memory to receive into: a block of the cache, or torch's for small ones.
+// A block of the cache; torch's memory for small ones and where there is none.
 base::Result<c10::Storage> allocateOnHost(
-    memory::BufferCache& cache,
+    memory::BufferCache* cache,
     size_t size);
 
 // Of a peer, for instance.

@@ -1,6 +1,7 @@
 #include "agent/tensor_encoder.h"
 
 #include "agent/dtype.h"
+#include "agent/host_storage.h"
 #include "agent/wire_dtype.h"
 #include "wire/limits.h"
 
@@ -343,30 +344,43 @@ void TensorEncoder::addEntry(
   }
 }
 
-void TensorEncoder::narrow(wire::WireDtype dtype) {
+Error TensorEncoder::narrow(wire::WireDtype dtype, memory::BufferCache* cache) {
   if (dtype == wire::WireDtype::kFloat32) {
-    return;
+    return {};
   }
   for (size_t i = 0; i < storages_.size(); ++i) {
     const size_t size = storages_[i].bytes.size;
-    if (!exact_[i] && size != 0 && size % sizeof(float) == 0) {
-      narrowOne(i, dtype);
+    if (exact_[i] || size == 0 || size % sizeof(float) != 0) {
+      continue;
+    }
+    if (auto error = narrowOne(i, dtype, cache)) {
+      return error;
     }
   }
+  return {};
 }
 
-void TensorEncoder::narrowOne(size_t index, wire::WireDtype dtype) {
+Error TensorEncoder::narrowOne(
+    size_t index,
+    wire::WireDtype dtype,
+    memory::BufferCache* cache) {
   wire::StorageEntry& entry = storages_[index];
+  const base::ConstSpan floats = entry.bytes;
   entry.dtype = dtype;
   entry.bytes.size /= wire::widening(dtype);
   entry.bulk = entry.bytes.size > inlineThreshold_;
-  if (entry.bytes.data == nullptr) {
-    return; // on a device, where it is narrowed
+  if (floats.data == nullptr) {
+    return {}; // on a device, where it is narrowed
   }
-  owners_.push_back(
-      agent::narrow(
-          {entry.bytes.data, entry.bytes.size * wire::widening(dtype)}, dtype));
-  entry.bytes.data = owners_.back().data();
+  auto memory = allocateOnHost(cache, entry.bytes.size);
+  if (!memory.ok()) {
+    return memory.error();
+  }
+  owners_.push_back(std::move(memory.value()));
+  void* const bytes = owners_.back().mutable_data();
+  agent::narrow(floats, dtype, {bytes, entry.bytes.size});
+  entry.bytes.data = bytes;
+  return {};
 }
 
 std::vector<device::Departing> TensorEncoder::takeDeparting() {

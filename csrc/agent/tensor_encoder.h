@@ -3,6 +3,7 @@
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
 #include "base/error.h"
+#include "memory/buffer_cache.h"
 #include "wire/call_frame.h"
 
 #include <ATen/core/Tensor.h>
@@ -39,8 +40,9 @@ class TensorEncoder {
     return {dims_.data(), dims_.size()};
   }
   // Lets storages travel with this dtype of which all tensors are float32. To
-  // be called once, after the last add(). May throw c10::Error.
-  void narrow(wire::WireDtype dtype);
+  // be called once, after the last add(). `cache` as in EncodeOptions. Fails
+  // with kOverloaded; may throw c10::Error.
+  base::Error narrow(wire::WireDtype dtype, memory::BufferCache* cache);
   // The storages that are on devices: their entries have no bytes yet. To be
   // called once, after that.
   std::vector<device::Departing> takeDeparting();
@@ -70,7 +72,8 @@ class TensorEncoder {
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
-  void narrowOne(size_t index, wire::WireDtype dtype);
+  base::Error
+  narrowOne(size_t index, wire::WireDtype dtype, memory::BufferCache* cache);
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;

@@ -239,8 +239,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   EncodeOptions requestOptions(
       uint64_t callId,
       const std::string& worker,
-      const transport::ConnectionPtr& connection) const;
-  EncodeOptions answerOptions(const Asker& asker) const;
+      const transport::ConnectionPtr& connection);
+  EncodeOptions answerOptions(const Asker& asker);
+  void keepCacheTidy(const EncodeOptions& options);
 
   // Tensors of devices, both sides (ucx_agent_devices.cpp).
   using Ready = std::function<void(base::Result<Encoded>)>;

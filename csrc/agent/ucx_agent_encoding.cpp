@@ -9,25 +9,28 @@ namespace torch_rpc_ext::agent {
 EncodeOptions UcxAgent::requestOptions(
     uint64_t callId,
     const std::string& worker,
-    const transport::ConnectionPtr& connection) const {
+    const transport::ConnectionPtr& connection) {
   EncodeOptions options{
       .callId = callId,
       .kind = wire::CallKind::kRequest,
       .inlineThreshold = options_.inlineBytes,
       .answer = callDtype(),
-      .checked = options_.integrity};
+      .checked = options_.integrity,
+      .cache = cache_.get()};
   if (!connection->loopsBack()) { // nothing of it travels
     options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
   }
+  keepCacheTidy(options);
   return options;
 }
 
-EncodeOptions UcxAgent::answerOptions(const Asker& asker) const {
+EncodeOptions UcxAgent::answerOptions(const Asker& asker) {
   EncodeOptions options{
       .callId = asker.callId,
       .kind = wire::CallKind::kResponse,
       .inlineThreshold = options_.inlineBytes,
-      .checked = asker.checked || options_.integrity};
+      .checked = asker.checked || options_.integrity,
+      .cache = cache_.get()};
   if (asker.connection->loopsBack()) {
     return options;
   }
@@ -37,7 +40,14 @@ EncodeOptions UcxAgent::answerOptions(const Asker& asker) const {
     options.dtype =
         options_.wireDtypes.of(peers_.nameOf(asker.connection.get()));
   }
+  keepCacheTidy(options);
   return options;
+}
+
+void UcxAgent::keepCacheTidy(const EncodeOptions& options) {
+  if (options.dtype != wire::WireDtype::kFloat32) {
+    trimLater(); // what is narrowed takes memory of the cache
+  }
 }
 
 } // namespace torch_rpc_ext::agent

@@ -41,11 +41,13 @@ c10::ScalarType toTorch(wire::WireDtype dtype) {
   return c10::kFloat;
 }
 
-c10::Storage narrow(base::ConstSpan floats, wire::WireDtype dtype) {
+void narrow(
+    base::ConstSpan floats,
+    wire::WireDtype dtype,
+    base::MutableSpan bytes) {
   const c10::NoGradGuard noGrad;
-  return overBytes(floats.data, floats.size, c10::kFloat)
-      .to(toTorch(dtype))
-      .storage();
+  overBytes(bytes.data, bytes.size, toTorch(dtype))
+      .copy_(overBytes(floats.data, floats.size, c10::kFloat));
 }
 
 void widen(

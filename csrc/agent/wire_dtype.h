@@ -4,7 +4,6 @@
 #include "wire/call_frame.h"
 
 #include <c10/core/ScalarType.h>
-#include <c10/core/Storage.h>
 
 #include <optional>
 #include <string>
@@ -39,10 +38,12 @@ std::optional<wire::WireDtype> setCallDtype(
 c10::ScalarType toTorch(wire::WireDtype dtype);
 
 // As torch converts: to nearest, ties to even; a float16 has no number above
-// 65504, and infinity instead. `floats` are float32, in whole; both may throw
-// c10::Error.
-c10::Storage narrow(base::ConstSpan floats, wire::WireDtype dtype);
-// `floats` has twice the size of `bytes`.
+// 65504, and infinity instead. `floats` are float32 and take twice as much as
+// `bytes`; both may throw c10::Error.
+void narrow(
+    base::ConstSpan floats,
+    wire::WireDtype dtype,
+    base::MutableSpan bytes);
 void widen(
     base::ConstSpan bytes,
     wire::WireDtype dtype,
