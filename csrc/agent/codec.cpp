@@ -121,13 +121,15 @@ Error Encoder::write(Encoded& encoded) {
   encoded.totalBytes = encoded.head.size();
   if (frame.payloadBulk) {
     encoded.message = message_;
-    encoded.bulk.push_back({frame.payload, {}});
+    encoded.bulk.push_back({frame.payload});
     encoded.totalBytes += frame.payload.size;
   }
+  encoded.mappable = !frame.payloadBulk;
   for (const auto& storage : frame.storages) {
     if (storage.bulk) {
-      encoded.bulk.push_back({storage.bytes, {}});
+      encoded.bulk.push_back({storage.bytes});
       encoded.totalBytes += storage.bytes.size;
+      encoded.mappable = encoded.mappable && storage.place == wire::kHostPlace;
     }
   }
   encoded.storages = tensors_.takeOwners();
@@ -165,36 +167,47 @@ Result<Encoded> encode(
   return encoder.finish();
 }
 
-bool Encoded::giveAway(memory::BufferCache& cache) {
-  std::vector<Block*> blocks;
-  for (const auto& span : bulk) {
+bool Encoded::giveAway(
+    memory::BufferCache& cache,
+    const transport::ConnectionPtr& to) {
+  std::vector<transport::BulkSpan> spans = bulk;
+  bool shared = !spans.empty();
+  for (auto& span : spans) {
     const auto storage =
         std::find_if(storages.begin(), storages.end(), [&span](const auto& s) {
           return s.data() == span.data && s.nbytes() == span.size;
         });
-    Block* const block =
-        storage == storages.end() ? nullptr : soleBlock(*storage);
-    if (block == nullptr) {
+    if (storage == storages.end()) {
       return false; // what stays here must not wait for what goes
     }
-    blocks.push_back(block);
-  }
-  bool shared = !blocks.empty();
-  for (const Block* block : blocks) {
+    if (const uint64_t region = returnable(*storage, to)) {
+      span.region.id = region;
+      span.returned = true;
+      continue;
+    }
+    const auto* const block = soleBlock(*storage);
+    if (block == nullptr) {
+      return false;
+    }
     if (block->region().id == 0) {
       cache.share(block->size());
       shared = false;
     }
+    span.region = block->region();
   }
-  for (size_t i = 0; shared && i < blocks.size(); ++i) {
-    bulk[i].region = blocks[i]->region();
+  if (shared) {
+    bulk = std::move(spans);
+    given = true;
   }
-  return shared;
+  return given;
 }
 
 void Encoded::discard() {
+  for (const auto& block : lent) {
+    block->discard();
+  }
   for (const auto& storage : storages) {
-    if (Block* const block = blockOf(storage)) {
+    if (Block* const block = given ? blockOf(storage) : nullptr) {
       block->discard();
     }
   }
@@ -304,8 +317,9 @@ Error Decoder::allocateBulk(
       spans.push_back({bulk_.back().mutable_data(), storage.size});
       continue;
     }
-    if (auto memory = adopt ? adopt(spans.size()) : nullptr) {
-      bulk_.push_back(adoptMemory(std::move(memory), storage.size));
+    if (auto adopted = adopt ? adopt(spans.size()) : transport::Adopted();
+        adopted.memory != nullptr) {
+      bulk_.push_back(adoptMemory(std::move(adopted), storage.size));
       spans.push_back({nullptr, storage.size});
       continue;
     }

@@ -24,6 +24,17 @@ void deleteBlock(void* block) {
   delete static_cast<Block*>(block);
 }
 
+void deleteAdopted(void* adopted) {
+  delete static_cast<transport::Adopted*>(adopted);
+}
+
+bool hasOneOwner(const c10::Storage& storage) {
+  const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+      storage.unsafeGetStorageImpl());
+  // `one` is the second.
+  return one.use_count() == 2 && one.weak_use_count() == 1;
+}
+
 c10::Storage adoptBlock(Block block) {
   auto owner = std::make_unique<Block>(std::move(block));
   void* const data = owner->data();
@@ -47,14 +58,11 @@ base::Result<c10::Storage> allocateOnHost(
   return adoptBlock(std::move(block.value()));
 }
 
-c10::Storage adoptMemory(std::shared_ptr<void> memory, size_t size) {
-  using Owner = std::shared_ptr<void>;
-  void* const data = memory.get();
+c10::Storage adoptMemory(transport::Adopted adopted, size_t size) {
+  auto owner = std::make_unique<transport::Adopted>(std::move(adopted));
+  void* const data = owner->memory.get();
   at::DataPtr pointer(
-      data,
-      new Owner(std::move(memory)),
-      [](void* owner) { delete static_cast<Owner*>(owner); },
-      at::Device(at::kCPU));
+      data, owner.release(), deleteAdopted, at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
 }
 
@@ -81,13 +89,19 @@ Block* blockOf(const c10::Storage& storage) {
 
 Block* soleBlock(const c10::Storage& storage) {
   Block* const block = blockOf(storage);
-  if (block == nullptr) {
-    return nullptr;
+  return block != nullptr && hasOneOwner(storage) ? block : nullptr;
+}
+
+uint64_t returnable(
+    const c10::Storage& storage,
+    const transport::ConnectionPtr& to) {
+  if (storage.data_ptr().get_deleter() != deleteAdopted ||
+      !hasOneOwner(storage)) {
+    return 0;
   }
-  const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
-      storage.unsafeGetStorageImpl());
-  // `one` is the second.
-  return one.use_count() == 2 && one.weak_use_count() == 1 ? block : nullptr;
+  const auto* const adopted =
+      static_cast<transport::Adopted*>(storage.data_ptr().get_context());
+  return adopted->home.lock() == to ? adopted->region : 0;
 }
 
 } // namespace torch_rpc_ext::agent

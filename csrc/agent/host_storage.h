@@ -3,6 +3,7 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "memory/buffer_cache.h"
+#include "transport/transport.h"
 
 #include <c10/core/Storage.h>
 
@@ -18,8 +19,8 @@ base::Result<c10::Storage> allocateOnHost(
     memory::BufferCache* cache,
     size_t size);
 
-// Of a peer, for instance.
-c10::Storage adoptMemory(std::shared_ptr<void> memory, size_t size);
+// Of a peer.
+c10::Storage adoptMemory(transport::Adopted adopted, size_t size);
 
 c10::Storage copyBytesOf(base::ConstSpan bytes);
 
@@ -30,5 +31,11 @@ c10::Storage borrow(base::ConstSpan bytes);
 memory::BufferCache::Block* blockOf(const c10::Storage& storage);
 // The same, when nobody else refers to the storage.
 memory::BufferCache::Block* soleBlock(const c10::Storage& storage);
+
+// The region of adopted memory that nobody else refers to, when it came over
+// `to` and can go back there; else 0.
+uint64_t returnable(
+    const c10::Storage& storage,
+    const transport::ConnectionPtr& to);
 
 } // namespace torch_rpc_ext::agent

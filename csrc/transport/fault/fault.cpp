@@ -116,6 +116,9 @@ class FaultConnection final
   bool loopsBack() const override {
     return inner_->loopsBack();
   }
+  bool sharesMemory() const override {
+    return inner_->sharesMemory();
+  }
   PathInfo path() const override {
     return inner_->path();
   }
@@ -171,7 +174,9 @@ class FaultConnection final
     auto copy = std::make_shared<base::Buffer>(last.size);
     std::memcpy(copy->data(), last.data, last.size);
     copy->data()[last.size / 2] ^= std::byte{1};
-    last = BulkSpan{{copy->data(), copy->size()}, {}};
+    last = BulkSpan();
+    last.data = copy->data();
+    last.size = copy->size();
     inner_->send(
         std::move(head),
         std::move(bulk),
