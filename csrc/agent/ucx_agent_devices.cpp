@@ -38,7 +38,7 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
     return arrival.decoder->finish();
   }
   const device::StreamScope scope(streams);
-  return arrival.decoder->finish(besideOf(arrival.connection));
+  return arrival.decoder->finish(besideOf(arrival.connection), &launcher_);
 }
 
 base::Error UcxAgent::encodeFromDevices(
@@ -63,7 +63,7 @@ base::Error UcxAgent::encodeFromDevices(
     if (auto error = encoder->describe()) {
       return error;
     }
-    auto departed = encoder->depart(beside);
+    auto departed = encoder->depart(beside, &launcher_);
     if (!departed.ok()) {
       return departed.error();
     }
@@ -86,16 +86,17 @@ base::Error UcxAgent::encodeFromDevices(
 }
 
 base::Error UcxAgent::sendFromDevices(
-    uint64_t callId,
+    const EncodeOptions& options,
     const c10::intrusive_ptr<rpc::Message>& message,
     const device::Route& route,
     const transport::ConnectionPtr& connection) {
   return encodeFromDevices(
       message,
-      {callId, wire::CallKind::kRequest, options_.inlineBytes},
+      options,
       route,
       besideOf(connection),
-      [this, callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (!encoded.ok()) {
           if (auto call = pending_.take(callId)) {
             failLater(std::move(*call), encoded.error());
@@ -108,15 +109,16 @@ base::Error UcxAgent::sendFromDevices(
 
 void UcxAgent::replyFromDevices(
     const transport::ConnectionPtr& connection,
-    uint64_t callId,
+    const EncodeOptions& options,
     const c10::intrusive_ptr<rpc::Message>& message,
     const device::Route& route) {
   const base::Error error = encodeFromDevices(
       message,
-      {callId, wire::CallKind::kResponse, options_.inlineBytes},
+      options,
       route,
       besideOf(connection),
-      [this, callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (encoded.ok()) {
           sendReply(connection, std::move(encoded.value()));
         } else {
@@ -124,7 +126,7 @@ void UcxAgent::replyFromDevices(
         }
       });
   if (error) {
-    replyUnsent(connection, callId, error);
+    replyUnsent(connection, options.callId, error);
   }
 }
 

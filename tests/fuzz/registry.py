@@ -16,6 +16,7 @@ LIBRARY = [
     cxx.CSRC / name
     for name in (
         "agent/hello.cpp",
+        "base/checksum.cpp",
         "base/error.cpp",
         "crypto/crypto.cpp",
         "transport/ucx/handshake.cpp",

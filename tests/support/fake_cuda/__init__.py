@@ -11,6 +11,7 @@ CPU.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,12 @@ def install(devices: int = 2, delay: float = DELAY) -> None:
     cuda._lazy_init = cuda.init = lambda: None
     cuda.is_available = lambda: devices > 0
     cuda.device_count = lambda: devices
+
+
+def drive() -> None:
+    """Let the driver that TORCH_RPC_EXT_LIBCUDA names (tests/support/libcuda.py) launch its kernels
+    on the streams of this process."""
+    ops.drive(os.environ["TORCH_RPC_EXT_LIBCUDA"])
 
 
 def set_delay(seconds: float) -> None:

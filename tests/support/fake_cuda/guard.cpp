@@ -95,6 +95,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override {
     return static_cast<DeviceIndex>(Runtime::get().settings.devices.load());
   }
+  // Of the base class from some version of torch on; see drive().
+  void* getStreamNativeHandle(const Stream stream) const {
+    return &Runtime::get().queue(stream);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const Stream& stream)
       const override;
 };

@@ -85,6 +85,10 @@ void fakeCudaForgetCalls();
 void fakeCudaFail(const char* function, int error, int times);
 // While held, the streams of this process do nothing.
 void fakeCudaHold(int isHeld);
+// Streams other than the default ones are those of another library from now on,
+// which has to do `run(work)` in its order.
+void fakeCudaUseStreamsOf(
+    void (*push)(void* stream, void (*run)(void*), void* work));
 // Whether memory allocated from now on can be exported.
 void fakeCudaExportable(int isExportable);
 }
