@@ -27,6 +27,7 @@ class AgentOptions:
     fault_messages_to_fail: list[str]
     fault_messages_to_lose: list[str]
     fault_messages_to_corrupt: list[str]
+    fault_messages_to_forge: list[str]
     fault_messages_to_delay: dict[str, float]
     fault_num_fail_sends: int
     # Places in _option_table.WIRE_DTYPES.

@@ -204,6 +204,7 @@ def _agent_options(
         "fault_messages_to_fail": options.messages_to_fail,
         "fault_messages_to_lose": options.messages_to_lose,
         "fault_messages_to_corrupt": options.messages_to_corrupt,
+        "fault_messages_to_forge": options.messages_to_forge,
         "fault_messages_to_delay": options.messages_to_delay,
         "fault_num_fail_sends": options.num_fail_sends,
     }

@@ -458,6 +458,15 @@ OPTIONS: tuple[Option, ...] = (
         keyword="_messages_to_corrupt",
     ),
     Option(
+        "messages_to_forge",
+        [],
+        message_names,
+        "",
+        "Fault injection: message types of which the first sends claim that their large tensors "
+        "lie in memory of the receiver.",
+        keyword="_messages_to_forge",
+    ),
+    Option(
         "messages_to_delay",
         {},
         message_delays,

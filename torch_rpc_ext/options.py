@@ -91,6 +91,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     messages_to_fail: list[str]
     messages_to_lose: list[str]
     messages_to_corrupt: list[str]
+    messages_to_forge: list[str]
     messages_to_delay: dict[str, float]
     num_fail_sends: int
 
@@ -122,6 +123,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         _messages_to_fail: Sequence[str] = (),
         _messages_to_lose: Sequence[str] = (),
         _messages_to_corrupt: Sequence[str] = (),
+        _messages_to_forge: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
         _num_fail_sends: int = 0,
     ) -> None:
@@ -157,6 +159,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_lose": list(_messages_to_lose),
             "messages_to_corrupt": list(_messages_to_corrupt),
+            "messages_to_forge": list(_messages_to_forge),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,
         }

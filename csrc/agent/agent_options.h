@@ -17,12 +17,14 @@ struct FaultOptions {
   std::vector<std::string> messagesToFail;
   std::vector<std::string> messagesToLose; // with the connection, at this end
   std::vector<std::string> messagesToCorrupt; // one bit
+  std::vector<std::string> messagesToForge; // bulk of the receiver's, it says
   std::unordered_map<std::string, double> messagesToDelay; // seconds
   int failures = 0; // of each message, one after the other
 
   bool any() const {
     return !messagesToFail.empty() || !messagesToLose.empty() ||
-        !messagesToCorrupt.empty() || !messagesToDelay.empty();
+        !messagesToCorrupt.empty() || !messagesToForge.empty() ||
+        !messagesToDelay.empty();
   }
 };
 

@@ -31,7 +31,10 @@ class FaultRule {
         losing_(options_.messagesToLose.begin(), options_.messagesToLose.end()),
         corrupting_(
             options_.messagesToCorrupt.begin(),
-            options_.messagesToCorrupt.end()) {}
+            options_.messagesToCorrupt.end()),
+        forging_(
+            options_.messagesToForge.begin(),
+            options_.messagesToForge.end()) {}
 
   transport::fault::Fault operator()(base::ConstSpan head) {
     transport::fault::Fault fault;
@@ -48,7 +51,8 @@ class FaultRule {
     }
     const bool loses = losing_.count(name) != 0;
     const bool corrupts = corrupting_.count(name) != 0;
-    if (failing_.count(name) == 0 && !loses && !corrupts) {
+    const bool forges = forging_.count(name) != 0;
+    if (failing_.count(name) == 0 && !loses && !corrupts && !forges) {
       return fault;
     }
     const base::ConstSpan payload = frame.value().payload();
@@ -60,6 +64,7 @@ class FaultRule {
       using Kind = transport::fault::Fault::Kind;
       fault.kind = loses ? Kind::kLose
           : corrupts     ? Kind::kCorrupt
+          : forges       ? Kind::kForge
                          : Kind::kFail;
       fault.message = torch::distributed::rpc::makeRPCError(
           "Send attempt failed intentionally for " + name,
@@ -73,6 +78,7 @@ class FaultRule {
   const std::unordered_set<std::string> failing_;
   const std::unordered_set<std::string> losing_;
   const std::unordered_set<std::string> corrupting_;
+  const std::unordered_set<std::string> forging_;
   std::mutex mutex_;
   std::unordered_map<std::string, int> failed_; // by payload
 };

@@ -152,6 +152,11 @@ void bindOptions(py::module_& module) {
           faults,
           messagesToCorrupt,
           std::vector<std::string>)
+      .TORCH_RPC_EXT_FIELD(
+          "fault_messages_to_forge",
+          faults,
+          messagesToForge,
+          std::vector<std::string>)
       .def_property(
           "fault_messages_to_delay",
           [](const AgentOptions& o) { return o.faults.messagesToDelay; },

@@ -373,3 +373,18 @@ def check_resources_stay() -> None:
 @needs_ucx("its own resources are not ours to test")
 def test_descriptors_and_maps_do_not_grow(pair: Group) -> None:
     pair.run(check_resources_stay)
+
+
+def check_forged(message: str) -> None:
+    warm_up()
+    with pytest.raises(RuntimeError, match="returns memory that it has not been sent"):
+        rpc.rpc_sync("worker1", torch.neg, args=(numbers(1),))
+    assert rpc.rpc_sync("worker1", torch.neg, args=(numbers(1),)).equal(-numbers(1)), message
+
+
+@pytest.mark.parametrize("message", ["SCRIPT_CALL", "SCRIPT_RET"])
+@needs_ucx("has no such memory")
+def test_memory_that_was_never_sent_cannot_be_returned(message: str) -> None:
+    forging = {"_messages_to_forge": [message], "_num_fail_sends": 1}
+    with Group(2, options=[forging, {}] if message == "SCRIPT_CALL" else [{}, forging]) as group:
+        group.run(check_forged, message)

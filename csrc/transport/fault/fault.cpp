@@ -153,6 +153,14 @@ class FaultConnection final
         inner_->lose({base::ErrorKind::kPeerLost, fault.message});
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
+      case Fault::Kind::kForge:
+        // As a peer that returns memory which it has never been sent.
+        for (BulkSpan& span : bulk) {
+          span.region.id = 1;
+          span.returned = true;
+        }
+        inner_->send(std::move(head), std::move(bulk), std::move(callback));
+        return;
       case Fault::Kind::kCorrupt:
         sendCorrupted(std::move(head), std::move(bulk), std::move(callback));
         return;
