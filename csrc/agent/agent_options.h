@@ -35,6 +35,7 @@ struct AgentOptions {
   // To each other worker; 0 for no limit.
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
+  bool useCudaIpc = true;
   transport::ucx::Options transport;
   AllowList allowed;
   FaultOptions faults;

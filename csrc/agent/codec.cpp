@@ -127,12 +127,12 @@ Error Encoder::describe() {
   });
 }
 
-Result<bool> Encoder::depart(device::BesideWay* beside) {
+Result<bool> Encoder::depart(device::SendingWay* beside) {
   if (auto error = guarded("encode", [this, beside]() -> Error {
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
-          if (auto failed = beside->depart(key, departing_, parcel_)) {
+          if (auto failed = beside->depart(key, departing_, departure_)) {
             return failed;
           }
         }
@@ -163,6 +163,7 @@ Error Encoder::write(Encoded& encoded) {
   frame.storages = tensors_.storages();
   frame.records = tensors_.records();
   frame.dims = tensors_.dims();
+  frame.note = {departure_.note.data(), departure_.note.size()};
   auto head = wire::encode(frame);
   if (!head.ok()) {
     return head.error();
@@ -184,7 +185,7 @@ Error Encoder::write(Encoded& encoded) {
   encoded.storages = tensors_.takeOwners();
   encoded.storages.insert(
       encoded.storages.end(), staged_.begin(), staged_.end());
-  encoded.parcel = std::move(parcel_);
+  encoded.parcel = std::move(departure_.parcel);
   departing_.clear();
   return {};
 }
@@ -367,20 +368,18 @@ void Decoder::takeStorages(Storages& storages) {
 // `onHost` gets the bytes of those that go to a device: to be looked at here,
 // where it costs no wait for the device. None for what came beside the frame.
 Error Decoder::placeStorages(
-    device::BesideWay* beside,
+    device::ReceivingWay* beside,
     Storages& storages,
     Storages& onHost) {
   storages.resize(view_.storageCount());
   onHost.resize(view_.storageCount());
   std::vector<device::Arriving> arriving;
   std::vector<size_t> arrivingAt;
-  std::vector<size_t> besideAt;
   wire::StorageView storage;
   auto bulk = bulk_.begin();
   auto cursor = view_.storages();
   for (size_t i = 0; cursor.next(storage); ++i) {
     if (storage.beside) {
-      besideAt.push_back(i);
       continue;
     }
     if (storage.bulk) {
@@ -401,31 +400,39 @@ Error Decoder::placeStorages(
   for (size_t i = 0; i < placed.size(); ++i) {
     storages[arrivingAt[i]] = std::move(placed[i]);
   }
-  if (besideAt.empty()) {
-    return {};
-  }
+  return view_.hasBeside() ? placeBeside(beside, storages) : Error();
+}
+
+Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
   if (beside == nullptr) {
     return {
         ErrorKind::kInvalid,
         "call frame: its tensors travel beside it, and this connection has no "
         "such way"};
   }
-  auto arrived = beside->arrive({header().callId, header().kind});
+  std::vector<device::Expected> expected;
+  std::vector<size_t> places;
+  wire::StorageView storage;
+  auto cursor = view_.storages();
+  for (size_t i = 0; cursor.next(storage); ++i) {
+    if (storage.beside) {
+      expected.push_back({device::deviceAt(storage.place), storage.size});
+      places.push_back(i);
+    }
+  }
+  auto arrived =
+      beside->arrive({header().callId, header().kind}, view_.note(), expected);
   if (!arrived.ok()) {
     return arrived.error();
   }
-  if (arrived.value().size() != besideAt.size()) {
-    return {
-        ErrorKind::kInvalid,
-        "call frame: other tensors have come beside it than it names"};
-  }
-  for (size_t i = 0; i < besideAt.size(); ++i) {
-    storages[besideAt[i]] = std::move(arrived.value()[i]);
+  for (size_t i = 0; i < places.size(); ++i) {
+    storages[places[i]] = std::move(arrived.value()[i]);
   }
   return {};
 }
 
-Result<c10::intrusive_ptr<Message>> Decoder::finish(device::BesideWay* beside) {
+Result<c10::intrusive_ptr<Message>> Decoder::finish(
+    device::ReceivingWay* beside) {
   if (!allocated_) {
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
   }
@@ -437,7 +444,7 @@ Result<c10::intrusive_ptr<Message>> Decoder::finish(device::BesideWay* beside) {
 }
 
 Error Decoder::decode(
-    device::BesideWay* beside,
+    device::ReceivingWay* beside,
     c10::intrusive_ptr<Message>& message) {
   if (!view_.payloadBulk() && view_.payloadSize() != 0) {
     const auto* bytes = static_cast<const char*>(view_.payload().data);
@@ -452,7 +459,8 @@ Error Decoder::decode(
     return error;
   }
   std::vector<at::Tensor> tensors;
-  if (auto error = decodeTensors(view_, storages, onHost, tensors)) {
+  const bool isTrusted = beside != nullptr && beside->isTrusted();
+  if (auto error = decodeTensors(view_, storages, onHost, isTrusted, tensors)) {
     return error;
   }
   message = c10::make_intrusive<Message>(

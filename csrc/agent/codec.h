@@ -36,8 +36,9 @@ struct Encoded {
   // What `bulk` points into: to be held until send()'s callback has fired.
   std::vector<c10::Storage> storages;
   c10::intrusive_ptr<torch::distributed::rpc::Message> message;
-  // What travels beside the frame (device/way.h): to be held likewise.
-  std::shared_ptr<void> parcel;
+  // What travels beside the frame (device/way.h): to be held likewise, and told
+  // what has become of the frame.
+  std::shared_ptr<device::Parcel> parcel;
 
   // Whether it must be held until then.
   bool borrows() const {
@@ -91,7 +92,7 @@ class Encoder {
   // Queues on the current streams what brings tensors from their devices, by
   // `beside` if it can. True when finish() has to wait until what is queued is
   // over.
-  base::Result<bool> depart(device::BesideWay* beside);
+  base::Result<bool> depart(device::SendingWay* beside);
   // At most once.
   base::Result<Encoded> finish();
 
@@ -103,7 +104,7 @@ class Encoder {
   TensorEncoder tensors_;
   std::vector<device::Departing> departing_;
   std::vector<c10::Storage> staged_;
-  std::shared_ptr<void> parcel_;
+  device::Departure departure_;
 };
 
 // All of it, for messages without tensors of devices.
@@ -138,6 +139,13 @@ class Decoder {
   bool hasDevices() const {
     return view_.hasDevices();
   }
+  // Whether there are tensors beside the frame, and what their way says.
+  bool hasBeside() const {
+    return view_.hasBeside();
+  }
+  base::ConstSpan note() const {
+    return view_.note();
+  }
 
   // May give the memory of a bulk buffer: then its span is null.
   using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
@@ -156,20 +164,21 @@ class Decoder {
   // over a connection that has such a way. Fails with kInvalid, or with
   // kOverloaded when there is no memory.
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
-      device::BesideWay* beside = nullptr);
+      device::ReceivingWay* beside = nullptr);
 
  private:
   explicit Decoder(wire::CallFrameView view) : view_(view) {}
   using Storages = c10::SmallVector<c10::Storage, 8>;
 
   base::Error decode(
-      device::BesideWay* beside,
+      device::ReceivingWay* beside,
       c10::intrusive_ptr<torch::distributed::rpc::Message>& message);
   void takeStorages(Storages& storages);
   base::Error placeStorages(
-      device::BesideWay* beside,
+      device::ReceivingWay* beside,
       Storages& storages,
       Storages& onHost);
+  base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
   base::Error allocateBulk(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,

@@ -67,6 +67,7 @@ class TensorEncoder {
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
+  std::vector<bool> checkedStorages() const;
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;

@@ -2,6 +2,7 @@
 
 #include "wire/limits.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -20,6 +21,7 @@ constexpr size_t kHeaderBytes = 40;
 constexpr size_t kStorageBytes = 8;
 constexpr size_t kRecordBytes = 16;
 constexpr size_t kDimBytes = 16;
+constexpr size_t kNoteSizeBytes = 8;
 constexpr uint64_t kBulkBit = uint64_t{1} << 63;
 constexpr uint64_t kBesideBit = uint64_t{1} << 62;
 constexpr int kPlaceShift = 48;
@@ -169,6 +171,13 @@ bool isInline(uint64_t word) {
   return (word & (kBulkBit | kBesideBit)) == 0;
 }
 
+bool hasBeside(const CallFrame& frame) {
+  return std::any_of(
+      frame.storages.begin(), frame.storages.end(), [](const auto& storage) {
+        return storage.beside;
+      });
+}
+
 // What the sender must have got right, and the size of its frame.
 Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.records.size() > kMaxTensors) {
@@ -193,6 +202,14 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     }
     // At most 2^20 times 2^46: cannot overflow.
     total += isInline(storage) ? storage.bytes.size : 0;
+  }
+  if (frame.note.size > kMaxNoteBytes) {
+    return exceeds("note size", frame.note.size, kMaxNoteBytes);
+  }
+  if (hasBeside(frame)) {
+    total += kNoteSizeBytes + frame.note.size;
+  } else if (frame.note.size != 0) {
+    return invalid("a note, and nothing travels beside the frame");
   }
   if (total > kMaxFrameBytes) {
     return exceeds("frame size", total, kMaxFrameBytes);
@@ -283,6 +300,10 @@ Result<base::Buffer> encode(const CallFrame& frame) {
       writer.bytes(storage.bytes);
     }
   }
+  if (hasBeside(frame)) {
+    writer.u64(frame.note.size);
+    writer.bytes(frame.note);
+  }
   if (writer.failed() || writer.remaining() != 0) {
     return invalid("size was computed wrongly (a bug)");
   }
@@ -341,6 +362,9 @@ Result<CallFrameView> CallFrameView::parse(ConstSpan frame) {
   }
   view.payload_ = reader.bytes(view.payloadBulk_ ? 0 : view.payloadSize_);
   view.inlined_ = reader.bytes(inlineBytes);
+  if (auto error = view.parseNote(reader)) {
+    return error;
+  }
   if (reader.failed()) {
     return truncated(frame.size);
   }
@@ -420,6 +444,7 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
       return invalid("a storage for the CPU travels beside the frame");
     }
     hasDevices_ |= onDevice;
+    hasBeside_ |= (word & kBesideBit) != 0;
     // At most 2^20 times 2^46: cannot overflow.
     inlineBytes += isInline(word) ? bytes : 0;
   }
@@ -460,6 +485,18 @@ Error CallFrameView::parseRecords(ByteReader& reader) {
     return invalid("tensors and records do not match");
   }
   tensorTable_ = ConstSpan{rest.data, rest.size - reader.remaining()};
+  return {};
+}
+
+Error CallFrameView::parseNote(ByteReader& reader) {
+  if (!hasBeside_) {
+    return {};
+  }
+  const uint64_t size = reader.u64();
+  if (size > kMaxNoteBytes) {
+    return exceeds("note size", size, kMaxNoteBytes);
+  }
+  note_ = reader.bytes(size);
   return {};
 }
 

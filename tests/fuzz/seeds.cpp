@@ -152,6 +152,7 @@ void writeFrames() {
   frame.records = onDevices;
   const Dim sixteen[] = {{16, 1}, {16, 1}, {16, 1}};
   frame.dims = sixteen;
+  frame.note = fuzz::spanOf(bytes);
   write("call_frame", "devices", fuzz::spanOf(encode(frame).value()));
 }
 

@@ -93,6 +93,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   frame.storages = storages;
   frame.records = records;
   frame.dims = dims;
+  frame.note = view.note();
+  touch(view.note());
   auto encoded = encode(frame);
   fuzz::require(encoded.ok(), "what was accepted can be written");
   fuzz::requireSame(fuzz::spanOf(encoded.value()), data, size, "same frame");
