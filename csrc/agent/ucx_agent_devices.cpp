@@ -109,6 +109,9 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
   if (!arrival.decoder->hasDevices()) {
     return arrival.decoder->finish();
   }
+  if (arrival.beside != nullptr) {
+    trimLater();
+  }
   const device::StreamScope scope(streams);
   return arrival.decoder->finish(arrival.beside.get());
 }

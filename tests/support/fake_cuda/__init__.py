@@ -4,6 +4,9 @@ Device memory is host memory. A stream is a thread that works its queue off in o
 and copy late by a delay, so that what does not wait for a stream sees old bytes. Memory is
 overwritten when a program may use it again: what still reads it then sees that. See runtime.h.
 
+With TORCH_RPC_EXT_LIBCUDA, from libcuda.environment(), streams and device memory are those of the
+driver of tests/support/fake_libcuda, so that what uses both c10 and the driver finds one CUDA.
+
 A few operators are work on streams (kernels.cpp); all others wait for the device and run on the
 CPU.
 """

@@ -272,6 +272,9 @@ TORCH_LIBRARY(fake_cuda, m) {
   m.def("counts() -> Dict(str, int)", &counts);
   m.def("set_delay(int microseconds) -> ()", [](int64_t value) {
     Runtime::get().settings.delayMicroseconds = value;
+    if (Driver::get() != nullptr) {
+      Driver::get()->delay(static_cast<int>(value));
+    }
   });
   m.def("set_memory(int bytes) -> ()", [](int64_t value) {
     Runtime::get().settings.memoryBytes = value;

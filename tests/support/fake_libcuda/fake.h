@@ -87,4 +87,16 @@ void fakeCudaFail(const char* function, int error, int times);
 void fakeCudaHold(int isHeld);
 // Whether memory allocated from now on can be exported.
 void fakeCudaExportable(int isExportable);
+// Allocations claim to be so many times as large as they are.
+void fakeCudaExaggerate(int factor);
+// Copies are so late from now on.
+void fakeCudaDelay(int microseconds);
+
+// For tests/support/fake_cuda, whose devices and streams are then those of this
+// driver.
+void* fakeCudaStream();
+void fakeCudaEnqueue(void* stream, void (*run)(void*), void* argument);
+void fakeCudaDrain(void* stream);
+void* fakeCudaAllocate(int device, size_t size);
+void fakeCudaFree(int device, void* address);
 }
