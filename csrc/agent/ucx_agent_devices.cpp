@@ -61,7 +61,8 @@ device::Ipc::Links UcxAgent::ipcLinks() {
           [this](std::function<void()> task) {
             executor_.submit(base::makeTask(std::move(task)));
           },
-      .events = &deviceEvents_};
+      .events = &deviceEvents_,
+      .hasDevices = [this] { return !devices_.devices().empty(); }};
 }
 
 void UcxAgent::tellOfIpc(
@@ -98,6 +99,9 @@ void UcxAgent::serveIpc(Arrival& arrival) {
         "closing the connection to worker \"" + peer->name +
             "\": " + error.message);
     arrival.connection->close();
+  }
+  if (kind == device::IpcMessage::kOffer) {
+    trimLater(); // what was opened for its trials
   }
 }
 

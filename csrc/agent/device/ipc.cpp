@@ -5,7 +5,6 @@
 #include "base/log.h"
 
 #include <algorithm>
-#include <random>
 #include <utility>
 
 namespace torch_rpc_ext::agent::device {
@@ -17,11 +16,6 @@ using transport::ConnectionPtr;
 using Kind = IpcVerdict::Kind;
 
 namespace {
-
-uint64_t newNonce() {
-  std::random_device random;
-  return uint64_t{random()} << 32 | random();
-}
 
 IpcVerdict
 forAll(const std::vector<int>& devices, Kind kind, const std::string& why) {
@@ -99,8 +93,9 @@ Ipc::Known* Ipc::find(const PeerLife& peer) {
 }
 
 void Ipc::forgetLater(cuda::PeerKey key) {
-  if (driver_ != nullptr && !stopped_.load()) {
-    links_.run([driver = driver_, key] {
+  const auto loaded = driver();
+  if (loaded != nullptr && !stopped_.load()) {
+    links_.run([driver = loaded, key] {
       driver->importer.forget(key);
       driver->peerEvents.forget(key);
     });
@@ -167,47 +162,6 @@ Ipc::Stats Ipc::stats() const {
   return stats;
 }
 
-// ---- the driver ------------------------------------------------------------
-
-std::shared_ptr<IpcDriver> Ipc::driver() const {
-  std::lock_guard lock(mutex_);
-  return driver_;
-}
-
-Result<std::shared_ptr<IpcDriver>> Ipc::load() {
-  std::lock_guard lock(loadMutex_);
-  if (!isLoaded_) {
-    isLoaded_ = true;
-    auto loaded = cuda::Driver::load();
-    if (loaded.ok()) {
-      auto made = std::make_shared<IpcDriver>(loaded.value());
-      std::lock_guard also(mutex_);
-      driver_ = std::move(made);
-    } else {
-      whyNoDriver_ = loaded.error();
-    }
-  }
-  if (whyNoDriver_) {
-    return whyNoDriver_;
-  }
-  return driver();
-}
-
-Result<IpcOffer::Trial> Ipc::trialOf(IpcDriver& driver, int device) {
-  std::lock_guard lock(loadMutex_);
-  OwnTrial& own = trials_[device];
-  if (own.trial == nullptr) {
-    const uint64_t nonce = newNonce();
-    auto made = cuda::Trial::create(driver.driver, device, nonce);
-    if (!made.ok()) {
-      return made.error();
-    }
-    own = {std::move(made.value()), nonce};
-  }
-  return IpcOffer::Trial{
-      static_cast<uint8_t>(device), own.nonce, own.trial->exported()};
-}
-
 void Ipc::trim(std::chrono::steady_clock::duration age) {
   if (const auto loaded = driver()) {
     loaded->importer.trim(age);
@@ -249,7 +203,7 @@ void Ipc::offer(
     const ConnectionPtr& connection,
     const PeerLife& peer,
     const std::vector<int>& devices) {
-  auto loaded = load();
+  auto loaded = loader_.load();
   if (!loaded.ok()) {
     settle(peer, forAll(devices, Kind::kHindered, loaded.error().message));
     return;
@@ -258,7 +212,7 @@ void Ipc::offer(
   IpcOffer offer{driver.identity, {}};
   IpcVerdict without;
   for (const int device : devices) {
-    auto trial = trialOf(driver, device);
+    auto trial = loader_.trial(driver, device);
     if (trial.ok()) {
       offer.trials.push_back(trial.value());
     } else {
@@ -309,7 +263,13 @@ IpcVerdict Ipc::judge(const PeerLife& peer, const IpcOffer& offer) {
         Kind::kNatural,
         "the option use_cuda_ipc is off at the receiver");
   }
-  auto loaded = load();
+  if (!links_.hasDevices()) {
+    return forAll(
+        devicesOf(offer),
+        Kind::kNatural,
+        "RPC uses no CUDA device at the receiver");
+  }
+  auto loaded = loader_.load();
   if (!loaded.ok()) {
     return forAll(devicesOf(offer), Kind::kHindered, loaded.error().message);
   }

@@ -67,6 +67,8 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
     // Later, on a thread that may wait some milliseconds.
     std::function<void(std::function<void()>)> run;
     EventWaiter* events = nullptr;
+    // Whether RPC uses devices here. Where it does not, no context is made.
+    std::function<bool()> hasDevices;
   };
 
   Ipc(bool isEnabled, Links links);
@@ -128,7 +130,9 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
       const transport::ConnectionPtr& connection,
       uint8_t device,
       const std::string& why);
-  std::shared_ptr<IpcDriver> driver() const;
+  std::shared_ptr<IpcDriver> driver() const {
+    return loader_.loaded();
+  }
   EventWaiter& events() const {
     return *links_.events;
   }
@@ -152,11 +156,9 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
       const transport::ConnectionPtr& connection,
       const PeerLife& peer,
       const std::vector<int>& devices);
-  base::Result<IpcOffer::Trial> trialOf(IpcDriver& driver, int device);
   IpcVerdict judge(const PeerLife& peer, const IpcOffer& offer);
   void settle(const PeerLife& peer, const IpcVerdict& verdict);
   void setState(Known& known, IpcState state);
-  base::Result<std::shared_ptr<IpcDriver>> load();
   void tell(
       const transport::ConnectionPtr& connection,
       IpcMessage kind,
@@ -169,17 +171,8 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   std::atomic<uint64_t> bytesReceived_{0};
   std::atomic<bool> stopped_{false};
 
-  std::mutex loadMutex_; // held while the driver is loaded, and trials are made
-  bool isLoaded_ = false;
-  base::Error whyNoDriver_;
-  struct OwnTrial {
-    std::unique_ptr<cuda::Trial> trial;
-    uint64_t nonce = 0;
-  };
-  std::map<int, OwnTrial> trials_;
-
+  IpcLoader loader_;
   mutable std::mutex mutex_;
-  std::shared_ptr<IpcDriver> driver_; // null until it is loaded
   cuda::PeerKey lastKey_ = 0;
   std::map<std::string, Known> known_;
 };

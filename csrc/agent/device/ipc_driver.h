@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/ipc_wire.h"
 #include "base/error.h"
 #include "compat/torch_compat.h"
 #include "cuda/driver.h"
@@ -9,7 +10,10 @@
 
 #include <c10/core/Stream.h>
 
+#include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 namespace torch_rpc_ext::agent::device {
@@ -31,6 +35,32 @@ struct IpcDriver {
   cuda::EventPool events;
   cuda::MemoryImporter importer;
   cuda::EventImporter peerEvents;
+};
+
+// Loads the driver at its first use, and makes what peers try to read.
+// Owns: both.
+// Thread: any.
+class IpcLoader {
+ public:
+  // The same answer each time.
+  base::Result<std::shared_ptr<IpcDriver>> load();
+  // Null before load().
+  std::shared_ptr<IpcDriver> loaded() const;
+  // One for each device, for all peers: it stays in their caches.
+  base::Result<IpcOffer::Trial> trial(IpcDriver& driver, int device);
+
+ private:
+  struct OwnTrial {
+    std::unique_ptr<cuda::Trial> trial;
+    uint64_t nonce = 0;
+  };
+
+  std::mutex workMutex_; // held for as long as the driver takes
+  bool isLoaded_ = false;
+  base::Error why_; // why there is none
+  std::map<int, OwnTrial> trials_; // by device
+  mutable std::mutex mutex_;
+  std::shared_ptr<IpcDriver> driver_;
 };
 
 // What the driver knows a stream of torch's as.
