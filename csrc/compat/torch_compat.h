@@ -3,7 +3,6 @@
 // The one header that depends on how a version of torch is made inside, for
 // 2.11 <= torch < 3.
 
-#include <c10/core/Stream.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
@@ -218,16 +217,6 @@ releaseRRefsOf(
     }
   }
   return values;
-}
-
-// The cudaStream_t of a stream; nothing where this torch does not tell.
-template <typename Stream>
-std::optional<void*> nativeHandle(const Stream& stream) {
-  if constexpr (requires { stream.native_handle(); }) {
-    return stream.native_handle();
-  } else {
-    return std::nullopt;
-  }
 }
 
 // What RRef::handleError() should have done.

@@ -2,7 +2,7 @@
 
 #include "agent/device/ipc_wire.h"
 #include "base/error.h"
-#include "compat/torch_compat.h"
+#include "compat/stream_handle.h"
 #include "cuda/driver.h"
 #include "cuda/ipc_export.h"
 #include "cuda/ipc_import.h"

@@ -1,0 +1,27 @@
+#pragma once
+
+// What the driver knows a stream of torch as, for 2.11 <= torch < 3.
+
+#include <c10/core/Stream.h>
+
+#include <exception>
+#include <optional>
+
+namespace torch_rpc_ext::compat {
+
+// A CUstream; nothing where this version of torch, or the kind of device, does
+// not tell.
+template <typename Stream = c10::Stream>
+std::optional<void*> nativeHandle(const Stream& stream) {
+  if constexpr (requires { stream.native_handle(); }) {
+    try {
+      return stream.native_handle();
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
+  } else {
+    return std::nullopt;
+  }
+}
+
+} // namespace torch_rpc_ext::compat
