@@ -97,13 +97,17 @@ HANDSHAKE = Diagram(
     ),
 )
 
-BULK_CMA = Diagram(
+BULK_LENT = Diagram(
     "An argument of 4 MB within a host, and its answer",
     {_CALLER: "worker0 (caller)", _OWNER: "worker1 (callee)"},
     (
-        Message(_CALLER, _OWNER, "kFrame", "head; size and address of the tensor"),
-        Note(_OWNER, ("takes a receive buffer,", "process_vm_readv into it,", "runs the function")),
-        Message(_OWNER, _CALLER, "kFrame", "answer; the tensor is free again"),
+        Note(_CALLER, ("copies the tensor into a block", "that is a sealed memfd")),
+        Message(_CALLER, _OWNER, "kFrame", "head; region and fd of the block"),
+        Note(
+            _OWNER,
+            ("opens /proc/<pid>/fd/<fd>,", "checks the seals, maps it;", "runs the function"),
+        ),
+        Message(_OWNER, _CALLER, "kFrame", "answer; the block is free again"),
     ),
 )
 
@@ -120,16 +124,17 @@ BULK_PULL = Diagram(
 )
 
 HANDOVER = Diagram(
-    "A result of 4 MB that nobody else refers to, within a host",
+    "An argument of 4 MB that is returned, within a host",
     {_CALLER: "worker0 (caller)", _OWNER: "worker1 (callee)"},
     (
-        Message(_CALLER, _OWNER, "kFrame", "call with a tensor"),
-        Note(_OWNER, ("copies it into a receive buffer", "that is a sealed memfd; returns it")),
-        Message(_OWNER, _CALLER, "kFrame", "answer; region and fd of the buffer"),
-        Note(_CALLER, ("opens /proc/<pid>/fd/<fd>,", "checks the seals, maps it:", "no copy")),
-        Message(_CALLER, _OWNER, "kDone", "adopted: worker1 may end"),
-        Note(_CALLER, ("the last tensor on it dies",)),
-        Message(_CALLER, _OWNER, "kDone", "the buffer is worker1's again"),
+        Message(_CALLER, _OWNER, "kFrame", "call; region and fd of a block"),
+        Note(_OWNER, ("maps it; returns it;", "nobody else refers to it")),
+        Message(_OWNER, _CALLER, "kFrame", "answer; the same region"),
+        Note(_CALLER, ("finds it among what it has", "lent here: no copy, no map")),
+        Message(_OWNER, _CALLER, "kDone", "adopted: worker0 may end"),
+        Message(_CALLER, _OWNER, "kDone", "answer taken"),
+        Message(_OWNER, _CALLER, "kDone", "the block is not mapped any more"),
+        Note(_CALLER, ("the last tensor on it dies:", "the block is free again")),
     ),
 )
 
@@ -179,7 +184,7 @@ FIGURES: dict[str, Diagram | Boxes] = {
     "rref-home": RREF_HOME,
     "autograd": AUTOGRAD,
     "handshake": HANDSHAKE,
-    "bulk-cma": BULK_CMA,
+    "bulk-lent": BULK_LENT,
     "bulk-pull": BULK_PULL,
     "handover": HANDOVER,
     "frame": FRAME,

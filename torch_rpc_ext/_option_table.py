@@ -295,7 +295,8 @@ OPTIONS: tuple[Option, ...] = (
         True,
         boolean,
         "",
-        "Copy bulk data directly between processes of one host (process_vm_readv).",
+        "Move bulk data directly between processes of one host: through memory that they share, or "
+        "by process_vm_readv.",
     ),
     Option(
         "use_shared_memory",
@@ -347,7 +348,8 @@ OPTIONS: tuple[Option, ...] = (
         None,
         byte_count,
         "bytes",
-        "Memory kept for receiving tensors; by default 4 GiB, or an eighth of the machine's "
+        "Memory kept for large tensors on their way, at both ends; "
+        "by default 4 GiB, or an eighth of the machine's "
         "memory where that is less.",
     ),
     Option(

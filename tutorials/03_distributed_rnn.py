@@ -83,19 +83,27 @@ data = torch.tensor([letters.index(letter) for letter in text])
 print(text[:70], "...", len(text), "letters,", len(letters), "different")
 
 # %% [markdown]
-# The parts stand in a module, which the server imports. `Table` and `Decoder` live on the server; the trainer holds the LSTM.
-# `seeded` builds a part from a seed: that is how both processes and the local model get the same weights.
+# The parts stand in a module, which the server imports. The embedding and the decoder live on the server; the trainer holds
+# the LSTM.
+# `seeded` builds a part from a seed: that is how both processes and the local model get the same weights. A worker serves calls on
+# several threads, and all of them draw from torch's one generator: without the lock, two parts that are built at the same time would
+# get each other's numbers.
 
 # %%
 # %%writefile rnn_parts.py
+import threading
+
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 
+one_at_a_time = threading.Lock()
+
 
 def seeded(seed, kind, *sizes):
-    torch.manual_seed(seed)
-    return kind(*sizes)
+    with one_at_a_time:
+        torch.manual_seed(seed)
+        return kind(*sizes)
 
 
 def parameter_rrefs(module_rref):

@@ -56,28 +56,39 @@ c10::Storage adoptBlock(Block block) {
   return makeStorage(std::move(pointer), size);
 }
 
-c10::Storage adoptMemory(std::shared_ptr<void> memory, size_t size) {
-  using Owner = std::shared_ptr<void>;
-  void* const data = memory.get();
+void deleteAdopted(void* adopted) {
+  delete static_cast<transport::Adopted*>(adopted);
+}
+
+c10::Storage adoptMemory(transport::Adopted adopted, size_t size) {
+  auto owner = std::make_unique<transport::Adopted>(std::move(adopted));
+  void* const data = owner->memory.get();
   at::DataPtr pointer(
-      data,
-      new Owner(std::move(memory)),
-      [](void* owner) { delete static_cast<Owner*>(owner); },
-      at::Device(at::kCPU));
+      data, owner.release(), deleteAdopted, at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
 }
 
-// The receive buffer that a storage is, when the storage has but one owner.
-Block* soleBlock(const c10::Storage& storage) {
-  if (storage.data_ptr().get_deleter() != deleteBlock) {
+// What a storage's memory is, when the storage has but one owner; else null.
+template <typename Owner>
+Owner* soleOwner(const c10::Storage& storage, void (*deleter)(void*)) {
+  if (storage.data_ptr().get_deleter() != deleter) {
     return nullptr;
   }
   const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
       storage.unsafeGetStorageImpl());
   // `one` is the second.
   return one.use_count() == 2 && one.weak_use_count() == 1
-      ? static_cast<Block*>(storage.data_ptr().get_context())
+      ? static_cast<Owner*>(storage.data_ptr().get_context())
       : nullptr;
+}
+
+// Its region, when it came over `to` and can go back there; else 0.
+uint64_t returnable(
+    const c10::Storage& storage,
+    const transport::ConnectionPtr& to) {
+  const auto* const adopted =
+      soleOwner<transport::Adopted>(storage, deleteAdopted);
+  return adopted != nullptr && adopted->home.lock() == to ? adopted->region : 0;
 }
 
 // Only for as long as the frame is there.
@@ -173,13 +184,15 @@ Error Encoder::write(Encoded& encoded) {
   encoded.totalBytes = encoded.head.size();
   if (frame.payloadBulk) {
     encoded.message = message_;
-    encoded.bulk.push_back({frame.payload, {}});
+    encoded.bulk.push_back({frame.payload});
     encoded.totalBytes += frame.payload.size;
   }
+  encoded.mappable = !frame.payloadBulk;
   for (const auto& storage : frame.storages) {
     if (storage.bulk) {
-      encoded.bulk.push_back({storage.bytes, {}});
+      encoded.bulk.push_back({storage.bytes});
       encoded.totalBytes += storage.bytes.size;
+      encoded.mappable = encoded.mappable && storage.place == wire::kHostPlace;
     }
   }
   encoded.storages = tensors_.takeOwners();
@@ -201,36 +214,47 @@ Result<Encoded> encode(
   return encoder.finish();
 }
 
-bool Encoded::giveAway(memory::BufferCache& cache) {
-  std::vector<Block*> blocks;
-  for (const auto& span : bulk) {
+bool Encoded::giveAway(
+    memory::BufferCache& cache,
+    const transport::ConnectionPtr& to) {
+  std::vector<transport::BulkSpan> spans = bulk;
+  bool shared = !spans.empty();
+  for (auto& span : spans) {
     const auto storage =
         std::find_if(storages.begin(), storages.end(), [&span](const auto& s) {
           return s.data() == span.data && s.nbytes() == span.size;
         });
-    Block* const block =
-        storage == storages.end() ? nullptr : soleBlock(*storage);
-    if (block == nullptr) {
+    if (storage == storages.end()) {
       return false; // what stays here must not wait for what goes
     }
-    blocks.push_back(block);
-  }
-  bool shared = !blocks.empty();
-  for (const Block* block : blocks) {
+    if (const uint64_t region = returnable(*storage, to)) {
+      span.region.id = region;
+      span.returned = true;
+      continue;
+    }
+    const auto* const block = soleOwner<Block>(*storage, deleteBlock);
+    if (block == nullptr) {
+      return false;
+    }
     if (block->region().id == 0) {
       cache.share(block->size());
       shared = false;
     }
+    span.region = block->region();
   }
-  for (size_t i = 0; shared && i < blocks.size(); ++i) {
-    bulk[i].region = blocks[i]->region();
+  if (shared) {
+    bulk = std::move(spans);
+    given = true;
   }
-  return shared;
+  return given;
 }
 
 void Encoded::discard() {
+  for (const auto& block : lent) {
+    block->discard();
+  }
   for (const auto& storage : storages) {
-    if (storage.data_ptr().get_deleter() == deleteBlock) {
+    if (given && storage.data_ptr().get_deleter() == deleteBlock) {
       static_cast<Block*>(storage.data_ptr().get_context())->discard();
     }
   }
@@ -336,8 +360,9 @@ Error Decoder::allocateBulk(
       spans.push_back({bulk_.back().mutable_data(), storage.size});
       continue;
     }
-    if (auto memory = adopt ? adopt(spans.size()) : nullptr) {
-      bulk_.push_back(adoptMemory(std::move(memory), storage.size));
+    if (auto adopted = adopt ? adopt(spans.size()) : transport::Adopted();
+        adopted.memory != nullptr) {
+      bulk_.push_back(adoptMemory(std::move(adopted), storage.size));
       spans.push_back({nullptr, storage.size});
       continue;
     }

@@ -36,6 +36,12 @@ struct Encoded {
   // What `bulk` points into: to be held until send()'s callback has fired.
   std::vector<c10::Storage> storages;
   c10::intrusive_ptr<torch::distributed::rpc::Message> message;
+  // All of the bulk is tensors of the CPU that stay there: what the receiver
+  // could map.
+  bool mappable = false;
+  bool given = false; // away
+  // The copies that it maps (lender.h): as `storages`.
+  std::vector<std::shared_ptr<memory::BufferCache::Block>> lent;
   // What travels beside the frame (device/way.h): to be held likewise, and told
   // what has become of the frame.
   std::shared_ptr<device::Parcel> parcel;
@@ -44,14 +50,14 @@ struct Encoded {
   bool borrows() const {
     return !bulk.empty() || parcel != nullptr;
   }
-  // Gives the memory of the bulk away, where all of it is in receive buffers
-  // that nobody else refers to: returns true then. The receiver will keep and
-  // write to it. To be called when the message itself is gone. Buffers that
-  // could be given away but are not shared memory will be, from the next on
-  // (`cache`).
-  bool giveAway(memory::BufferCache& cache);
-  // After giveAway(), when the receiver has not returned the memory and nobody
-  // knows whether it still uses it.
+  // Gives the memory of the bulk away, where all of it is in receive buffers,
+  // or came mapped over `to`, and nobody else refers to it: returns true then.
+  // The receiver will keep and write to it. To be called when the message
+  // itself is gone. Buffers that could be given away but are not shared memory
+  // will be, from the next on (`cache`).
+  bool giveAway(memory::BufferCache& cache, const transport::ConnectionPtr& to);
+  // When the receiver has not returned memory that was given away or lent, and
+  // nobody knows whether it still uses it.
   void discard();
 };
 
@@ -148,7 +154,7 @@ class Decoder {
   }
 
   // May give the memory of a bulk buffer: then its span is null.
-  using Adopt = std::function<std::shared_ptr<void>(size_t index)>;
+  using Adopt = std::function<transport::Adopted(size_t index)>;
   // Memory for the bulk, in the order in which it was sent; `announced` are
   // the sizes that the transport will deliver. To be called once, also when
   // there is none. Fails with kInvalid when they are not those of the head or

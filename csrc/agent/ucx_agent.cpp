@@ -75,6 +75,7 @@ UcxAgent::UcxAgent(
       isStaticGroup_(isStaticGroup),
       executor_(static_cast<size_t>(options_.numWorkerThreads)),
       cache_(std::make_shared<memory::BufferCache>(options_.receiveCacheBytes)),
+      lender_(*cache_, executor_),
       remote_(makeRemoteContext(options_)),
       loopback_(makeLoopbackContext(options_)),
       peers_(
@@ -248,6 +249,22 @@ void UcxAgent::sendCall(
     uint64_t callId,
     Encoded encoded,
     const transport::ConnectionPtr& connection) {
+  if (encoded.bulk.empty() || !connection->sharesMemory()) {
+    sendCallNow(callId, std::move(encoded), connection);
+    return;
+  }
+  trimLater();
+  lender_.lend(std::move(encoded), [this, callId, connection](Encoded lent) {
+    if (pending_.contains(callId)) { // else it has timed out
+      sendCallNow(callId, std::move(lent), connection);
+    }
+  });
+}
+
+void UcxAgent::sendCallNow(
+    uint64_t callId,
+    Encoded encoded,
+    const transport::ConnectionPtr& connection) {
   pending_.setConnection(callId, connection);
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
@@ -268,6 +285,9 @@ void UcxAgent::sendCall(
         }
         if (!error) {
           return;
+        }
+        if (held != nullptr) {
+          held->discard();
         }
         auto call = pending_.take(callId);
         if (!call) {

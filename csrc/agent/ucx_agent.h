@@ -8,6 +8,7 @@
 #include "agent/device/same_process.h"
 #include "agent/device/tables.h"
 #include "agent/executor.h"
+#include "agent/lender.h"
 #include "agent/load_limits.h"
 #include "agent/membership.h"
 #include "agent/peers.h"
@@ -232,6 +233,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       uint64_t callId,
       c10::intrusive_ptr<rpc::Message> message);
   void sendReply(const transport::ConnectionPtr& connection, Encoded encoded);
+  void sendReplyNow(
+      const transport::ConnectionPtr& connection,
+      Encoded encoded);
   void replyUnsent(
       const transport::ConnectionPtr& connection,
       uint64_t callId,
@@ -279,6 +283,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       uint64_t callId,
       Encoded encoded,
       const transport::ConnectionPtr& connection);
+  void sendCallNow(
+      uint64_t callId,
+      Encoded encoded,
+      const transport::ConnectionPtr& connection);
   void complete(Arrival& arrival, PendingCall call);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
@@ -302,6 +310,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   const bool isStaticGroup_;
   Executor executor_; // first: the others use its Poller
   const std::shared_ptr<memory::BufferCache> cache_;
+  Lender lender_;
   metrics::Counters counters_;
   metrics::CallLog sentLog_;
   metrics::CallLog servedLog_;

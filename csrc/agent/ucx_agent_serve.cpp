@@ -436,7 +436,20 @@ void UcxAgent::replyUnsent(
 void UcxAgent::sendReply(
     const transport::ConnectionPtr& connection,
     Encoded encoded) {
-  const bool given = encoded.giveAway(*cache_);
+  if (encoded.bulk.empty() || !connection->sharesMemory() ||
+      encoded.giveAway(*cache_, connection)) {
+    sendReplyNow(connection, std::move(encoded));
+    return;
+  }
+  trimLater();
+  lender_.lend(std::move(encoded), [this, connection](Encoded lent) {
+    sendReplyNow(connection, std::move(lent));
+  });
+}
+
+void UcxAgent::sendReplyNow(
+    const transport::ConnectionPtr& connection,
+    Encoded encoded) {
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
   const bool borrows = encoded.borrows();
@@ -445,15 +458,14 @@ void UcxAgent::sendReply(
   connection->send(
       std::move(head),
       std::move(bulk),
-      [given,
-       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+      [held = borrows ? std::make_shared<Encoded>(std::move(encoded))
                       : nullptr](const base::Error& error) {
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);
         }
         // A response that its caller refuses or does not live to see is
         // nobody's loss here; the caller has its own error.
-        if (error && given) {
+        if (error && held != nullptr) {
           held->discard();
         }
       });

@@ -153,11 +153,11 @@ class BufferCache::State {
   explicit State(size_t maxIdleBytes) : maxIdleBytes_(maxIdleBytes) {}
 
   // The new owner of `map`, whose data is null when there is no memory.
-  Map take(size_t capacity) {
-    bool shared = false;
+  Map take(size_t capacity, bool mustBeShared) {
+    bool shared = mustBeShared;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      shared = sharedClasses_.count(capacity) != 0;
+      shared = shared || sharedClasses_.count(capacity) != 0;
       // The one used last is the one most likely still in the CPU's caches.
       const auto found =
           std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
@@ -183,10 +183,10 @@ class BufferCache::State {
         --sharedBlocks_;
       }
     }
-    if (map.data == nullptr) {
+    if (map.data == nullptr && !mustBeShared) {
       map.data = mapBlock(capacity);
     }
-    if (map.data == nullptr) {
+    if (map.data == nullptr && !mustBeShared) {
       drop(Clock::time_point::max());
       map.data = mapBlock(capacity);
     }
@@ -361,19 +361,36 @@ Result<BufferCache::Block> BufferCache::acquire(size_t size) {
             " bytes is more than the " + std::to_string(physicalMemory()) +
             " bytes of memory of this machine");
   }
-  Block block;
-  const State::Map map = state_->take(capacity);
-  block.data_ = map.data;
-  block.region_ = map.region;
-  if (block.data_ == nullptr) {
+  Block block = take(size, /*mustBeShared=*/false);
+  if (block.data() == nullptr) {
     return Error(
         ErrorKind::kOverloaded,
         "no memory for a receive buffer of " + std::to_string(size) +
             " bytes: " + std::to_string(freeMemory()) + " bytes are free");
   }
-  block.state_ = state_;
-  block.size_ = size;
-  block.capacity_ = capacity;
+  return block;
+}
+
+std::optional<BufferCache::Block> BufferCache::acquireShared(size_t size) {
+  if (sizeClass(size) == 0 || size > physicalMemory()) {
+    return std::nullopt;
+  }
+  Block block = take(size, /*mustBeShared=*/true);
+  return block.data() == nullptr ? std::nullopt
+                                 : std::optional<Block>(std::move(block));
+}
+
+// One without data when there is no memory.
+BufferCache::Block BufferCache::take(size_t size, bool mustBeShared) {
+  const State::Map map = state_->take(sizeClass(size), mustBeShared);
+  Block block;
+  if (map.data != nullptr) {
+    block.state_ = state_;
+    block.data_ = map.data;
+    block.size_ = size;
+    block.capacity_ = map.capacity;
+    block.region_ = map.region;
+  }
   return block;
 }
 

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 namespace torch_rpc_ext::memory {
 
@@ -91,6 +92,10 @@ class BufferCache {
   // The content is whatever its last user left there. Fails with kOverloaded.
   base::Result<Block> acquire(size_t size);
 
+  // A block that another process can map; none when there is no memory, or when
+  // there are too many of them.
+  std::optional<Block> acquireShared(size_t size);
+
   // From now on blocks for this size can be mapped by other processes: for
   // workers that return what they were sent. Not from the start, because such
   // memory cannot have huge pages.
@@ -105,6 +110,8 @@ class BufferCache {
   BufferCacheStats stats() const;
 
  private:
+  Block take(size_t size, bool mustBeShared);
+
   std::shared_ptr<State> state_;
 };
 

@@ -36,12 +36,29 @@ using Callback = std::function<void(const base::Error&)>;
 // it back.
 struct BulkSpan : base::ConstSpan {
   memory::SharedRegion region;
+  // Keeps the region: the receiver may give it back (`returned`), and then it
+  // is used here on.
+  std::shared_ptr<void> owner;
+  // The region is one of the receiver's own, which it has sent over this
+  // connection.
+  bool returned = false;
+};
+
+class Connection;
+
+// Memory of the sender's that is used here.
+struct Adopted {
+  std::shared_ptr<void> memory; // null: there is none, it has to be copied
+  // What it can be returned by (BulkSpan::returned), and over which connection.
+  // 0: it is this process's own again.
+  uint64_t region = 0;
+  std::weak_ptr<Connection> home;
 };
 
 // What a Connection is made of, for people: info(), logs, metrics.
 struct PathInfo {
   std::string control; // e.g. "shared memory (posix)", "tcp (eth0)"
-  std::string bulk; // e.g. "cma", "tcp (eth0)"
+  std::string bulk; // e.g. "shared memory, else cma", "ucx: tcp (eth0)"
   std::string why; // why not something faster; empty when nothing is
 };
 
@@ -59,10 +76,10 @@ class Incoming {
   virtual void refuse(const base::Error& why) = 0;
 
   // The memory of bulk buffer `index` itself, when the sender gives it away and
-  // this process can have it; else null. The sender has it back when the last
-  // reference dies, on any thread. Before receive().
-  virtual std::shared_ptr<void> adopt(size_t /*index*/) {
-    return nullptr;
+  // this process can have it. The sender has it back when the last reference
+  // dies, on any thread. Before receive().
+  virtual Adopted adopt(size_t /*index*/) {
+    return {};
   }
 
   // Moves the bulk into `into` (same count and sizes as bulkSizes(), null data
@@ -99,6 +116,11 @@ class Connection {
 
   // True once it is certain that the process at the other end is no more.
   virtual bool peerDied() const {
+    return false;
+  }
+
+  // The peer can map shared memory of this process (BulkSpan::region).
+  virtual bool sharesMemory() const {
     return false;
   }
 

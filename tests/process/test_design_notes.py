@@ -185,7 +185,7 @@ def test_a_connection_opens(listen: Listen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use_cma", "figure"), [(True, figures.BULK_CMA), (False, figures.BULK_PULL)]
+    ("use_cma", "figure"), [(True, figures.BULK_LENT), (False, figures.BULK_PULL)]
 )
 def test_bulk(listen: Listen, use_cma: bool, figure: Any) -> None:
     with Group(2, env={"UCX_TLS": "tcp"}, options={"use_cma": use_cma}) as group:

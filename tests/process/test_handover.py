@@ -1,11 +1,12 @@
-"""Large results that nobody else refers to are handed over, not copied; nobody can tell by the
+"""Large tensors are lent and handed over, not read from the other process; nobody can tell by the
 values.
 
-From the second call on: what a worker has received for the first one was private memory.
+From the second call on: for the first one the connection is not open yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -23,16 +24,19 @@ SIZE = 600_000  # floats; more than the least that is worth it
 kept: list[Any] = []
 
 
-def handed_over() -> int:
-    """How many regions of other processes are in use here, or wait for their next use."""
+def region_of(tensor: Tensor) -> int:
+    """The inode of the shared memory that a tensor lies in; 0 for none."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        mapped = sum("/memfd:torch_rpc_ext" in line for line in maps)
-    own = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if exists(fd)]
-    return mapped - sum("/memfd:torch_rpc_ext" in target for target in own)
+        for line in maps:
+            addresses, _, _, _, inode, *path = line.split()
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return int(inode) if path and "memfd:torch_rpc_ext" in path[0] else 0
+    return 0
 
 
-def exists(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def echo_and_region(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, region_of(tensor)
 
 
 def numbers(start: float) -> Tensor:
@@ -45,9 +49,121 @@ def warm_up(to: str = "worker1") -> None:
 
 def check_is_handed_over() -> None:
     warm_up()
-    back = rpc.rpc_sync("worker1", f.identity, args=(numbers(1),))
-    assert handed_over() >= 1
-    assert back.equal(numbers(1))
+    sent = numbers(1)
+    back, region = rpc.rpc_sync("worker1", echo_and_region, args=(sent,))
+    assert region != 0 and region_of(back) == region  # the same memory in both processes
+    assert region_of(sent) == 0 and back.equal(sent)
+
+
+def check_result_is_lent() -> None:
+    warm_up()
+    doubled = rpc.rpc_sync("worker1", f.times, args=(numbers(1), 2.0))
+    assert region_of(doubled) != 0 and doubled.equal(numbers(1) * 2)
+
+
+@needs_ucx("copies")
+def test_a_result_is_lent(pair: Group) -> None:
+    pair.run(check_result_is_lent)
+
+
+def own_regions() -> set[int]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return found
+
+
+def keep(tensor: Tensor) -> int:
+    """Returns the region of the caller's that it lies in; 0 for none."""
+    kept.append(tensor)
+    region = region_of(tensor)
+    return 0 if region in own_regions() else region
+
+
+def value_kept(i: int) -> float:
+    return float(kept[i][0])
+
+
+def drop_kept() -> None:
+    kept.clear()
+
+
+def check_more_than_there_are_blocks(count: int) -> None:
+    warm_up()
+    regions = [rpc.rpc_sync("worker1", keep, args=(numbers(i),)) for i in range(count)]
+    lent = [region for region in regions if region != 0]
+    # The rest is read by the callee, as where nothing can be shared.
+    assert 100 < len(lent) < count and len(set(lent)) == len(lent)
+    for i in range(0, count, 7):
+        assert rpc.rpc_sync("worker1", value_kept, args=(i,)) == i
+    rpc.rpc_sync("worker1", drop_kept)
+    deadline = time.monotonic() + 10
+    while rpc.rpc_sync("worker1", keep, args=(numbers(0),)) == 0:
+        rpc.rpc_sync("worker1", drop_kept)
+        assert time.monotonic() < deadline, "blocks do not come back"
+        time.sleep(0.05)
+
+
+@workers(2)
+@needs_ucx("copies")
+def test_a_callee_that_keeps_its_arguments() -> None:
+    check_more_than_there_are_blocks(140)
+
+
+def check_callers_write_at_once() -> None:
+    warm_up()
+    futures = []
+    for i in range(12):
+        sent = numbers(i)
+        futures.append((i, rpc.rpc_async("worker1", f.identity, args=(sent,))))
+        sent.fill_(-1)  # 2.4 MB: has been copied when rpc_async() returns
+    for i, future in futures:
+        assert future.wait().equal(numbers(i))
+
+
+@needs_ucx("refers to the caller's memory")
+def test_what_was_lent_can_be_written_to_at_once(pair: Group) -> None:
+    pair.run(check_callers_write_at_once)
+
+
+def keep_large(tensor: Tensor) -> None:
+    kept.append(tensor)
+
+
+def sum_of_large() -> float:
+    return float(kept[-1].sum())
+
+
+def send_large(floats: int) -> None:
+    warm_up()
+    rpc.rpc_sync("worker1", keep_large, args=(torch.ones(floats),))
+
+
+@needs_ucx("its copies are private")
+def test_arguments_outlive_the_caller() -> None:
+    floats = 10_000_000  # 40 MB: copied by a thread of the pool
+    with Group(3) as group:
+        group[0].run(send_large, floats)
+        group[0].kill()
+        assert group[1].run(sum_of_large) == floats
+
+
+def many(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor + 1 for tensor in tensors]
+
+
+def check_many_in_one_message(count: int) -> None:
+    warm_up()
+    for _ in range(3):
+        sent = [torch.full((50_000,), float(i)) for i in range(count)]
+        back = rpc.rpc_sync("worker1", many, args=(sent,))
+        assert all(one.eq(i + 1).all() for i, one in enumerate(back))
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 300])
+def test_many_tensors_in_one_message(pair: Group, count: int) -> None:
+    pair.run(check_many_in_one_message, count)
 
 
 @needs_ucx("copies")

@@ -23,9 +23,13 @@ Sent = tuple[str, str, str]
 _VERSION = int(re.findall(r"kVersion = (\d+)", (ROOT / "csrc/wire/call_frame.h").read_text())[0])
 # A call frame begins with its magic and version.
 _CALL = re.compile(rb"TR" + re.escape(bytes([_VERSION])) + rb"[\x00\x01](..)\x00\x00", re.DOTALL)
-# A FrameHeader of csrc/transport/ucx/protocol.h: version, kind, count, token, and two numbers of
-# transfers.
-_FRAME = re.compile(rb"\x03\x00([\x01-\x0a])\x00(..\x00\x00)(.{8})(.{8})(.{8})", re.DOTALL)
+_PROTOCOL = (ROOT / "csrc/transport/ucx/protocol.h").read_text()
+_PROTOCOL_VERSION = int(re.findall(r"kProtocolVersion = (\d+)", _PROTOCOL)[0])
+# A FrameHeader: version, kind, count, token, and two numbers of transfers.
+_FRAME = re.compile(
+    re.escape(bytes([_PROTOCOL_VERSION])) + rb"\x00([\x01-\x0a])\x00(..\x00\x00)(.{8})(.{8})(.{8})",
+    re.DOTALL,
+)
 
 
 def call_types() -> dict[int, str]:
@@ -40,8 +44,7 @@ def call_types() -> dict[int, str]:
 
 def frame_kinds() -> list[str]:
     """Names of the transport's messages; the first is 1."""
-    text = (ROOT / "csrc/transport/ucx/protocol.h").read_text()
-    [body] = re.findall(r"enum class FrameKind[^{]*\{([^}]*)\}", text)
+    [body] = re.findall(r"enum class FrameKind[^{]*\{([^}]*)\}", _PROTOCOL)
     return re.findall(r"k\w+", body)
 
 

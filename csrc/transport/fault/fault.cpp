@@ -116,6 +116,9 @@ class FaultConnection final
   bool loopsBack() const override {
     return inner_->loopsBack();
   }
+  bool sharesMemory() const override {
+    return inner_->sharesMemory();
+  }
   PathInfo path() const override {
     return inner_->path();
   }

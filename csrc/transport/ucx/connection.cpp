@@ -113,6 +113,13 @@ void UcxConnection::lose(const base::Error& why) {
   }));
 }
 
+bool UcxConnection::sharesMemory() const {
+  // Who can read the peer's memory can be read by it, too: the same user, the
+  // same namespaces. Both are written before the state.
+  return state_.load() == ConnectionState::kOpen && exposesMemory_ &&
+      cmaUsable_;
+}
+
 PathInfo UcxConnection::path() const {
   PathInfo info;
   context_->worker().runLocked([&] {
@@ -142,7 +149,7 @@ PathInfo UcxConnection::path() const {
     if (encrypted()) {
       info.control += ", encrypted (AES-256-GCM)";
     }
-    info.bulk = cmaUsable_ ? "cma (process_vm_readv)" : "ucx: " + info.control;
+    info.bulk = cmaUsable_ ? "shared memory, else cma" : "ucx: " + info.control;
     info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
   });
   return info;
@@ -181,6 +188,13 @@ std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
     return nullptr;
   }
   return context_->maps().map(peer_.process.pid, entry);
+}
+
+std::shared_ptr<void> UcxConnection::takeBack(const BulkEntry& entry) {
+  std::shared_ptr<void> memory;
+  context_->worker().runLocked(
+      [&] { memory = transfers_.lent(entry.region, entry.size); });
+  return memory;
 }
 
 void UcxConnection::pull(
@@ -251,7 +265,13 @@ void UcxConnection::done(
         if (!error && bytes <= kMaxLazyBytes) {
           // A message of its own would wake a thread of the peer for nothing
           // but this; the answer to the call is often on its way.
-          self->acknowledgements_.push_back(transfer);
+          if ((transfer & kAdopted) != 0) {
+            self->adopted_.push_back(transfer);
+          } else {
+            // Said at once that it was adopted and is over, is one word.
+            std::erase(self->adopted_, transfer | kAdopted);
+            self->acknowledgements_.push_back(transfer);
+          }
           if (!std::exchange(self->acknowledgesSoon_, true)) {
             self->context_->acknowledgeSoon(self);
           }
@@ -364,6 +384,9 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
 
 void UcxConnection::acknowledge() {
   acknowledgesSoon_ = false;
+  acknowledgements_.insert(
+      acknowledgements_.end(), adopted_.begin(), adopted_.end());
+  adopted_.clear();
   while (!acknowledgements_.empty() && state_ == ConnectionState::kOpen) {
     const uint64_t transfer = acknowledgements_.back();
     acknowledgements_.pop_back();
@@ -396,7 +419,8 @@ void UcxConnection::sendNow(Unsent frame) {
       entry.address = reinterpret_cast<uint64_t>(span.data);
       if (span.region.id != 0) {
         entry.region = span.region.id;
-        entry.fd = static_cast<uint64_t>(span.region.fd);
+        entry.fd =
+            span.returned ? kReturned : static_cast<uint64_t>(span.region.fd);
       }
     }
     return entry;
@@ -409,21 +433,18 @@ void UcxConnection::sendNow(Unsent frame) {
   if (frame.head.size() != 0) {
     std::memcpy(data.data() + tableBytes, frame.head.data(), frame.head.size());
   }
-  Transfers::Spans spans;
   base::Buffer bigFrame;
   if (big) {
     // The frame itself becomes the first span.
     header.kind = FrameKind::kBigFrame;
     bigFrame = std::move(data);
-    const base::ConstSpan all{bigFrame.data(), bigFrame.size()};
-    spans.push_back(all);
-    const BulkEntry entry = entryOf({all, {}});
+    const BulkEntry entry =
+        entryOf({base::ConstSpan{bigFrame.data(), bigFrame.size()}});
     data = base::Buffer(sizeof(entry));
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
-  spans.insert(spans.end(), frame.bulk.begin(), frame.bulk.end());
   header.transfer = transfers_.add(
-      std::move(bigFrame), std::move(spans), std::move(frame.callback));
+      std::move(bigFrame), frame.bulk, std::move(frame.callback));
   sendActive(header, std::move(data));
 }
 

@@ -56,6 +56,7 @@ class UcxConnection final : public Connection,
   bool peerDied() const override {
     return peerDied_.load();
   }
+  bool sharesMemory() const override;
   PathInfo path() const override;
 
   // Moves the peer's bulk spans [first, first + into.size()) of `transfer`
@@ -72,6 +73,8 @@ class UcxConnection final : public Connection,
   // The peer's shared memory itself; null if there is none, or it cannot be
   // had.
   std::shared_ptr<void> map(const BulkEntry& entry);
+  // Our own shared memory that the peer gives back; null if it has none such.
+  std::shared_ptr<void> takeBack(const BulkEntry& entry);
 
   void deliveryEnds(); // any thread
 
@@ -186,6 +189,7 @@ class UcxConnection final : public Connection,
   size_t earlyBytes_ = 0;
   Transfers transfers_;
   std::vector<uint64_t> acknowledgements_; // transfers of the peer's
+  std::vector<uint64_t> adopted_; // the same: not to be waited for
   bool acknowledgesSoon_ = false;
   std::unordered_set<uint64_t> pulls_; // receives on the bulk channel
 };

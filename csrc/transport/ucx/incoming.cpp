@@ -57,27 +57,45 @@ void UcxIncoming::refuse(const base::Error& why) {
   }
 }
 
-std::shared_ptr<void> UcxIncoming::adopt(size_t index) {
-  auto memory = connection_->map(entries_[index]);
+Adopted UcxIncoming::adopt(size_t index) {
+  const BulkEntry& entry = entries_[index];
+  if (entry.fd == kReturned) {
+    return {.memory = connection_->takeBack(entry)};
+  }
+  auto memory = connection_->map(entry);
   if (memory == nullptr) {
-    return nullptr;
+    return {};
   }
   if (lease_ == nullptr) {
     lease_ = std::make_shared<Lease>(connection_, transfer_);
   }
-  struct Adopted {
+  struct Leased {
     std::shared_ptr<Lease> lease;
     std::shared_ptr<void> memory; // goes first
   };
   void* const data = memory.get();
-  auto adopted = std::make_shared<Adopted>(Adopted{lease_, std::move(memory)});
-  return {std::move(adopted), data};
+  auto leased = std::make_shared<Leased>(Leased{lease_, std::move(memory)});
+  return {
+      std::shared_ptr<void>(std::move(leased), data),
+      entry.region,
+      connection_};
 }
 
 void UcxIncoming::receive(
     std::vector<base::MutableSpan> into,
     Callback callback) {
   answered_ = true;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (entries_[i].fd == kReturned && into[i].data != nullptr) {
+      const base::Error error{
+          base::ErrorKind::kInvalid,
+          "the sender returns memory that it has not been sent"};
+      const auto connection = connection_;
+      callback(error); // the owner may let go of this
+      connection->done(transfer_, 0, error);
+      return;
+    }
+  }
   const uint64_t transfer =
       lease_ == nullptr ? transfer_ : transfer_ | kAdopted;
   uint64_t bytes = bytes_.size();

@@ -29,7 +29,7 @@ class UcxIncoming final : public Incoming {
     return sizes_;
   }
   void refuse(const base::Error& why) override;
-  std::shared_ptr<void> adopt(size_t index) override;
+  Adopted adopt(size_t index) override;
   void receive(std::vector<base::MutableSpan> into, Callback callback) override;
 
  private:

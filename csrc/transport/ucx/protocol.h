@@ -36,7 +36,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 3;
+constexpr uint16_t kProtocolVersion = 4;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -72,9 +72,13 @@ struct BulkEntry {
   uint64_t size = 0;
   uint64_t address = 0; // 0: not readable from outside, pull it
   uint64_t region = 0; // not 0: shared memory that the receiver may keep
-  uint64_t fd = 0; // of the region, in the sender's process
+  uint64_t fd = 0; // of the region, in the sender's process; or kReturned
 };
 static_assert(sizeof(BulkEntry) == 32);
+
+// The region is one of the receiver's own, which it has sent over the same
+// connection: the sender does not use it any more.
+constexpr uint64_t kReturned = ~uint64_t{0};
 
 // Both ends introduce themselves with it.
 struct Preamble {

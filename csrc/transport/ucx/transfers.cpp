@@ -5,13 +5,31 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-uint64_t Transfers::add(base::Buffer data, Spans spans, Callback callback) {
+uint64_t Transfers::add(
+    base::Buffer frame,
+    const std::vector<BulkSpan>& bulk,
+    Callback callback) {
   const uint64_t id = next_++;
   Transfer& transfer = transfers_[id];
-  transfer.data = std::move(data);
-  transfer.spans = std::move(spans);
+  transfer.frame = std::move(frame);
+  if (transfer.frame.size() != 0) {
+    transfer.spans.push_back({transfer.frame.data(), transfer.frame.size()});
+  }
+  for (const BulkSpan& span : bulk) {
+    transfer.spans.push_back(span);
+    if (span.owner != nullptr) {
+      transfer.regions.push_back(span.region.id);
+      lent_[span.region.id] = {span.size, span.owner};
+    }
+  }
   transfer.callback = std::move(callback);
   return id;
+}
+
+std::shared_ptr<void> Transfers::lent(uint64_t region, uint64_t size) const {
+  const auto it = lent_.find(region);
+  return it == lent_.end() || it->second.size != size ? nullptr
+                                                      : it->second.owner;
 }
 
 const Transfers::Spans* Transfers::find(uint64_t id) const {
@@ -77,6 +95,9 @@ void Transfers::finish(Map::iterator it) {
   Transfer& transfer = it->second;
   if (!transfer.done || transfer.sends != 0) {
     return;
+  }
+  for (const uint64_t region : transfer.regions) {
+    lent_.erase(region);
   }
   if (transfer.callback) {
     worker_.defer(

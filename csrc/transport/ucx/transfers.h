@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -22,13 +23,18 @@ class Transfers {
 
   explicit Transfers(Worker& worker) : worker_(worker) {}
 
-  // Lends `spans`; `data`, which they may point into, lives as long. Returns
-  // the number by which the peer asks for them. `callback` fires when the peer
-  // needs them no more.
-  uint64_t add(base::Buffer data, Spans spans, Callback callback);
+  // Lends `frame`, which may be empty, and then `bulk`. Returns the number by
+  // which the peer asks for them. `callback` fires when the peer needs them no
+  // more.
+  uint64_t
+  add(base::Buffer frame, const std::vector<BulkSpan>& bulk, Callback callback);
 
   // Null for a number that does not exist, or has ended.
   const Spans* find(uint64_t id) const;
+
+  // A region of ours that the peer has, and gives back; null if it has none
+  // such.
+  std::shared_ptr<void> lent(uint64_t region, uint64_t size) const;
 
   // Around a send through UCX, which may read the memory until it ends,
   // whatever the peer says.
@@ -51,8 +57,9 @@ class Transfers {
 
  private:
   struct Transfer {
-    base::Buffer data;
+    base::Buffer frame;
     Spans spans;
+    std::vector<uint64_t> regions;
     Callback callback;
     bool done = false;
     bool adopted = false;
@@ -60,12 +67,17 @@ class Transfers {
     uint32_t sends = 0;
   };
   using Map = std::unordered_map<uint64_t, Transfer>;
+  struct Lent {
+    uint64_t size = 0;
+    std::shared_ptr<void> owner;
+  };
 
   void finish(Map::iterator it);
 
   Worker& worker_;
   uint64_t next_ = 1;
   Map transfers_;
+  std::unordered_map<uint64_t, Lent> lent_; // by region
 };
 
 } // namespace torch_rpc_ext::transport::ucx
