@@ -148,7 +148,7 @@ FRAME = Boxes(
                 Cell("ver 1", 1.5),
                 Cell("kind 1", 1.7),
                 Cell("type 2", 1.8),
-                Cell("0 2", 1.1),
+                Cell("options 2", 1.7),
                 Cell("flags 4", 2),
             ),
         ),

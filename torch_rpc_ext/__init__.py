@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch_rpc_ext import errors as errors
     from torch_rpc_ext import sharding as sharding
     from torch_rpc_ext._info import info as info
+    from torch_rpc_ext._wire_dtype import wire_dtype as wire_dtype
     from torch_rpc_ext.options import UcxRpcBackendOptions as UcxRpcBackendOptions
     from torch_rpc_ext.retry import RetryPolicy as RetryPolicy
     from torch_rpc_ext.takeover import take_over as take_over
@@ -28,6 +29,7 @@ __all__ = [
     "info",
     "sharding",
     "take_over",
+    "wire_dtype",
 ]
 
 # Public name -> (module, attribute; None for the module itself).
@@ -38,6 +40,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "info": ("torch_rpc_ext._info", "info"),
     "sharding": ("torch_rpc_ext.sharding", None),
     "take_over": ("torch_rpc_ext.takeover", "take_over"),
+    "wire_dtype": ("torch_rpc_ext._wire_dtype", "wire_dtype"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,12 @@ from torch_rpc_ext import (
     _state,
     _store,
 )
-from torch_rpc_ext._option_table import DEFAULT_RPC_TIMEOUT, ENCRYPTION, default_init_timeout
+from torch_rpc_ext._option_table import (
+    DEFAULT_RPC_TIMEOUT,
+    ENCRYPTION,
+    default_init_timeout,
+    wire_dtype_number,
+)
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
@@ -149,6 +154,7 @@ def _open(
     agent_options = native.AgentOptions()
     for option, value in _agent_options(options, interface).items():
         setattr(agent_options, option, value)
+    agent_options.set_wire_dtypes(*_wire_dtypes(options))
     allowed = None
     if options.allow_list is not None:
         from torch_rpc_ext._allow_list import AllowList  # not for those who do not use it
@@ -195,11 +201,32 @@ def _agent_options(
         "max_message_bytes": options.max_message_bytes,
         "max_calls_in_flight": options.max_calls_in_flight,
         "max_bytes_in_flight": options.max_bytes_in_flight,
+        "integrity": options.integrity,
         "fault_messages_to_fail": options.messages_to_fail,
         "fault_messages_to_lose": options.messages_to_lose,
+        "fault_messages_to_corrupt": options.messages_to_corrupt,
         "fault_messages_to_delay": options.messages_to_delay,
         "fault_num_fail_sends": options.num_fail_sends,
     }
+
+
+def _wire_dtypes(options: UcxRpcBackendOptions) -> tuple[int, dict[str, int]]:
+    """Return what all workers get, and what some get in its place."""
+    given = options.wire_dtype
+    if not isinstance(given, dict):
+        return wire_dtype_number("wire_dtype", given), {}
+    return 0, {worker: wire_dtype_number("wire_dtype", each) for worker, each in given.items()}
+
+
+def _check_workers(options: UcxRpcBackendOptions, members: Iterable[str]) -> None:
+    """Refuse options for workers that a static group does not have."""
+    known = sorted(members)
+    for worker in options.wire_dtype if isinstance(options.wire_dtype, dict) else ():
+        if worker not in known:
+            raise ValueError(
+                f"wire_dtype has an entry for worker {worker!r}, which is not in the group: it has "
+                f"{', '.join(map(repr, known))}"
+            )
 
 
 def _start_static(
@@ -207,6 +234,7 @@ def _start_static(
 ) -> None:
     session.place = place
     group = meeting.join(session.me)
+    _check_workers(session.options, group.members)
     _enter(session, group)
     api._init_rpc_states(session.agent)
     meeting.confirm_start()

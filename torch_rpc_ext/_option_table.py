@@ -154,6 +154,37 @@ def encryption(name: str, value: Any) -> str:
     return str(value)
 
 
+# What float32 tensors may travel as, in the order of csrc's enum.
+WIRE_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def wire_dtype_number(name: str, value: Any) -> int:
+    """Return the place of a dtype in WIRE_DTYPES; None means float32.
+
+    Raises:
+        TypeError: it is no dtype.
+        ValueError: it is another one.
+    """
+    if value is None:
+        return 0
+    # By names: torch is not imported here.
+    if type(value).__name__ != "dtype":
+        raise TypeError(f"{name} must be a torch.dtype, such as torch.bfloat16, got {value!r}")
+    if str(value) not in WIRE_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(WIRE_DTYPES)}, got {value!r}")
+    return WIRE_DTYPES.index(str(value))
+
+
+def wire_dtype(name: str, value: Any) -> Any:
+    """Accept a dtype of WIRE_DTYPES or None, or worker -> such a dtype."""
+    if isinstance(value, Mapping):
+        for worker, dtype in value.items():
+            wire_dtype_number(f"{name}[{text(f'each key of {name}', worker)!r}]", dtype)
+        return dict(value)
+    wire_dtype_number(name, value)
+    return value
+
+
 def interface(name: str, value: Any) -> tuple[str, ...]:
     """Accept an interface's name or IP address, several of them comma-separated or as a list.
 
@@ -383,6 +414,25 @@ OPTIONS: tuple[Option, ...] = (
         "The same for the bytes of those calls; a larger call goes alone.",
     ),
     Option(
+        "wire_dtype",
+        None,
+        wire_dtype,
+        "",
+        "What float32 tensors travel as, to other workers and back: `torch.bfloat16` or "
+        "`torch.float16`, half the bytes and less precise, for all workers or by worker: "
+        "`{'worker1': torch.bfloat16}`. By default float32. See "
+        "[the guide](howto/wire_dtype.md).",
+    ),
+    Option(
+        "integrity",
+        False,
+        boolean,
+        "",
+        "Send checksums with the bytes of each call of this worker, and of its answer. A call "
+        "whose bytes have changed on the way fails with an IntegrityError. See "
+        "[faults.md](faults.md#bytes-that-change-on-the-way).",
+    ),
+    Option(
         "allow_list",
         None,
         allow_list,
@@ -406,6 +456,14 @@ OPTIONS: tuple[Option, ...] = (
         "Fault injection: message types of which the first sends lose the connection, at this end "
         "only.",
         keyword="_messages_to_lose",
+    ),
+    Option(
+        "messages_to_corrupt",
+        [],
+        message_names,
+        "",
+        "Fault injection: message types of which the first sends have one bit changed.",
+        keyword="_messages_to_corrupt",
     ),
     Option(
         "messages_to_delay",

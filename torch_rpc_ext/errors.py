@@ -43,12 +43,21 @@ class ShutDownError(RpcError):
     """This worker or the other one is shutting down. Give up."""
 
 
+class IntegrityError(RpcError):
+    """Bytes of the call, or of its answer, changed on their way (option integrity).
+
+    Try again, and have the hardware looked at. It also comes from a program that writes to a tensor
+    before the call that sends it is over.
+    """
+
+
 # As csrc/base/error.cpp calls the kinds, and upstream time-outs (rpc_agent.h, RPCErrorType).
 _KINDS: tuple[tuple[str, type[RpcError]], ...] = (
     ("failed (peer lost)", PeerLostError),
     ("failed (refused)", RefusedError),
     ("failed (overloaded)", OverloadedError),
     ("failed (shut down)", ShutDownError),
+    ("failed (corrupted)", IntegrityError),
     ("RPCErr:1:", CallTimeoutError),
 )
 

@@ -54,6 +54,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         max_calls_in_flight: calls that this worker may have under way to each other one; more
             wait. 0 for no limit.
         max_bytes_in_flight: the same for their bytes.
+        wire_dtype: what float32 tensors travel as, to other workers and back: torch.bfloat16 or
+            torch.float16; or worker -> dtype. None for float32.
+        integrity: send checksums with all bytes of a call and of its answer, which are compared at
+            their end.
         allow_list: names of the modules, functions, classes and operators that peers may call
             here; None for everything.
 
@@ -83,9 +87,12 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     max_message_bytes: int
     max_calls_in_flight: int
     max_bytes_in_flight: int
+    wire_dtype: torch.dtype | dict[str, torch.dtype | None] | None
+    integrity: bool
     allow_list: tuple[str, ...] | None
     messages_to_fail: list[str]
     messages_to_lose: list[str]
+    messages_to_corrupt: list[str]
     messages_to_delay: dict[str, float]
     num_fail_sends: int
 
@@ -112,9 +119,12 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         max_message_bytes: int = 0,
         max_calls_in_flight: int = table.DEFAULT_MAX_CALLS_IN_FLIGHT,
         max_bytes_in_flight: int = 0,
+        wire_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
+        integrity: bool = False,
         allow_list: Sequence[str] | None = None,
         _messages_to_fail: Sequence[str] = (),
         _messages_to_lose: Sequence[str] = (),
+        _messages_to_corrupt: Sequence[str] = (),
         _messages_to_delay: Mapping[str, float] | None = None,
         _num_fail_sends: int = 0,
     ) -> None:
@@ -145,9 +155,12 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "max_message_bytes": max_message_bytes,
             "max_calls_in_flight": max_calls_in_flight,
             "max_bytes_in_flight": max_bytes_in_flight,
+            "wire_dtype": wire_dtype,
+            "integrity": integrity,
             "allow_list": allow_list,
             "messages_to_fail": list(_messages_to_fail),
             "messages_to_lose": list(_messages_to_lose),
+            "messages_to_corrupt": list(_messages_to_corrupt),
             "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
             "num_fail_sends": _num_fail_sends,
         }

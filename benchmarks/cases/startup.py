@@ -96,4 +96,5 @@ CASES = [
         {"time": Target(6.0, 2.0, "value"), "memory": Target(15e6, 12e6, "value")},
         long=True,
     ),
+    Startup(256, 1, {"time": Target(10.0, kind="value")}, long=True),
 ]

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/allow_list.h"
+#include "agent/wire_dtype.h"
 #include "transport/ucx/options.h"
 
 #include <cstdint>
@@ -15,12 +16,13 @@ namespace torch_rpc_ext::agent {
 struct FaultOptions {
   std::vector<std::string> messagesToFail;
   std::vector<std::string> messagesToLose; // with the connection, at this end
+  std::vector<std::string> messagesToCorrupt; // one bit
   std::unordered_map<std::string, double> messagesToDelay; // seconds
   int failures = 0; // of each message, one after the other
 
   bool any() const {
     return !messagesToFail.empty() || !messagesToLose.empty() ||
-        !messagesToDelay.empty();
+        !messagesToCorrupt.empty() || !messagesToDelay.empty();
   }
 };
 
@@ -36,6 +38,10 @@ struct AgentOptions {
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
   bool useCudaIpc = true;
+  // What float32 tensors travel as.
+  WireDtypes wireDtypes;
+  // Whether checksums travel with all that this worker sends.
+  bool integrity = false;
   transport::ucx::Options transport;
   AllowList allowed;
   FaultOptions faults;

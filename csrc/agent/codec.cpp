@@ -1,9 +1,10 @@
 #include "agent/codec.h"
 
-#include "agent/device/staging.h"
+#include "agent/host_storage.h"
+#include "agent/integrity.h"
 #include "agent/tensor_decoder.h"
-
-#include <c10/core/CPUAllocator.h>
+#include "agent/wire_dtype.h"
+#include "base/checksum.h"
 
 #include <algorithm>
 #include <cstring>
@@ -31,81 +32,7 @@ Error mismatch() {
       "the bulk that the transport announces is not that of the call frame"};
 }
 
-c10::Storage makeStorage(at::DataPtr data, size_t size) {
-  // With the allocator, and resizable, as every tensor that is made here: the
-  // receiver may resize_() it.
-  return c10::Storage(
-      c10::Storage::use_byte_size_t(),
-      size,
-      std::move(data),
-      c10::GetCPUAllocator(),
-      /*resizable=*/true);
-}
-
 using Block = memory::BufferCache::Block;
-
-void deleteBlock(void* block) {
-  delete static_cast<Block*>(block);
-}
-
-c10::Storage adoptBlock(Block block) {
-  auto owner = std::make_unique<Block>(std::move(block));
-  void* const data = owner->data();
-  const size_t size = owner->size();
-  at::DataPtr pointer(data, owner.release(), deleteBlock, at::Device(at::kCPU));
-  return makeStorage(std::move(pointer), size);
-}
-
-void deleteAdopted(void* adopted) {
-  delete static_cast<transport::Adopted*>(adopted);
-}
-
-c10::Storage adoptMemory(transport::Adopted adopted, size_t size) {
-  auto owner = std::make_unique<transport::Adopted>(std::move(adopted));
-  void* const data = owner->memory.get();
-  at::DataPtr pointer(
-      data, owner.release(), deleteAdopted, at::Device(at::kCPU));
-  return makeStorage(std::move(pointer), size);
-}
-
-// What a storage's memory is, when the storage has but one owner; else null.
-template <typename Owner>
-Owner* soleOwner(const c10::Storage& storage, void (*deleter)(void*)) {
-  if (storage.data_ptr().get_deleter() != deleter) {
-    return nullptr;
-  }
-  const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
-      storage.unsafeGetStorageImpl());
-  // `one` is the second.
-  return one.use_count() == 2 && one.weak_use_count() == 1
-      ? static_cast<Owner*>(storage.data_ptr().get_context())
-      : nullptr;
-}
-
-// Its region, when it came over `to` and can go back there; else 0.
-uint64_t returnable(
-    const c10::Storage& storage,
-    const transport::ConnectionPtr& to) {
-  const auto* const adopted =
-      soleOwner<transport::Adopted>(storage, deleteAdopted);
-  return adopted != nullptr && adopted->home.lock() == to ? adopted->region : 0;
-}
-
-// Only for as long as the frame is there.
-c10::Storage borrow(base::ConstSpan bytes) {
-  return c10::Storage(
-      c10::Storage::use_byte_size_t(),
-      bytes.size,
-      at::DataPtr(const_cast<void*>(bytes.data), at::Device(at::kCPU)));
-}
-
-c10::Storage copyInlined(base::ConstSpan bytes) {
-  at::DataPtr data = c10::GetCPUAllocator()->allocate(bytes.size);
-  if (bytes.size != 0) {
-    std::memcpy(data.get(), bytes.data, bytes.size);
-  }
-  return makeStorage(std::move(data), bytes.size);
-}
 
 // Runs code that may throw.
 template <typename F>
@@ -134,12 +61,14 @@ Error Encoder::describe() {
         return error;
       }
     }
-    return {};
+    return tensors_.narrow(options_.dtype, options_.cache);
   });
 }
 
-Result<bool> Encoder::depart(device::SendingWay* beside) {
-  if (auto error = guarded("encode", [this, beside]() -> Error {
+Result<bool> Encoder::depart(
+    device::SendingWay* beside,
+    device::Launcher* launcher) {
+  if (auto error = guarded("encode", [&]() -> Error {
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
@@ -147,12 +76,18 @@ Result<bool> Encoder::depart(device::SendingWay* beside) {
             return failed;
           }
         }
-        device::stage(departing_, staged_);
+        for (const device::Departing& departing : departing_) {
+          if (departing.entry->beside) { // as it is: nothing is sent of it
+            departing.entry->dtype = wire::WireDtype::kFloat32;
+            departing.entry->bytes.size = departing.storage.nbytes();
+          }
+        }
+        device::stage(departing_, {launcher, options_.checked}, staged_);
         return {};
       })) {
     return error;
   }
-  return !staged_.empty();
+  return !staged_.held.empty();
 }
 
 Result<Encoded> Encoder::finish() {
@@ -169,12 +104,15 @@ Error Encoder::write(Encoded& encoded) {
   frame.header.kind = options_.kind;
   frame.header.messageType = static_cast<uint16_t>(message_->type());
   frame.header.callId = options_.callId;
+  frame.header.answer = options_.answer;
   frame.payload = {payload.data(), payload.size()};
   frame.payloadBulk = payload.size() > options_.inlineThreshold;
   frame.storages = tensors_.storages();
   frame.records = tensors_.records();
   frame.dims = tensors_.dims();
   frame.note = {departure_.note.data(), departure_.note.size()};
+  const std::vector<uint64_t> sums = sumsOf(frame);
+  frame.sums = sums;
   auto head = wire::encode(frame);
   if (!head.ok()) {
     return head.error();
@@ -197,10 +135,26 @@ Error Encoder::write(Encoded& encoded) {
   }
   encoded.storages = tensors_.takeOwners();
   encoded.storages.insert(
-      encoded.storages.end(), staged_.begin(), staged_.end());
+      encoded.storages.end(), staged_.held.begin(), staged_.held.end());
   encoded.parcel = std::move(departure_.parcel);
   departing_.clear();
   return {};
+}
+
+std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
+  if (!options_.checked) {
+    return {};
+  }
+  std::vector<uint64_t> sums{base::checksum(frame.payload)};
+  auto computed = staged_.sums.begin(); // in the order of the storages
+  for (const wire::StorageEntry& storage : frame.storages) {
+    if (computed != staged_.sums.end() && computed->entry == &storage) {
+      sums.push_back(*computed++->sum);
+    } else {
+      sums.push_back(storage.beside ? 0 : base::checksum(storage.bytes));
+    }
+  }
+  return sums;
 }
 
 Result<Encoded> encode(
@@ -232,7 +186,7 @@ bool Encoded::giveAway(
       span.returned = true;
       continue;
     }
-    const auto* const block = soleOwner<Block>(*storage, deleteBlock);
+    const auto* const block = soleBlock(*storage);
     if (block == nullptr) {
       return false;
     }
@@ -254,8 +208,8 @@ void Encoded::discard() {
     block->discard();
   }
   for (const auto& storage : storages) {
-    if (given && storage.data_ptr().get_deleter() == deleteBlock) {
-      static_cast<Block*>(storage.data_ptr().get_context())->discard();
+    if (Block* const block = given ? blockOf(storage) : nullptr) {
+      block->discard();
     }
   }
 }
@@ -307,6 +261,7 @@ Result<std::vector<base::MutableSpan>> Decoder::allocate(
             std::to_string(memory::physicalMemory()));
   }
   allocated_ = true;
+  cache_ = &cache;
   return spans;
 }
 
@@ -329,6 +284,9 @@ Error Decoder::allocateBulk(
   for (auto cursor = view_.storages(); cursor.next(storage);) {
     if (storage.bulk && !matches(storage.size)) {
       return mismatch();
+    }
+    if (storage.dtype != wire::WireDtype::kFloat32) {
+      total += storage.sizeHere(); // besides the bytes that it comes in
     }
   }
   if (count != announced.size()) {
@@ -366,40 +324,60 @@ Error Decoder::allocateBulk(
       spans.push_back({nullptr, storage.size});
       continue;
     }
-    if (storage.size >= memory::kMinBlockBytes) {
-      auto block = cache.acquire(storage.size);
-      if (!block.ok()) {
-        return block.error();
-      }
-      bulk_.push_back(adoptBlock(std::move(block.value())));
-    } else {
-      bulk_.push_back(makeStorage(
-          c10::GetCPUAllocator()->allocate(storage.size), storage.size));
+    auto memory = allocateOnHost(&cache, storage.size);
+    if (!memory.ok()) {
+      return memory.error();
     }
+    bulk_.push_back(std::move(memory.value()));
     spans.push_back({bulk_.back().mutable_data(), storage.size});
   }
   return {};
 }
 
-void Decoder::takeStorages(Storages& storages) {
+Result<c10::Storage> Decoder::onHostAsWas(
+    const wire::StorageView& storage,
+    c10::Storage bulk) {
+  if (storage.dtype == wire::WireDtype::kFloat32) {
+    return storage.bulk ? std::move(bulk) : copyBytesOf(storage.bytes);
+  }
+  auto memory = allocateOnHost(cache_, storage.sizeHere());
+  if (memory.ok()) {
+    widen(
+        storage.bulk ? base::ConstSpan{bulk.data(), bulk.nbytes()}
+                     : storage.bytes,
+        storage.dtype,
+        {memory.value().mutable_data(), memory.value().nbytes()});
+  }
+  return memory;
+}
+
+Error Decoder::takeStorages(Storages& storages) {
   wire::StorageView storage;
   auto bulk = bulk_.begin();
   for (auto cursor = view_.storages(); cursor.next(storage);) {
-    storages.push_back(
-        storage.bulk ? std::move(*bulk++) : copyInlined(storage.bytes));
+    auto taken = onHostAsWas(
+        storage, storage.bulk ? std::move(*bulk++) : c10::Storage());
+    if (!taken.ok()) {
+      return taken.error();
+    }
+    storages.push_back(std::move(taken.value()));
   }
+  return {};
 }
 
 // `onHost` gets the bytes of those that go to a device: to be looked at here,
 // where it costs no wait for the device. None for what came beside the frame.
 Error Decoder::placeStorages(
     device::ReceivingWay* beside,
+    device::Launcher* launcher,
     Storages& storages,
     Storages& onHost) {
   storages.resize(view_.storageCount());
   onHost.resize(view_.storageCount());
   std::vector<device::Arriving> arriving;
   std::vector<size_t> arrivingAt;
+  // Only these are looked at on the host.
+  const bool hasParts = view_.recordCount() != view_.tensorCount();
   wire::StorageView storage;
   auto bulk = bulk_.begin();
   auto cursor = view_.storages();
@@ -407,21 +385,31 @@ Error Decoder::placeStorages(
     if (storage.beside) {
       continue;
     }
-    if (storage.bulk) {
-      onHost[i] = std::move(*bulk++);
-    } else if (storage.place == wire::kHostPlace) {
-      onHost[i] = copyInlined(storage.bytes);
-    } else {
-      onHost[i] = borrow(storage.bytes);
+    if (storage.place == wire::kHostPlace) {
+      auto taken = onHostAsWas(
+          storage, storage.bulk ? std::move(*bulk++) : c10::Storage());
+      if (!taken.ok()) {
+        return taken.error();
+      }
+      storages[i] = onHost[i] = std::move(taken.value());
+      continue;
     }
-    storages[i] = onHost[i];
-    if (storage.place != wire::kHostPlace) {
-      arriving.push_back(
-          {device::deviceAt(storage.place), onHost[i], storage.bulk});
-      arrivingAt.push_back(i);
+    const c10::Storage host =
+        storage.bulk ? std::move(*bulk++) : borrow(storage.bytes);
+    arriving.push_back(
+        {device::deviceAt(storage.place), host, storage.bulk, storage.dtype});
+    arrivingAt.push_back(i);
+    if (storage.dtype == wire::WireDtype::kFloat32) {
+      onHost[i] = host;
+    } else if (hasParts) {
+      auto taken = onHostAsWas(storage, host);
+      if (!taken.ok()) {
+        return taken.error();
+      }
+      onHost[i] = std::move(taken.value());
     }
   }
-  auto placed = device::unstage(arriving);
+  auto placed = device::unstage(arriving, launcher);
   for (size_t i = 0; i < placed.size(); ++i) {
     storages[arrivingAt[i]] = std::move(placed[i]);
   }
@@ -457,12 +445,14 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
 }
 
 Result<c10::intrusive_ptr<Message>> Decoder::finish(
-    device::ReceivingWay* beside) {
+    device::ReceivingWay* beside,
+    device::Launcher* launcher) {
   if (!allocated_) {
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
   }
   c10::intrusive_ptr<Message> message;
-  if (auto error = guarded("decode", [&] { return decode(beside, message); })) {
+  if (auto error = guarded(
+          "decode", [&] { return decode(beside, launcher, message); })) {
     return error;
   }
   return message;
@@ -470,17 +460,22 @@ Result<c10::intrusive_ptr<Message>> Decoder::finish(
 
 Error Decoder::decode(
     device::ReceivingWay* beside,
+    device::Launcher* launcher,
     c10::intrusive_ptr<Message>& message) {
   if (!view_.payloadBulk() && view_.payloadSize() != 0) {
     const auto* bytes = static_cast<const char*>(view_.payload().data);
     payload_.assign(bytes, bytes + view_.payloadSize());
   }
+  if (auto error =
+          checkSums(view_, {payload_.data(), payload_.size()}, bulk_)) {
+    return error;
+  }
   Storages storages;
   Storages onHost;
-  if (!view_.hasDevices()) {
-    storages.reserve(view_.storageCount());
-    takeStorages(storages);
-  } else if (auto error = placeStorages(beside, storages, onHost)) {
+  storages.reserve(view_.storageCount());
+  if (auto error = view_.hasDevices()
+          ? placeStorages(beside, launcher, storages, onHost)
+          : takeStorages(storages)) {
     return error;
   }
   std::vector<at::Tensor> tensors;

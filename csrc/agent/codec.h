@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/staging.h"
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
 #include "agent/tensor_encoder.h"
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 // Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
@@ -68,6 +70,14 @@ struct EncodeOptions {
   // Storages, and the payload, of up to so many bytes are copied into the head,
   // larger ones go as bulk.
   uint64_t inlineThreshold = 0;
+  // What storages of float32 tensors travel as, those beside the frame
+  // excepted.
+  wire::WireDtype dtype = wire::WireDtype::kFloat32;
+  // Of a request: what the caller wants for the answer's.
+  std::optional<wire::WireDtype> answer = std::nullopt;
+  bool checked = false; // with checksums
+  // Memory for what is narrowed here; null for torch's.
+  memory::BufferCache* cache = nullptr;
 };
 
 // Turns a message into a frame. Views of one storage share it, but a tensor
@@ -97,19 +107,22 @@ class Encoder {
   base::Error describe();
   // Queues on the current streams what brings tensors from their devices, by
   // `beside` if it can. True when finish() has to wait until what is queued is
-  // over.
-  base::Result<bool> depart(device::SendingWay* beside);
+  // over. `launcher` may be null.
+  base::Result<bool> depart(
+      device::SendingWay* beside,
+      device::Launcher* launcher);
   // At most once.
   base::Result<Encoded> finish();
 
  private:
   base::Error write(Encoded& encoded);
+  std::vector<uint64_t> sumsOf(const wire::CallFrame& frame) const;
 
   const c10::intrusive_ptr<torch::distributed::rpc::Message> message_;
   const EncodeOptions options_;
   TensorEncoder tensors_;
   std::vector<device::Departing> departing_;
-  std::vector<c10::Storage> staged_;
+  device::Staged staged_;
   device::Departure departure_;
 };
 
@@ -159,18 +172,25 @@ class Decoder {
   // the sizes that the transport will deliver. To be called once, also when
   // there is none. Fails with kInvalid when they are not those of the head or
   // when a tensor is for none of `devices`, with kOverloaded when there is no
-  // memory.
+  // memory. `cache` outlives finish().
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
       device::Devices devices,
       const Adopt& adopt = nullptr);
 
+  // Whether the sender has sent checksums.
+  bool isChecked() const {
+    return view_.hasSums();
+  }
+
   // At most once, after the bulk has arrived; `beside` for messages that come
-  // over a connection that has such a way. Fails with kInvalid, or with
-  // kOverloaded when there is no memory.
+  // over a connection that has such a way; `launcher` may be null. Fails with
+  // kInvalid, with kOverloaded when there is no memory, or with kCorrupted when
+  // a checksum is not the sender's.
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
-      device::ReceivingWay* beside = nullptr);
+      device::ReceivingWay* beside = nullptr,
+      device::Launcher* launcher = nullptr);
 
  private:
   explicit Decoder(wire::CallFrameView view) : view_(view) {}
@@ -178,13 +198,19 @@ class Decoder {
 
   base::Error decode(
       device::ReceivingWay* beside,
+      device::Launcher* launcher,
       c10::intrusive_ptr<torch::distributed::rpc::Message>& message);
-  void takeStorages(Storages& storages);
+  base::Error takeStorages(Storages& storages);
   base::Error placeStorages(
       device::ReceivingWay* beside,
+      device::Launcher* launcher,
       Storages& storages,
       Storages& onHost);
   base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
+  // A storage for the CPU, as the sender had it.
+  base::Result<c10::Storage> onHostAsWas(
+      const wire::StorageView& storage,
+      c10::Storage bulk);
   base::Error allocateBulk(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
@@ -194,6 +220,7 @@ class Decoder {
   wire::CallFrameView view_;
   std::vector<char> payload_; // when it is bulk
   std::vector<c10::Storage> bulk_; // pinned, for a device
+  memory::BufferCache* cache_ = nullptr; // from allocate() on
   bool allocated_ = false;
 };
 

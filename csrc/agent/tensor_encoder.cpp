@@ -1,6 +1,8 @@
 #include "agent/tensor_encoder.h"
 
 #include "agent/dtype.h"
+#include "agent/host_storage.h"
+#include "agent/wire_dtype.h"
 #include "wire/limits.h"
 
 #include <ATen/ATen.h>
@@ -164,6 +166,7 @@ Error TensorEncoder::addStrided(
   if (!index.ok()) {
     return index.error();
   }
+  exact_[index.value()] |= addsExact_ || tensor.scalar_type() != c10::kFloat;
   TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
   record.dtype = static_cast<uint8_t>(tensor.scalar_type());
   record.flags |=
@@ -243,13 +246,17 @@ Error TensorEncoder::addQuantized(const at::Tensor& tensor) {
       return fail("is quantised by a scheme that cannot be sent");
   }
   addShape(record, {}, {});
-  if (auto error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes)) {
-    return error;
+  // Rounded scales would be other numbers for all of its elements.
+  addsExact_ = true;
+  Error error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes);
+  if (!error) {
+    error = addPart(scales);
   }
-  if (auto error = addPart(scales)) {
-    return error;
+  if (!error) {
+    error = addPart(zeroPoints);
   }
-  return addPart(zeroPoints);
+  addsExact_ = false;
+  return error;
 }
 
 void TensorEncoder::addShape(
@@ -331,6 +338,7 @@ void TensorEncoder::addEntry(
   const size_t index = keys_.size();
   storages_.push_back({bytes, bulk, /*beside=*/false, place});
   keys_.push_back(key);
+  exact_.push_back(false);
   if (index >= kMaxScan) {
     index_.emplace(key, static_cast<uint32_t>(index));
   }
@@ -349,6 +357,45 @@ std::vector<bool> TensorEncoder::checkedStorages() const {
     }
   }
   return checked;
+}
+
+Error TensorEncoder::narrow(wire::WireDtype dtype, memory::BufferCache* cache) {
+  if (dtype == wire::WireDtype::kFloat32) {
+    return {};
+  }
+  for (size_t i = 0; i < storages_.size(); ++i) {
+    const size_t size = storages_[i].bytes.size;
+    if (exact_[i] || size == 0 || size % sizeof(float) != 0) {
+      continue;
+    }
+    if (auto error = narrowOne(i, dtype, cache)) {
+      return error;
+    }
+  }
+  return {};
+}
+
+Error TensorEncoder::narrowOne(
+    size_t index,
+    wire::WireDtype dtype,
+    memory::BufferCache* cache) {
+  wire::StorageEntry& entry = storages_[index];
+  const base::ConstSpan floats = entry.bytes;
+  entry.dtype = dtype;
+  entry.bytes.size /= wire::widening(dtype);
+  entry.bulk = entry.bytes.size > inlineThreshold_;
+  if (floats.data == nullptr) {
+    return {}; // on a device, where it is narrowed
+  }
+  auto memory = allocateOnHost(cache, entry.bytes.size);
+  if (!memory.ok()) {
+    return memory.error();
+  }
+  owners_.push_back(std::move(memory.value()));
+  void* const bytes = owners_.back().mutable_data();
+  agent::narrow(floats, dtype, {bytes, entry.bytes.size});
+  entry.bytes.data = bytes;
+  return {};
 }
 
 std::vector<device::Departing> TensorEncoder::takeDeparting() {

@@ -3,6 +3,7 @@
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
 #include "base/error.h"
+#include "memory/buffer_cache.h"
 #include "wire/call_frame.h"
 
 #include <ATen/core/Tensor.h>
@@ -38,8 +39,12 @@ class TensorEncoder {
   std::span<const wire::Dim> dims() const {
     return {dims_.data(), dims_.size()};
   }
+  // Lets storages travel with this dtype of which all tensors are float32. To
+  // be called once, after the last add(). `cache` as in EncodeOptions. Fails
+  // with kOverloaded; may throw c10::Error.
+  base::Error narrow(wire::WireDtype dtype, memory::BufferCache* cache);
   // The storages that are on devices: their entries have no bytes yet. To be
-  // called once, after the last add().
+  // called once, after that.
   std::vector<device::Departing> takeDeparting();
   // All copies, and all storages that go as bulk.
   std::vector<c10::Storage> takeOwners() {
@@ -68,6 +73,8 @@ class TensorEncoder {
       bool bulk,
       wire::DevicePlace place);
   std::vector<bool> checkedStorages() const;
+  base::Error
+  narrowOne(size_t index, wire::WireDtype dtype, memory::BufferCache* cache);
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;
@@ -75,6 +82,10 @@ class TensorEncoder {
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
   c10::SmallVector<const c10::StorageImpl*, 8> keys_; // of storages_
+  // Of storages_: there is a tensor over it that is not float32, or that has to
+  // arrive as it is.
+  c10::SmallVector<bool, 8> exact_;
+  bool addsExact_ = false;
   ska::flat_hash_map<const c10::StorageImpl*, uint32_t> index_; // when many
   c10::SmallVector<wire::TensorRecord, 8> records_;
   c10::SmallVector<wire::Dim, 16> dims_;

@@ -28,9 +28,10 @@ class FaultRule {
         failing_(
             options_.messagesToFail.begin(),
             options_.messagesToFail.end()),
-        losing_(
-            options_.messagesToLose.begin(),
-            options_.messagesToLose.end()) {}
+        losing_(options_.messagesToLose.begin(), options_.messagesToLose.end()),
+        corrupting_(
+            options_.messagesToCorrupt.begin(),
+            options_.messagesToCorrupt.end()) {}
 
   transport::fault::Fault operator()(base::ConstSpan head) {
     transport::fault::Fault fault;
@@ -46,7 +47,8 @@ class FaultRule {
       fault.delaySeconds = delay->second;
     }
     const bool loses = losing_.count(name) != 0;
-    if (failing_.count(name) == 0 && !loses) {
+    const bool corrupts = corrupting_.count(name) != 0;
+    if (failing_.count(name) == 0 && !loses && !corrupts) {
       return fault;
     }
     const base::ConstSpan payload = frame.value().payload();
@@ -55,8 +57,10 @@ class FaultRule {
         static_cast<const char*>(payload.data), payload.size)];
     if (failed < options_.failures) {
       ++failed;
-      fault.kind = loses ? transport::fault::Fault::Kind::kLose
-                         : transport::fault::Fault::Kind::kFail;
+      using Kind = transport::fault::Fault::Kind;
+      fault.kind = loses ? Kind::kLose
+          : corrupts     ? Kind::kCorrupt
+                         : Kind::kFail;
       fault.message = torch::distributed::rpc::makeRPCError(
           "Send attempt failed intentionally for " + name,
           torch::distributed::rpc::RPCErrorType::INTENTIONAL_FAILURE);
@@ -68,6 +72,7 @@ class FaultRule {
   const FaultOptions options_;
   const std::unordered_set<std::string> failing_;
   const std::unordered_set<std::string> losing_;
+  const std::unordered_set<std::string> corrupting_;
   std::mutex mutex_;
   std::unordered_map<std::string, int> failed_; // by payload
 };

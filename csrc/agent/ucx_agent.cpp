@@ -1,6 +1,7 @@
 #include "agent/ucx_agent.h"
 
 #include "agent/call_label.h"
+#include "agent/integrity.h"
 #include "agent/rpc_error.h"
 #include "agent/transports.h"
 #include "base/log.h"
@@ -213,12 +214,12 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   base::Error error;
   try {
     const transport::ConnectionPtr connection = peers_.connection(to.id_);
+    const EncodeOptions options = requestOptions(id, to.name_, connection);
     lastCall = {to.id_ == workerInfo_.id_ ? nullptr : this, id};
     if (device::anyOn(message->tensors())) {
-      error = sendFromDevices(id, message, route, connection);
+      error = sendFromDevices(options, message, route, connection);
     } else {
-      auto encoded = encode(
-          message, {id, wire::CallKind::kRequest, options_.inlineBytes}, route);
+      auto encoded = encode(message, options, route);
       error = encoded.ok() ? base::Error() : encoded.error();
       if (!error) {
         callBeingSent = id;
@@ -377,6 +378,10 @@ void UcxAgent::finish(
       exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
   if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
     std::string text(message->payload().begin(), message->payload().end());
+    if (text.find(kChangedOnTheWay) != std::string::npos) {
+      fail(std::move(call), {base::ErrorKind::kCorrupted, text});
+      return;
+    }
     if (call.createsRRef) {
       text = rpc::makeRPCError(text, rpc::RPCErrorType::TIMEOUT);
     }

@@ -5,6 +5,7 @@
 #include "agent/codec.h"
 #include "agent/device/event_waiter.h"
 #include "agent/device/ipc.h"
+#include "agent/device/launcher.h"
 #include "agent/device/same_process.h"
 #include "agent/device/tables.h"
 #include "agent/executor.h"
@@ -175,6 +176,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void setExceptionDecoder(ExceptionDecoder decoder) {
     exceptionDecoder_ = std::move(decoder);
   }
+  // Before the first message; see device::Launcher.
+  void setKernelSource(cuda::PtxSource source) {
+    launcher_.setSource(std::move(source));
+  }
   size_t pendingCalls() const {
     return pending_.size();
   }
@@ -188,6 +193,13 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // A request from then until its answer.
   struct Served;
   struct Waiter;
+  // Whom an answer goes to, and how the request asked for it.
+  struct Asker {
+    transport::ConnectionPtr connection;
+    uint64_t callId = 0;
+    std::optional<wire::WireDtype> dtype = std::nullopt;
+    bool checked = false; // as the request was
+  };
 
   // ---- transport::Handler ----
   std::string introduction() override;
@@ -228,10 +240,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   static c10::intrusive_ptr<rpc::Message> responseOf(
       rpc::JitFuture& future,
       uint64_t callId);
-  void reply(
-      const transport::ConnectionPtr& connection,
-      uint64_t callId,
-      c10::intrusive_ptr<rpc::Message> message);
+  void reply(const Asker& asker, c10::intrusive_ptr<rpc::Message> message);
   void sendReply(const transport::ConnectionPtr& connection, Encoded encoded);
   void sendReplyNow(
       const transport::ConnectionPtr& connection,
@@ -240,6 +249,14 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       uint64_t callId,
       const base::Error& why);
+
+  // How messages are written (ucx_agent_encoding.cpp).
+  EncodeOptions requestOptions(
+      uint64_t callId,
+      const std::string& worker,
+      const transport::ConnectionPtr& connection);
+  EncodeOptions answerOptions(const Asker& asker);
+  void keepCacheTidy(const EncodeOptions& options);
 
   // Tensors of devices, both sides (ucx_agent_devices.cpp).
   using Ready = std::function<void(base::Result<Encoded>)>;
@@ -264,13 +281,13 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       device::SendingWay* beside,
       Ready ready);
   base::Error sendFromDevices(
-      uint64_t callId,
+      const EncodeOptions& options,
       const c10::intrusive_ptr<rpc::Message>& message,
       const device::Route& route,
       const transport::ConnectionPtr& connection);
   void replyFromDevices(
       const transport::ConnectionPtr& connection,
-      uint64_t callId,
+      const EncodeOptions& options,
       const c10::intrusive_ptr<rpc::Message>& message,
       const device::Route& route);
 
@@ -334,6 +351,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
 
   device::Tables devices_;
   device::SameProcess sameProcess_;
+  device::Launcher launcher_;
   device::EventWaiter deviceEvents_;
   const std::shared_ptr<device::Ipc> ipc_; // after what it links to
   std::atomic<bool> stopped_{false};

@@ -62,6 +62,7 @@ device::Ipc::Links UcxAgent::ipcLinks() {
             executor_.submit(base::makeTask(std::move(task)));
           },
       .events = &deviceEvents_,
+      .launcher = &launcher_,
       .hasDevices = [this] { return !devices_.devices().empty(); }};
 }
 
@@ -117,7 +118,7 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
     trimLater();
   }
   const device::StreamScope scope(streams);
-  return arrival.decoder->finish(arrival.beside.get());
+  return arrival.decoder->finish(arrival.beside.get(), &launcher_);
 }
 
 base::Error UcxAgent::encodeFromDevices(
@@ -142,7 +143,7 @@ base::Error UcxAgent::encodeFromDevices(
     if (auto error = encoder->describe()) {
       return error;
     }
-    auto departed = encoder->depart(beside);
+    auto departed = encoder->depart(beside, &launcher_);
     if (!departed.ok()) {
       return departed.error();
     }
@@ -165,16 +166,17 @@ base::Error UcxAgent::encodeFromDevices(
 }
 
 base::Error UcxAgent::sendFromDevices(
-    uint64_t callId,
+    const EncodeOptions& options,
     const c10::intrusive_ptr<rpc::Message>& message,
     const device::Route& route,
     const transport::ConnectionPtr& connection) {
   return encodeFromDevices(
       message,
-      {callId, wire::CallKind::kRequest, options_.inlineBytes},
+      options,
       route,
       wayTo(connection).get(),
-      [this, callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (!encoded.ok()) {
           if (auto call = pending_.take(callId)) {
             failLater(std::move(*call), encoded.error());
@@ -187,15 +189,16 @@ base::Error UcxAgent::sendFromDevices(
 
 void UcxAgent::replyFromDevices(
     const transport::ConnectionPtr& connection,
-    uint64_t callId,
+    const EncodeOptions& options,
     const c10::intrusive_ptr<rpc::Message>& message,
     const device::Route& route) {
   const base::Error error = encodeFromDevices(
       message,
-      {callId, wire::CallKind::kResponse, options_.inlineBytes},
+      options,
       route,
       wayTo(connection).get(),
-      [this, callId, connection](base::Result<Encoded> encoded) {
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
         if (encoded.ok()) {
           sendReply(connection, std::move(encoded.value()));
         } else {
@@ -203,7 +206,7 @@ void UcxAgent::replyFromDevices(
         }
       });
   if (error) {
-    replyUnsent(connection, callId, error);
+    replyUnsent(connection, options.callId, error);
   }
 }
 

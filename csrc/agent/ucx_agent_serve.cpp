@@ -24,15 +24,23 @@ base::Timer::Clock::duration toDuration(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
+// The machine or the network does what nobody should have to look for.
+void logDamage(const std::string& worker, const base::Error& error) {
+  if (error.kind == base::ErrorKind::kCorrupted) {
+    base::log(
+        base::LogLevel::kWarning,
+        "from worker \"" + worker + "\": " + error.message);
+  }
+}
+
 } // namespace
 
 struct UcxAgent::Served {
-  transport::ConnectionPtr connection;
-  uint64_t id;
+  Asker asker;
   PendingCall::Clock::time_point arrived;
   PendingCall::Clock::time_point started;
   // While it is logged.
-  std::string label;
+  std::string label = {};
   std::chrono::nanoseconds gilWait{0};
 };
 
@@ -265,6 +273,7 @@ void UcxAgent::complete(Arrival& arrival, PendingCall call) {
       : device::Streams();
   auto message = decode(arrival, streams);
   if (!message.ok()) {
+    logDamage(call.worker, message.error());
     fail(std::move(call), message.error());
     return;
   }
@@ -284,8 +293,11 @@ void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
 
 void UcxAgent::serve(Arrival& arrival) {
   Served served{
-      .connection = arrival.connection,
-      .id = arrival.header().callId,
+      .asker =
+          {arrival.connection,
+           arrival.header().callId,
+           arrival.header().answer,
+           arrival.decoder->isChecked()},
       .arrived = arrival.at,
       .started = PendingCall::Clock::now()};
   counters_.queue.add(served.started - served.arrived);
@@ -294,13 +306,13 @@ void UcxAgent::serve(Arrival& arrival) {
       ? base::Result<c10::intrusive_ptr<rpc::Message>>(arrival.error)
       : decode(arrival, streams);
   if (!message.ok()) {
+    logDamage(peers_.nameOf(arrival.connection.get()), message.error());
     reply(
-        served.connection,
-        served.id,
+        served.asker,
         rpc::createExceptionResponse(
             "worker \"" + workerInfo_.name_ +
                 "\" could not take the message: " + message.error().message,
-            static_cast<int64_t>(served.id)));
+            static_cast<int64_t>(served.asker.callId)));
     return;
   }
   arrival.incoming.reset();
@@ -320,7 +332,7 @@ void UcxAgent::serve(Arrival& arrival) {
     future = execute(std::move(message.value()), streams);
     served.gilWait = waitedForGil - before;
   }
-  const uint64_t id = served.id;
+  const uint64_t id = served.asker.callId;
   if (future->completed()) {
     counters_.serverActiveCalls.fetch_sub(1);
     const device::StreamScope scope(streams);
@@ -351,8 +363,8 @@ void UcxAgent::answer(
   if (servedLog_.on() && !served.label.empty()) {
     // Before the caller hears of it, who may ask for the log next.
     servedLog_.add(
-        {.id = served.id,
-         .peer = peers_.nameOf(served.connection.get()),
+        {.id = served.asker.callId,
+         .peer = peers_.nameOf(served.asker.connection.get()),
          .label = std::move(served.label),
          .begin = toNanoseconds(served.arrived),
          .start = toNanoseconds(served.started),
@@ -360,7 +372,7 @@ void UcxAgent::answer(
          .gilWait = served.gilWait.count(),
          .bytes = bytesOf(*response)});
   }
-  reply(served.connection, served.id, std::move(response));
+  reply(served.asker, std::move(response));
 }
 
 c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
@@ -391,9 +403,10 @@ c10::intrusive_ptr<rpc::Message> UcxAgent::responseOf(
 }
 
 void UcxAgent::reply(
-    const transport::ConnectionPtr& connection,
-    uint64_t callId,
+    const Asker& asker,
     c10::intrusive_ptr<rpc::Message> message) {
+  const auto& connection = asker.connection;
+  const EncodeOptions options = answerOptions(asker);
   const bool fromDevices = device::anyOn(message->tensors());
   std::string caller;
   device::Route route{.request = false};
@@ -403,16 +416,13 @@ void UcxAgent::reply(
     route.map = devices_.mapBackTo(caller);
   }
   if (fromDevices) {
-    replyFromDevices(connection, callId, message, route);
+    replyFromDevices(connection, options, message, route);
     return;
   }
-  auto encoded = encode(
-      message,
-      {callId, wire::CallKind::kResponse, options_.inlineBytes},
-      route);
+  auto encoded = encode(message, options, route);
   message.reset();
   if (!encoded.ok()) {
-    replyUnsent(connection, callId, encoded.error());
+    replyUnsent(connection, asker.callId, encoded.error());
     return;
   }
   sendReply(connection, std::move(encoded.value()));

@@ -162,8 +162,7 @@ void UcxAgent::serveBarrier(
       [this, connection, id](const base::Error& error, int64_t sum) {
         if (error) {
           reply(
-              connection,
-              id,
+              {connection, id},
               rpc::createExceptionResponse(
                   "a worker was lost during shutdown: " + error.message,
                   static_cast<int64_t>(id)));
@@ -173,8 +172,7 @@ void UcxAgent::serveBarrier(
         base::ByteWriter writer({bytes.data(), bytes.size()});
         writer.i64(sum);
         reply(
-            connection,
-            id,
+            {connection, id},
             c10::make_intrusive<rpc::Message>(
                 std::move(bytes),
                 std::vector<at::Tensor>{},

@@ -22,6 +22,8 @@ const char* toString(ErrorKind kind) {
       return "system";
     case ErrorKind::kUnsupported:
       return "unsupported";
+    case ErrorKind::kCorrupted:
+      return "corrupted";
   }
   return "unknown";
 }

@@ -20,6 +20,7 @@ enum class ErrorKind : uint8_t {
   kInvalid, // malformed bytes or arguments: a bug or a stranger
   kSystem, // the operating system, UCX or CUDA failed: see the message
   kUnsupported, // not on this machine: take another way
+  kCorrupted, // bytes changed on their way: try again, look at the hardware
 };
 
 const char* toString(ErrorKind kind);

@@ -1,6 +1,7 @@
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
 #include "bindings/bindings.h"
+#include "bindings/ptx_source.h"
 #include "bindings/python_thread.h"
 #include "bindings/remote_exception.h"
 #include "bindings/request_callback.h"
@@ -64,6 +65,7 @@ std::shared_ptr<UcxAgent> makeAgent(
     values.clear();
   });
   agent->setExceptionDecoder(decodeRemoteException);
+  agent->setKernelSource(pythonPtxSource());
   // Upstream makes the agent current, then starts it.
   agent->setStartHook([] {
     if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
@@ -85,6 +87,20 @@ void bindOptions(py::module_& module) {
       .def_readwrite("max_calls_in_flight", &AgentOptions::maxCallsInFlight)
       .def_readwrite("max_bytes_in_flight", &AgentOptions::maxBytesInFlight)
       .def_readwrite("use_cuda_ipc", &AgentOptions::useCudaIpc)
+      .def_readwrite("integrity", &AgentOptions::integrity)
+      .def(
+          "set_wire_dtypes",
+          [](AgentOptions& o,
+             int others,
+             const std::unordered_map<std::string, int>& workers) {
+            o.wireDtypes.others = static_cast<wire::WireDtype>(others);
+            for (const auto& [worker, dtype] : workers) {
+              o.wireDtypes.workers[worker] =
+                  static_cast<wire::WireDtype>(dtype);
+            }
+          },
+          py::arg("others"),
+          py::arg("workers"))
 #define TORCH_RPC_EXT_FIELD(python, outer, inner, type)    \
   def_property(                                            \
       python,                                              \
@@ -131,6 +147,11 @@ void bindOptions(py::module_& module) {
           "fault_messages_to_lose",
           faults,
           messagesToLose,
+          std::vector<std::string>)
+      .TORCH_RPC_EXT_FIELD(
+          "fault_messages_to_corrupt",
+          faults,
+          messagesToCorrupt,
           std::vector<std::string>)
       .def_property(
           "fault_messages_to_delay",
@@ -263,6 +284,19 @@ void bindProfiling(
 void bindAgent(py::module_& module) {
   compat::keepRRefErrorsHarmless();
   bindOptions(module);
+  module.def(
+      "set_call_dtype",
+      [](std::optional<int> dtype) -> std::optional<int> {
+        std::optional<wire::WireDtype> chosen;
+        if (dtype) {
+          chosen = static_cast<wire::WireDtype>(*dtype);
+        }
+        const auto before = agent::setCallDtype(chosen);
+        return before ? std::optional<int>(static_cast<int>(*before))
+                      : std::nullopt;
+      },
+      py::arg("dtype"),
+      "What this thread's calls have on the wire; returns what it was before.");
   module.def("watch_creation", &watchCreation, py::arg("rref"));
   module.def(
       "prepare_reinit",

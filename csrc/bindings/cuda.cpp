@@ -350,11 +350,11 @@ void bindKernels(py::module_& m) {
       }))
       .def(
           "prepare",
-          [](Kernels& self, int device, const std::string& cast) {
-            check(self.prepare(device, toCast(cast)));
+          [](Kernels& self, int device, const std::string& kernel) {
+            check(self.prepare(device, kernel));
           },
           py::arg("device"),
-          py::arg("cast") = "",
+          py::arg("kernel") = "segments",
           ReleaseGil())
       .def(
           "segments",

@@ -21,6 +21,8 @@ const char* classOf(base::ErrorKind kind) {
       return "OverloadedError";
     case base::ErrorKind::kShutDown:
       return "ShutDownError";
+    case base::ErrorKind::kCorrupted:
+      return "IntegrityError";
     default:
       return "RpcError";
   }

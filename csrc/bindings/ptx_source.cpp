@@ -20,8 +20,11 @@ base::Result<cuda::Ptx> compile(const std::string& name, int major, int minor) {
         kernel.attr("ptx").cast<std::string>(),
         kernel.attr("entry").cast<std::string>()};
   } catch (py::error_already_set& error) {
+    const py::object missing = py::module_::import("torch_rpc_ext.kernels.ptx")
+                                   .attr("MissingCompilerError");
     return base::Error{
-        base::ErrorKind::kUnsupported,
+        error.matches(missing) ? base::ErrorKind::kUnsupported
+                               : base::ErrorKind::kSystem,
         py::str(error.value()).cast<std::string>()};
   }
 }

@@ -1,6 +1,7 @@
 // _C.wire: the codec and the receive-buffer cache, for tests only.
 
 #include "agent/codec.h"
+#include "base/checksum.h"
 #include "memory/buffer_cache.h"
 #include "transport/ucx/secure_channel.h"
 
@@ -36,16 +37,20 @@ py::tuple encodeMessage(
     std::vector<at::Tensor> tensors,
     int messageType,
     int64_t callId,
-    uint64_t inlineThreshold) {
+    uint64_t inlineThreshold,
+    int dtype,
+    bool checked) {
   auto message = c10::make_intrusive<rpc::Message>(
       std::vector<char>(payload.begin(), payload.end()),
       std::move(tensors),
       static_cast<rpc::MessageType>(messageType));
   auto result = agent::encode(
       message,
-      {static_cast<uint64_t>(callId),
-       wire::CallKind::kRequest,
-       inlineThreshold});
+      {.callId = static_cast<uint64_t>(callId),
+       .kind = wire::CallKind::kRequest,
+       .inlineThreshold = inlineThreshold,
+       .dtype = static_cast<wire::WireDtype>(dtype),
+       .checked = checked});
   message.reset(); // what is still needed, `Encoded` must hold
   agent::Encoded& encoded = unwrap(result);
   py::list bulk;
@@ -199,8 +204,19 @@ void bindWire(py::module_& parent) {
       py::arg("tensors"),
       py::arg("message_type"),
       py::arg("call_id"),
-      py::arg("inline_threshold"));
+      py::arg("inline_threshold"),
+      py::arg("dtype") = 0,
+      py::arg("checked") = false);
   m.def("decode_message", &decodeMessage, py::arg("head"), py::arg("bulk"));
+  m.def(
+      "checksum",
+      [](const py::buffer& bytes) {
+        const py::buffer_info info = bytes.request();
+        py::gil_scoped_release release;
+        return base::checksum(
+            {info.ptr, static_cast<size_t>(info.size * info.itemsize)});
+      },
+      py::arg("bytes"));
   m.def("size_class", &memory::sizeClass, py::arg("size"));
   bindBufferCache(m);
   bindSecureChannel(m);

@@ -41,8 +41,8 @@ Kernels::~Kernels() {
   }
 }
 
-base::Error Kernels::prepare(int device, Cast cast) {
-  const auto function = find(device, withCast("segments", cast));
+base::Error Kernels::prepare(int device, const std::string& kernel) {
+  const auto function = find(device, kernel);
   return function.ok() ? base::Error{} : function.error();
 }
 

@@ -35,9 +35,9 @@ class Kernels {
   Kernels(std::shared_ptr<Driver> driver, PtxSource source);
   ~Kernels();
 
-  // Loads the kernel that segments() needs for this cast; returns why it cannot
-  // be used: no numba-cuda (kUnsupported), a GPU that is too old, ...
-  base::Error prepare(int device, Cast cast = Cast::kNone);
+  // Loads a kernel by its name; returns why it cannot be used: no numba-cuda
+  // (kUnsupported), a GPU that is too old, ...
+  base::Error prepare(int device, const std::string& kernel);
 
   // Copies or casts all runs by one launch: a gather, or a scatter. Elements to
   // cast are aligned to their size. The table is copied at once: `segments` may

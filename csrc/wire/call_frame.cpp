@@ -1,5 +1,6 @@
 #include "wire/call_frame.h"
 
+#include "base/checksum.h"
 #include "wire/limits.h"
 
 #include <algorithm>
@@ -22,10 +23,14 @@ constexpr size_t kStorageBytes = 8;
 constexpr size_t kRecordBytes = 16;
 constexpr size_t kDimBytes = 16;
 constexpr size_t kNoteSizeBytes = 8;
+constexpr size_t kSumBytes = 8;
+constexpr uint8_t kSumsBit = 1; // of the features
 constexpr uint64_t kBulkBit = uint64_t{1} << 63;
 constexpr uint64_t kBesideBit = uint64_t{1} << 62;
 constexpr int kPlaceShift = 48;
 constexpr uint64_t kPlaceBits = uint64_t{0xff} << kPlaceShift;
+constexpr int kDtypeShift = 56;
+constexpr uint64_t kDtypeBits = uint64_t{3} << kDtypeShift;
 constexpr uint64_t kSizeBits = (uint64_t{1} << (kPlaceShift - 1)) - 1;
 static_assert(kMaxStorageBytes <= kSizeBits);
 
@@ -164,7 +169,32 @@ bool isInline(const StorageEntry& storage) {
 uint64_t wordOf(const StorageEntry& storage) {
   return storage.bytes.size | (storage.bulk ? kBulkBit : 0) |
       (storage.beside ? kBesideBit : 0) |
-      uint64_t{storage.place} << kPlaceShift;
+      uint64_t{storage.place} << kPlaceShift |
+      static_cast<uint64_t>(storage.dtype) << kDtypeShift;
+}
+
+WireDtype dtypeOf(uint64_t word) {
+  return static_cast<WireDtype>((word & kDtypeBits) >> kDtypeShift);
+}
+
+// What holds of one entry, in memory or as a word of the table.
+Error checkStorage(uint64_t word, uint64_t bytes) {
+  if (bytes > kMaxStorageBytes) {
+    return exceeds("storage size", bytes, kMaxStorageBytes);
+  }
+  if ((word & kDtypeBits) == kDtypeBits) {
+    return invalid("a storage has an unknown dtype on the wire");
+  }
+  const uint64_t factor = widening(dtypeOf(word));
+  if (bytes > kMaxStorageBytes / factor) {
+    return exceeds("storage size", bytes, kMaxStorageBytes / factor);
+  }
+  if (factor != 1 && ((word & kBesideBit) != 0 || bytes % factor != 0)) {
+    return invalid(
+        "a storage of " + std::to_string(bytes) +
+        " bytes, or one beside the frame, has 2 bytes for each element");
+  }
+  return {};
 }
 
 bool isInline(uint64_t word) {
@@ -186,6 +216,9 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.storages.size() > kMaxStorages) {
     return exceeds("number of storages", frame.storages.size(), kMaxStorages);
   }
+  if (frame.header.answer && frame.header.kind == CallKind::kResponse) {
+    return invalid("a response asks for a dtype of its answer");
+  }
   if (frame.payload.size > kMaxPayloadBytes) {
     return exceeds("payload size", frame.payload.size, kMaxPayloadBytes);
   }
@@ -193,8 +226,8 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
       frame.records.size() * kRecordBytes + frame.dims.size() * kDimBytes +
       (frame.payloadBulk ? 0 : frame.payload.size);
   for (const auto& storage : frame.storages) {
-    if (storage.bytes.size > kMaxStorageBytes) {
-      return exceeds("storage size", storage.bytes.size, kMaxStorageBytes);
+    if (auto error = checkStorage(wordOf(storage), storage.bytes.size)) {
+      return error;
     }
     if (storage.beside && (storage.bulk || storage.place == kHostPlace)) {
       return invalid(
@@ -210,6 +243,12 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     total += kNoteSizeBytes + frame.note.size;
   } else if (frame.note.size != 0) {
     return invalid("a note, and nothing travels beside the frame");
+  }
+  if (!frame.sums.empty()) {
+    if (frame.sums.size() != frame.storages.size() + 1) {
+      return invalid("another number of checksums than of storages");
+    }
+    total += (frame.sums.size() + 1) * kSumBytes;
   }
   if (total > kMaxFrameBytes) {
     return exceeds("frame size", total, kMaxFrameBytes);
@@ -233,6 +272,39 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   }
   tensors = checker.tensors();
   return static_cast<size_t>(total);
+}
+
+void writeHeader(ByteWriter& writer, const CallFrame& frame, uint32_t tensors) {
+  const auto& header = frame.header;
+  writer.u16(kMagic);
+  writer.u8(kVersion);
+  writer.u8(static_cast<uint8_t>(header.kind));
+  writer.u16(header.messageType);
+  writer.u8(header.answer ? 1 + static_cast<uint8_t>(*header.answer) : 0);
+  writer.u8(frame.sums.empty() ? 0 : kSumsBit);
+  writer.u32(header.flags);
+  writer.u32(tensors);
+  writer.u64(header.callId);
+  writer.u64(frame.payload.size | (frame.payloadBulk ? kBulkBit : 0));
+  writer.u32(static_cast<uint32_t>(frame.storages.size()));
+  writer.u32(static_cast<uint32_t>(frame.records.size()));
+}
+
+void writeTables(ByteWriter& writer, const CallFrame& frame) {
+  for (const auto& storage : frame.storages) {
+    writer.u64(wordOf(storage));
+  }
+  for (const uint64_t sum : frame.sums) {
+    writer.u64(sum);
+  }
+  const Dim* dim = frame.dims.data();
+  for (const auto& record : frame.records) {
+    writeRecord(writer, record);
+    for (const Dim* end = dim + record.ndim; dim != end; ++dim) {
+      writer.i64(dim->size);
+      writer.i64(dim->stride);
+    }
+  }
 }
 
 } // namespace
@@ -270,27 +342,11 @@ Result<base::Buffer> encode(const CallFrame& frame) {
   }
   base::Buffer buffer(size.value());
   ByteWriter writer(buffer);
-  writer.u16(kMagic);
-  writer.u8(kVersion);
-  writer.u8(static_cast<uint8_t>(frame.header.kind));
-  writer.u16(frame.header.messageType);
-  writer.u16(0);
-  writer.u32(frame.header.flags);
-  writer.u32(tensors);
-  writer.u64(frame.header.callId);
-  writer.u64(frame.payload.size | (frame.payloadBulk ? kBulkBit : 0));
-  writer.u32(static_cast<uint32_t>(frame.storages.size()));
-  writer.u32(static_cast<uint32_t>(frame.records.size()));
-  for (const auto& storage : frame.storages) {
-    writer.u64(wordOf(storage));
-  }
-  const Dim* dim = frame.dims.data();
-  for (const auto& record : frame.records) {
-    writeRecord(writer, record);
-    for (const Dim* end = dim + record.ndim; dim != end; ++dim) {
-      writer.i64(dim->size);
-      writer.i64(dim->stride);
-    }
+  writeHeader(writer, frame, tensors);
+  writeTables(writer, frame);
+  if (!frame.sums.empty()) {
+    writer.u64(
+        base::checksum({buffer.data(), buffer.size() - writer.remaining()}));
   }
   if (!frame.payloadBulk) {
     writer.bytes(frame.payload);
@@ -343,6 +399,8 @@ bool StorageCursor::next(StorageView& view) {
   view.bulk = (word & kBulkBit) != 0;
   view.beside = (word & kBesideBit) != 0;
   view.place = static_cast<DevicePlace>((word & kPlaceBits) >> kPlaceShift);
+  view.dtype = dtypeOf(word);
+  view.sum = sums_.remaining() == 0 ? 0 : sums_.u64();
   view.bytes = isInline(word) ? inlined_.bytes(view.size) : ConstSpan{};
   return !table_.failed() && !inlined_.failed();
 }
@@ -357,8 +415,21 @@ Result<CallFrameView> CallFrameView::parse(ConstSpan frame) {
   if (auto error = view.parseStorages(reader, inlineBytes)) {
     return error;
   }
+  if (auto error = view.parseSums(reader)) {
+    return error;
+  }
   if (auto error = view.parseRecords(reader)) {
     return error;
+  }
+  if (view.hasSums_) {
+    const ConstSpan head{frame.data, frame.size - reader.remaining()};
+    const uint64_t sum = reader.u64();
+    if (!reader.failed() && sum != base::checksum(head)) {
+      return Error(
+          ErrorKind::kCorrupted,
+          "call frame: its description changed on the way: the " +
+              std::to_string(head.size) + " bytes have another checksum");
+    }
   }
   view.payload_ = reader.bytes(view.payloadBulk_ ? 0 : view.payloadSize_);
   view.inlined_ = reader.bytes(inlineBytes);
@@ -393,7 +464,8 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
   }
   const uint8_t kind = reader.u8();
   header_.messageType = reader.u16();
-  const uint16_t reserved = reader.u16();
+  const uint8_t answer = reader.u8();
+  const uint8_t features = reader.u8();
   header_.flags = reader.u32();
   tensorCount_ = reader.u32();
   header_.callId = reader.u64();
@@ -403,10 +475,19 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
   if (reader.failed()) {
     return truncated(size);
   }
-  if (kind > static_cast<uint8_t>(CallKind::kResponse) || reserved != 0) {
+  if (kind > static_cast<uint8_t>(CallKind::kResponse) ||
+      (features & ~kSumsBit) != 0) {
     return invalid("unknown kind or reserved bits");
   }
   header_.kind = static_cast<CallKind>(kind);
+  hasSums_ = (features & kSumsBit) != 0;
+  if (answer != 0) {
+    header_.answer = static_cast<WireDtype>(answer - 1);
+    if (*header_.answer > WireDtype::kFloat16 ||
+        header_.kind == CallKind::kResponse) {
+      return invalid("unknown dtype for the answer, or a response with one");
+    }
+  }
   payloadSize_ = payload & ~kBulkBit;
   payloadBulk_ = (payload & kBulkBit) != 0;
   if (payloadSize_ > kMaxPayloadBytes) {
@@ -431,10 +512,11 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
   for (uint32_t i = 0; i < storageCount_; ++i) {
     const uint64_t word = table.u64();
     const uint64_t bytes = word & kSizeBits;
-    if (bytes > kMaxStorageBytes) {
-      return exceeds("storage size", bytes, kMaxStorageBytes);
+    if (auto error = checkStorage(word, bytes)) {
+      return error;
     }
-    constexpr uint64_t kKnown = kBulkBit | kBesideBit | kPlaceBits | kSizeBits;
+    constexpr uint64_t kKnown =
+        kBulkBit | kBesideBit | kDtypeBits | kPlaceBits | kSizeBits;
     constexpr uint64_t kBoth = kBulkBit | kBesideBit;
     if ((word & ~kKnown) != 0 || (word & kBoth) == kBoth) {
       return invalid("reserved or contradictory bits in the storage table");
@@ -449,6 +531,16 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
     inlineBytes += isInline(word) ? bytes : 0;
   }
   return {};
+}
+
+Error CallFrameView::parseSums(ByteReader& reader) {
+  if (!hasSums_) {
+    return {};
+  }
+  const size_t size = reader.remaining();
+  payloadSum_ = reader.u64();
+  sums_ = reader.bytes(uint64_t{storageCount_} * kSumBytes);
+  return reader.failed() ? truncated(size) : Error{};
 }
 
 Error CallFrameView::parseRecords(ByteReader& reader) {
@@ -503,7 +595,8 @@ Error CallFrameView::parseNote(ByteReader& reader) {
 uint64_t CallFrameView::storageSize(uint32_t index) const {
   ByteReader reader(storageTable_);
   reader.bytes(uint64_t{index} * kStorageBytes);
-  return reader.u64() & kSizeBits;
+  const uint64_t word = reader.u64();
+  return (word & kSizeBits) * widening(dtypeOf(word));
 }
 
 std::optional<uint16_t> peekMessageType(ConstSpan frame) {

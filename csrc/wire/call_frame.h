@@ -9,7 +9,9 @@
 //   1      version       kVersion; the rest is only read when it is equal
 //   1      kind          0 request, 1 response
 //   2      messageType   the caller's, opaque
-//   2      reserved      0
+//   1      answer        the dtype that the answer shall have on the wire: 0 as
+//                        its sender likes, else 1 + WireDtype; 0 in a response
+//   1      features      bit 0: checksums; the other bits are 0
 //   4      flags         the caller's, opaque
 //   4      tensors       number of tensors of the message
 //   8      callId        a response repeats its request's
@@ -20,8 +22,14 @@
 //                        bytes travel as bulk, bit 62: they travel beside the
 //                        frame, in a way that needs no bytes of ours; bits 48
 //                        to 55: 0 for the receiver's CPU, else 1 + index of the
-//                        receiver's CUDA device; the other bits are 0
+//                        receiver's CUDA device; bits 56 and 57: WireDtype, the
+//                        receiver widens the bytes to twice as many, which is
+//                        what the records are about; the other bits are 0
+//   8 S+8  checksums     if there are: of the payload, then of the bytes of
+//   each
+//                        storage as they travel, 0 for those beside the frame
 //   var    tensor table  R records, see below
+//   8      head checksum if there are: of all bytes before it
 //   var    payload       its bytes, unless bulk
 //   var    storages      the bytes of each that has neither bit 63 nor 62, in
 //                        table order
@@ -95,11 +103,21 @@ enum TensorFlags : uint8_t {
 
 inline constexpr uint32_t kPerTensor = 0xffffffff;
 
+// How the float32 elements of a storage travel.
+enum class WireDtype : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+// Bytes that each byte on the wire becomes at the receiver.
+constexpr uint64_t widening(WireDtype dtype) {
+  return dtype == WireDtype::kFloat32 ? 1 : 2;
+}
+
 struct CallHeader {
   CallKind kind = CallKind::kRequest;
   uint16_t messageType = 0;
   uint32_t flags = 0;
   uint64_t callId = 0;
+  // Of a request: wanted for its answer.
+  std::optional<WireDtype> answer = std::nullopt;
 };
 
 // Where a storage is on the receiver: 0 its CPU, else 1 + index of its CUDA
@@ -112,6 +130,7 @@ struct StorageEntry {
   bool bulk = false;
   bool beside = false; // not together with bulk, nor for the CPU
   DevicePlace place = kHostPlace;
+  WireDtype dtype = WireDtype::kFloat32; // of `bytes`; not beside
 };
 
 struct Dim {
@@ -136,6 +155,8 @@ struct CallFrame {
   std::span<const StorageEntry> storages;
   std::span<const TensorRecord> records;
   std::span<const Dim> dims; // of all records, one after the other
+  // Checksums of the payload and of each storage; empty for a frame without.
+  std::span<const uint64_t> sums;
   base::ConstSpan note; // empty if nothing travels beside the frame
 };
 
@@ -174,11 +195,17 @@ class TensorCursor {
 };
 
 struct StorageView {
-  uint64_t size = 0;
+  uint64_t size = 0; // on the wire
   bool bulk = false;
   bool beside = false;
   DevicePlace place = kHostPlace;
+  WireDtype dtype = WireDtype::kFloat32;
   base::ConstSpan bytes; // empty when bulk or beside
+  uint64_t sum = 0; // CallFrameView::hasSums()
+
+  uint64_t sizeHere() const {
+    return size * widening(dtype);
+  }
 };
 
 // Walks over the storages of a CallFrameView.
@@ -189,22 +216,25 @@ class StorageCursor {
 
  private:
   friend class CallFrameView;
-  StorageCursor(base::ConstSpan table, base::ConstSpan inlined)
-      : table_(table), inlined_(inlined) {}
+  StorageCursor(
+      base::ConstSpan table,
+      base::ConstSpan sums,
+      base::ConstSpan inlined)
+      : table_(table), sums_(sums), inlined_(inlined) {}
 
   base::ByteReader table_;
+  base::ByteReader sums_; // empty without
   base::ByteReader inlined_;
 };
 
 // A received frame, read in place. After parse() everything holds that the
 // layout above promises: counts, indices and parts are in order, no size or
-// stride is negative, nothing overflows. What needs a dtype is left to the
-// caller: reach * itemsize must fit into storageSize(aux).
-// Owns: nothing; the bytes outlive it.
-// Thread: one.
+// stride is negative, nothing overflows, the head checksum is right. What needs
+// a dtype is left to the caller: reach * itemsize must fit into
+// storageSize(aux). Owns: nothing; the bytes outlive it. Thread: one.
 class CallFrameView {
  public:
-  // Fails with kInvalid.
+  // Fails with kInvalid, or kCorrupted.
   static base::Result<CallFrameView> parse(base::ConstSpan frame);
 
   const CallHeader& header() const {
@@ -224,7 +254,15 @@ class CallFrameView {
   uint32_t storageCount() const {
     return storageCount_;
   }
-  uint64_t storageSize(uint32_t index) const; // index < storageCount()
+  // Of what the receiver makes of it; index < storageCount().
+  uint64_t storageSize(uint32_t index) const;
+  // Whether there are checksums to be compared.
+  bool hasSums() const {
+    return hasSums_;
+  }
+  uint64_t payloadSum() const {
+    return payloadSum_;
+  }
   // Whether one of them is for a device.
   bool hasDevices() const {
     return hasDevices_;
@@ -237,7 +275,7 @@ class CallFrameView {
     return note_;
   }
   StorageCursor storages() const {
-    return {storageTable_, inlined_};
+    return {storageTable_, sums_, inlined_};
   }
 
   uint32_t tensorCount() const { // without parts
@@ -254,6 +292,7 @@ class CallFrameView {
   CallFrameView() = default;
   base::Error parseHeader(base::ByteReader& reader);
   base::Error parseStorages(base::ByteReader& reader, uint64_t& inlineBytes);
+  base::Error parseSums(base::ByteReader& reader);
   base::Error parseRecords(base::ByteReader& reader);
   base::Error parseNote(base::ByteReader& reader);
 
@@ -263,9 +302,12 @@ class CallFrameView {
   uint32_t storageCount_ = 0;
   bool hasDevices_ = false;
   bool hasBeside_ = false;
+  bool hasSums_ = false;
+  uint64_t payloadSum_ = 0;
   uint32_t tensorCount_ = 0;
   uint32_t recordCount_ = 0;
   base::ConstSpan storageTable_;
+  base::ConstSpan sums_; // of storages
   base::ConstSpan tensorTable_;
   base::ConstSpan payload_;
   base::ConstSpan inlined_;

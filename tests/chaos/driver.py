@@ -99,6 +99,7 @@ class Fleet:
         self.hosts, self.findings = hosts, findings
         self.source = random.Random(seed)
         self.name = "dynamic" if dynamic else "static"
+        self.descriptors: dict[str, int] = {}
         self.held: list[dict[str, float]] = []
         options = {"keepalive": KEEPALIVE, "rpc_timeout": 20.0, "num_worker_threads": 4}
         self.group = Group(
@@ -176,6 +177,7 @@ class Fleet:
             worker.run(load.serves, [name for name in names if name != worker.name])
         time.sleep(0.5)
         self.held.append(self.group.run(load.footprint))
+        self.descriptors = self.group.run(load.descriptors)
 
     def judge_growth(self) -> list[str]:
         """Compare what the survivor held in the first rounds and in the last."""
@@ -191,7 +193,8 @@ class Fleet:
                 f"{self.name} survivor's {what}: {first:.0f} in the first rounds, {last:.0f} last"
             )
             if last > first + slack:
-                wrong.append(f"{self.name}: {what} grew from {first:.0f} to {last:.0f}")
+                kinds = f": {self.descriptors}" if what == "fds" else ""
+                wrong.append(f"{self.name}: {what} grew from {first:.0f} to {last:.0f}{kinds}")
         return wrong
 
     def close(self, gently: bool) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,3 +208,13 @@ def footprint() -> dict[str, float]:
         "threads": threads,
         "pending": float(debug["agent.pending_calls"]),
     }
+
+
+def descriptors() -> dict[str, int]:
+    """What the descriptors of this process are, by kind."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            found[re.sub(r":?\[?\d+\]?| .*", "", target)] += 1
+    return dict(found)

@@ -17,6 +17,7 @@ LIBRARY = [
     for name in (
         "agent/device/ipc_wire.cpp",
         "agent/hello.cpp",
+        "base/checksum.cpp",
         "base/error.cpp",
         "base/host.cpp",
         "base/log.cpp",

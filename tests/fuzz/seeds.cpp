@@ -155,6 +155,17 @@ void writeFrames() {
   frame.dims = sixteen;
   frame.note = fuzz::spanOf(bytes);
   write("call_frame", "devices", fuzz::spanOf(encode(frame).value()));
+  const StorageEntry narrowed[] = {
+      {fuzz::spanOf(bytes), false, false, 0, WireDtype::kBfloat16},
+      {{nullptr, 1 << 20}, true, false, 2, WireDtype::kFloat16},
+      {{nullptr, 64}, false, true, 8}};
+  frame.storages = narrowed;
+  frame.header.kind = CallKind::kRequest;
+  frame.header.answer = WireDtype::kFloat16;
+  write("call_frame", "narrowed", fuzz::spanOf(encode(frame).value()));
+  const uint64_t sums[] = {1, 2, 3, 0};
+  frame.sums = sums;
+  write("call_frame", "checksums", fuzz::spanOf(encode(frame).value()));
 }
 
 cuda::MemoryExport memoryOf(uint64_t bytes) {
@@ -214,6 +225,13 @@ void writeScripts() {
       "one_tensor",
       std::string("\0\1\1\5\0\0\0\1\2\3\4\5\6\7\0\2pa", 18) +
           std::string("\1\0\20ssssssssssssssss", 19) +
+          std::string("\1\1\6\0\1\0\0\20\10", 9));
+  // The same with checksums, and as bfloat16.
+  write(
+      "encode_frame",
+      "narrowed_and_checked",
+      std::string("\54\1\1\5\0\0\0\1\2\3\4\5\6\7\0\2pa", 18) +
+          std::string("\1\4\20ssssssssssssssss", 19) +
           std::string("\1\1\6\0\1\0\0\20\10", 9));
   // Twice sealed; delivered, delivered again, changed, cut, other header.
   const std::string sealed("\0\3\1abc\0\2\1de", 11);

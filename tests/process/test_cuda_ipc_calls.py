@@ -184,12 +184,13 @@ def keeps_until_copied() -> None:
 def many_small() -> dict[str, int]:
     fake_cuda.set_delay(0)
     tensors = [ramp(1000, "cuda:0", start) for start in range(500)]
-    sent = metric("sent_bytes")
+    sent, launched = metric("sent_bytes"), driver_calls("cuLaunchKernel")
     with fake_cuda.counted() as counts:
         results = rpc.rpc_async("worker1", list, args=(tensors,)).wait()
     for start, result in enumerate(results):
         assert_ramp(result, "cuda:0", start)
     assert metric("sent_bytes") - sent == 500 * 4000
+    counts["launches"] = driver_calls("cuLaunchKernel") - launched
     fake_cuda.set_delay(fake_cuda.DELAY)
     return counts
 
@@ -197,7 +198,8 @@ def many_small() -> dict[str, int]:
 def test_500_tensors_are_one_block(ipc_pair: Group) -> None:
     opened = ipc_pair[1].run(driver_calls, "cuIpcOpenMemHandle")
     counts = ipc_pair.run(many_small)
-    assert counts["foreach_copies"] == 2  # a gather, a scatter
+    # A gather and a scatter: by torch where numba-cuda is not installed.
+    assert counts["foreach_copies"] + counts["launches"] == 2
     assert counts["device_to_host"] == counts["host_to_device"] == 0
     assert ipc_pair[1].run(driver_calls, "cuIpcOpenMemHandle") - opened <= 1
 

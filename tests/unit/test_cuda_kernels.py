@@ -163,7 +163,7 @@ def test_a_kernel_that_the_driver_refuses(cuda: FakeCuda, kernels: Any) -> None:
         with pytest.raises(ValueError, match="loading kernel segments: CUDA_ERROR_INVALID_PTX"):
             kernels.prepare(0)
     assert len(cuda.calls("cuModuleLoadDataEx")) == 1
-    kernels.prepare(0, "float32_to_float16")
+    kernels.prepare(0, "segments_float32_to_float16")
 
 
 def test_the_log_of_the_driver_is_told(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_memory_may_be_there_later(cuda: FakeCuda, kernels: Any) -> None:
 
 def test_without_numba_cuda(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise RuntimeError("kernels are compiled by numba-cuda: pip install ...")
+        raise ptx.MissingCompilerError("kernels are compiled by numba-cuda: pip install ...")
 
     monkeypatch.setattr(ptx, "compile_kernel", refuse)
     with pytest.raises(ValueError, match="unsupported: kernels are compiled by numba-cuda"):

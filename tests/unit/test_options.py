@@ -70,6 +70,11 @@ def test_not_a_relative_of_tensorpipes() -> None:
         ({"interface": "eth0,,eth1"}, ValueError, "empty entry"),
         ({"devices": ["cpu"]}, ValueError, "expect a list of CUDA devices"),
         ({"devices": 0}, TypeError, "list of CUDA devices"),
+        ({"wire_dtype": torch.float64}, ValueError, r"torch.bfloat16.*got torch.float64"),
+        ({"wire_dtype": "bfloat16"}, TypeError, "wire_dtype must be a torch.dtype.*'bfloat16'"),
+        ({"wire_dtype": {"a": torch.int8}}, ValueError, r"wire_dtype\['a'\].*got torch.int8"),
+        ({"wire_dtype": {0: torch.bfloat16}}, TypeError, "each key of wire_dtype"),
+        ({"integrity": 1}, TypeError, "integrity must be True or False, got 1"),
         (
             {"device_maps": {"a": {"cuda:0": "cuda:1", "cuda:2": "cuda:1"}}},
             ValueError,

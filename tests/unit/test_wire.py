@@ -30,7 +30,7 @@ BULK = 0
 THRESHOLDS = pytest.mark.parametrize("threshold", [INLINE, BULK, 64])
 
 # Places in the frame, see csrc/wire/call_frame.h.
-VERSION_AT, KIND_AT, TYPE_AT, RESERVED_AT = 2, 3, 4, 6
+VERSION_AT, KIND_AT, TYPE_AT, FEATURES_AT = 2, 3, 4, 7
 TENSORS_AT, PAYLOAD_AT, STORAGES_AT, RECORDS_AT = 12, 24, 32, 36
 HEADER = 40
 BULK_BIT, BESIDE_BIT = 1 << 63, 1 << 62
@@ -550,7 +550,7 @@ def test_wrong_version_names_both() -> None:
         (BESIDE_BIT, "for the CPU travels beside|contradictory"),
         (BESIDE_BIT | BULK_BIT | 1 << PLACE_SHIFT, "contradictory"),
         (1 << 47, "contradictory"),
-        (1 << 56, "contradictory"),
+        (1 << 58, "contradictory"),
     ],
 )
 def test_wrong_places(bits: int, error: str, threshold: int) -> None:
@@ -577,7 +577,7 @@ def test_wrong_magic_kind_and_reserved() -> None:
     head, bulk = sample()
     with pytest.raises(ValueError, match="magic"):
         decode(b"XX" + head[2:], bulk)
-    for at in (KIND_AT, RESERVED_AT):
+    for at in (KIND_AT, FEATURES_AT):
         with pytest.raises(ValueError, match="unknown kind or reserved"):
             decode(patched(head, at, "<B", 2), bulk)
 

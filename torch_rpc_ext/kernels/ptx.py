@@ -37,6 +37,10 @@ _DIGEST = "// sha256 of the rest: "
 _log = logging.getLogger(__name__)
 
 
+class MissingCompilerError(RuntimeError):
+    """numba-cuda is not installed."""
+
+
 @dataclass(frozen=True)
 class CompiledKernel:
     """What it takes to load a kernel by the driver and to launch it.
@@ -96,7 +100,8 @@ def compile_kernel(name: str, capability: Capability, folder: Path | None = None
 
     Raises:
         ValueError: there is no such kernel, or the GPU is too old.
-        RuntimeError: it cannot be compiled here, with what to do.
+        RuntimeError: it cannot be compiled here, with what to do; a MissingCompilerError without
+            numba-cuda.
     """
     registry = _registry()
     if name not in registry.KERNELS:
@@ -117,7 +122,7 @@ def _registry() -> Any:
     try:
         from torch_rpc_ext.kernels import memory, registry
     except ImportError as problem:
-        raise RuntimeError(
+        raise MissingCompilerError(
             "kernels are compiled by numba-cuda: pip install 'torch-rpc-ext[cuda]'"
         ) from problem
     if memory.SIMULATED:

@@ -2,19 +2,24 @@
 
 namespace torch_rpc_ext::agent::device {
 
-at::Tensor bytesOf(const c10::Storage& storage, size_t offset, size_t size) {
+at::Tensor viewOf(
+    const c10::Storage& storage,
+    size_t offset,
+    size_t size,
+    c10::ScalarType dtype) {
   const auto key = storage.device().is_cpu() ? c10::DispatchKey::CPU
                                              : c10::DispatchKey::CUDA;
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage),
       c10::DispatchKeySet(key),
-      c10::scalarTypeToTypeMeta(c10::kByte));
-  const int64_t sizes[] = {static_cast<int64_t>(size)};
+      c10::scalarTypeToTypeMeta(dtype));
+  const size_t element = c10::elementSize(dtype);
+  const int64_t sizes[] = {static_cast<int64_t>(size / element)};
   const int64_t strides[] = {1};
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
       c10::IntArrayRef(sizes),
       c10::IntArrayRef(strides),
-      static_cast<int64_t>(offset));
+      static_cast<int64_t>(offset / element));
   return tensor;
 }
 

@@ -7,7 +7,17 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// A tensor of bytes over a part of a storage, on the host or on a device.
-at::Tensor bytesOf(const c10::Storage& storage, size_t offset, size_t size);
+// A tensor over a part of a storage, on the host or on a device. Offset and
+// size are bytes, multiples of an element's.
+at::Tensor viewOf(
+    const c10::Storage& storage,
+    size_t offset,
+    size_t size,
+    c10::ScalarType dtype);
+
+inline at::Tensor
+bytesOf(const c10::Storage& storage, size_t offset, size_t size) {
+  return viewOf(storage, offset, size, c10::kByte);
+}
 
 } // namespace torch_rpc_ext::agent::device

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "agent/device/launcher.h"
+#include "wire/call_frame.h"
+
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
@@ -7,17 +10,26 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Many storages of one device and one block of bytes there, back and forth in
-// a few launches. Queued on the current stream; both may throw c10::Error.
+// Many storages of one device and one block of bytes there, back and forth: by
+// one launch of a kernel for each dtype, or by torch in a few. Queued on the
+// current stream; both may throw c10::Error.
 
 // Fewer are copied one by one.
 inline constexpr size_t kMinGathered = 4;
 
-// A storage's begin in the block, and its size; multiples of 16 so that every
-// element is aligned.
+// A storage's begin in the block, where it has this dtype; multiples of 16 so
+// that every element is aligned.
 struct Slice {
   c10::Storage storage;
   size_t offset = 0;
+  wire::WireDtype dtype = wire::WireDtype::kFloat32;
+
+  bool narrowed() const {
+    return dtype != wire::WireDtype::kFloat32;
+  }
+  size_t size() const { // in the block
+    return storage.nbytes() / wire::widening(dtype);
+  }
 };
 
 // Where the next slice begins after one that ends at `end`.
@@ -25,9 +37,15 @@ constexpr size_t aligned(size_t end) {
   return (end + 15) / 16 * 16;
 }
 
-// Copies all storages into their places in `block`.
-void gather(const std::vector<Slice>& slices, const c10::Storage& block);
+// Copies all storages into their places in `block`. `launcher` may be null.
+void gather(
+    const std::vector<Slice>& slices,
+    const c10::Storage& block,
+    Launcher* launcher);
 // The other way.
-void scatter(const c10::Storage& block, const std::vector<Slice>& slices);
+void scatter(
+    const c10::Storage& block,
+    const std::vector<Slice>& slices,
+    Launcher* launcher);
 
 } // namespace torch_rpc_ext::agent::device

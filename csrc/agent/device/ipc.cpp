@@ -249,7 +249,12 @@ void Ipc::settle(const PeerLife& peer, const IpcVerdict& verdict) {
   known->way = known->works.empty() || loaded == nullptr
       ? nullptr
       : std::make_shared<IpcSending>(
-            loaded, parcels_, bytesSent_, known->name, known->works);
+            loaded,
+            parcels_,
+            bytesSent_,
+            known->name,
+            known->works,
+            links_.launcher);
   setState(
       *known, known->way == nullptr ? IpcState::kStaged : IpcState::kWorks);
 }

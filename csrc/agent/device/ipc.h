@@ -4,6 +4,7 @@
 #include "agent/device/ipc_driver.h"
 #include "agent/device/ipc_parcels.h"
 #include "agent/device/ipc_wire.h"
+#include "agent/device/launcher.h"
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
 #include "agent/peers.h"
@@ -67,6 +68,7 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
     // Later, on a thread that may wait some milliseconds.
     std::function<void(std::function<void()>)> run;
     EventWaiter* events = nullptr;
+    Launcher* launcher = nullptr;
     // Whether RPC uses devices here. Where it does not, no context is made.
     std::function<bool()> hasDevices;
   };
@@ -135,6 +137,9 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   }
   EventWaiter& events() const {
     return *links_.events;
+  }
+  Launcher* launcher() const {
+    return links_.launcher;
   }
   void countReceived(uint64_t bytes) {
     bytesReceived_.fetch_add(bytes, std::memory_order_relaxed);

@@ -203,7 +203,7 @@ Result<std::vector<c10::Storage>> IpcReceiving::copyAll(
       end = aligned(end) + size;
     }
     if (!slices.empty()) {
-      scatter(whole, slices);
+      scatter(whole, slices, ipc_->launcher());
     }
   }
   return result;

@@ -76,7 +76,7 @@ void IpcSending::addGathered(
   if (!memory) {
     return;
   }
-  gather(slices, block);
+  gather(slices, block, launcher_);
   // They are not held any longer than the call needs them: the block is.
   const c10::impl::VirtualGuardImpl impl(kType);
   for (const Slice& slice : slices) {

@@ -3,6 +3,7 @@
 #include "agent/device/ipc_driver.h"
 #include "agent/device/ipc_parcels.h"
 #include "agent/device/ipc_wire.h"
+#include "agent/device/launcher.h"
 #include "agent/device/way.h"
 
 #include <atomic>
@@ -28,12 +29,14 @@ class IpcSending final : public SendingWay {
       std::shared_ptr<IpcParcels> parcels,
       std::shared_ptr<std::atomic<uint64_t>> bytesSent,
       std::string receiver,
-      std::set<int> devices)
+      std::set<int> devices,
+      Launcher* launcher)
       : driver_(std::move(driver)),
         parcels_(std::move(parcels)),
         bytesSent_(std::move(bytesSent)),
         receiver_(std::move(receiver)),
-        devices_(std::move(devices)) {}
+        devices_(std::move(devices)),
+        launcher_(launcher) {}
 
   base::Error depart(
       const MessageKey& key,
@@ -68,6 +71,7 @@ class IpcSending final : public SendingWay {
   const std::shared_ptr<std::atomic<uint64_t>> bytesSent_;
   const std::string receiver_;
   const std::set<int> devices_; // those that the receiver can read
+  Launcher* const launcher_; // the agent's
   std::atomic<bool> logged_{false};
 };
 

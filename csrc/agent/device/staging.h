@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/launcher.h"
 #include "agent/device/way.h"
 
 #include <c10/core/Device.h>
@@ -26,19 +27,43 @@ void copyBytes(
     size_t fromOffset,
     size_t size);
 
-// Brings storages from their devices to pinned memory, which their entries
-// then refer to and `held` keeps. To be read once what is queued is over.
-void stage(std::vector<Departing>& storages, std::vector<c10::Storage>& held);
+// What brings storages from their devices; `launcher` may be null.
+struct StageOptions {
+  Launcher* launcher = nullptr;
+  bool checked = false; // with checksums
+};
+
+// A checksum that a device writes to pinned memory.
+struct DeviceSum {
+  const wire::StorageEntry* entry = nullptr;
+  const uint64_t* sum = nullptr;
+};
+
+struct Staged {
+  std::vector<c10::Storage> held; // pinned
+  // Of large storages, where devices compute them.
+  std::vector<DeviceSum> sums;
+};
+
+// Brings storages from their devices to pinned memory, as the dtype that their
+// entries have; these then refer to it. To be read once what is queued is over.
+void stage(
+    std::vector<Departing>& storages,
+    const StageOptions& options,
+    Staged& staged);
 
 // A storage that has arrived on the host and goes to `device`.
 struct Arriving {
   c10::Device device;
   c10::Storage host;
   bool isPinned = false; // else its bytes are copied first
+  wire::WireDtype dtype = wire::WireDtype::kFloat32; // of the host's bytes
 };
 
 // Returns them on their devices, in order. Those that are not pinned are not
-// looked at again.
-std::vector<c10::Storage> unstage(const std::vector<Arriving>& storages);
+// looked at again. `launcher` may be null.
+std::vector<c10::Storage> unstage(
+    const std::vector<Arriving>& storages,
+    Launcher* launcher);
 
 } // namespace torch_rpc_ext::agent::device

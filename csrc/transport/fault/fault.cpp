@@ -153,7 +153,36 @@ class FaultConnection final
         inner_->lose({base::ErrorKind::kPeerLost, fault.message});
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
+      case Fault::Kind::kCorrupt:
+        sendCorrupted(std::move(head), std::move(bulk), std::move(callback));
+        return;
     }
+  }
+
+  // With one bit of the bulk changed, or of the last byte of the head where
+  // there is no bulk. The bulk is the sender's: a copy of it is sent.
+  void sendCorrupted(
+      base::Buffer head,
+      std::vector<BulkSpan> bulk,
+      Callback callback) {
+    if (bulk.empty()) {
+      head.data()[head.size() - 1] ^= std::byte{1};
+      inner_->send(std::move(head), std::move(bulk), std::move(callback));
+      return;
+    }
+    BulkSpan& last = bulk.back();
+    auto copy = std::make_shared<base::Buffer>(last.size);
+    std::memcpy(copy->data(), last.data, last.size);
+    copy->data()[last.size / 2] ^= std::byte{1};
+    last = BulkSpan();
+    last.data = copy->data();
+    last.size = copy->size();
+    inner_->send(
+        std::move(head),
+        std::move(bulk),
+        [copy, callback = std::move(callback)](const base::Error& error) {
+          callback(error);
+        });
   }
 
   const ConnectionPtr inner_;

@@ -10,7 +10,7 @@ namespace torch_rpc_ext::transport::fault {
 
 // What happens to one frame on its way out.
 struct Fault {
-  enum class Kind { kNone, kFail, kDrop, kTruncate, kReset, kLose };
+  enum class Kind { kNone, kFail, kDrop, kTruncate, kReset, kLose, kCorrupt };
   Kind kind = Kind::kNone;
   double delaySeconds = 0;
   std::string message = "failed by injection"; // of kFail, kReset, kLose

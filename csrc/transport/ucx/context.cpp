@@ -24,7 +24,7 @@ constexpr size_t kMaxBroken = 64;
 
 // The kind of error that a kDone names.
 base::ErrorKind toKind(uint32_t number) {
-  return number <= static_cast<uint32_t>(base::ErrorKind::kUnsupported)
+  return number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
       ? static_cast<base::ErrorKind>(number)
       : base::ErrorKind::kRefused;
 }

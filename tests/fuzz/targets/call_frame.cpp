@@ -21,13 +21,17 @@ void touch(base::ConstSpan span) {
   (void)sum;
 }
 
-std::vector<StorageEntry> storagesOf(const CallFrameView& view) {
+// `sums` gets those of the storages.
+std::vector<StorageEntry> storagesOf(
+    const CallFrameView& view,
+    std::vector<uint64_t>& sums) {
   std::vector<StorageEntry> storages;
   StorageView storage;
   for (auto cursor = view.storages(); cursor.next(storage);) {
-    fuzz::require(storage.size <= kMaxStorageBytes, "a storage has a limit");
     fuzz::require(
-        storage.size ==
+        storage.sizeHere() <= kMaxStorageBytes, "a storage has a limit");
+    fuzz::require(
+        storage.sizeHere() ==
             view.storageSize(static_cast<uint32_t>(storages.size())),
         "storageSize() says what the cursor says");
     touch(storage.bytes);
@@ -35,7 +39,9 @@ std::vector<StorageEntry> storagesOf(const CallFrameView& view) {
         {{storage.bytes.data, storage.size},
          storage.bulk,
          storage.beside,
-         storage.place});
+         storage.place,
+         storage.dtype});
+    sums.push_back(storage.sum);
   }
   fuzz::require(storages.size() == view.storageCount(), "all storages");
   return storages;
@@ -73,7 +79,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::require(
       peekMessageType(bytes) == view.header().messageType, "same type");
   touch(view.payload());
-  const auto storages = storagesOf(view);
+  std::vector<uint64_t> sums{view.payloadSum()};
+  const auto storages = storagesOf(view, sums);
   std::vector<TensorRecord> records;
   std::vector<Dim> dims;
   TensorView tensor;
@@ -95,6 +102,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   frame.dims = dims;
   frame.note = view.note();
   touch(view.note());
+  if (view.hasSums()) {
+    frame.sums = sums;
+  }
   auto encoded = encode(frame);
   fuzz::require(encoded.ok(), "what was accepted can be written");
   fuzz::requireSame(fuzz::spanOf(encoded.value()), data, size, "same frame");

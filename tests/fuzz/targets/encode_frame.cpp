@@ -23,6 +23,7 @@ struct Message {
   std::vector<StorageEntry> storages;
   std::vector<TensorRecord> records;
   std::vector<Dim> dims;
+  std::vector<uint64_t> sums;
 };
 
 void fill(Message& message, base::ByteReader& reader) {
@@ -33,6 +34,9 @@ void fill(Message& message, base::ByteReader& reader) {
   frame.header.flags = reader.u32();
   frame.header.callId = reader.u64();
   frame.payloadBulk = (shape & 2) != 0;
+  if ((shape & 8) != 0) {
+    frame.header.answer = static_cast<WireDtype>((shape >> 4) % 3);
+  }
   frame.payload = frame.payloadBulk
       ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
       : reader.bytes(reader.u8());
@@ -44,7 +48,14 @@ void fill(Message& message, base::ByteReader& reader) {
         ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
         : reader.bytes(reader.u8());
     message.storages.push_back(
-        {bytes, bulk, beside, static_cast<DevicePlace>(way >> 4)});
+        {bytes,
+         bulk,
+         beside,
+         static_cast<DevicePlace>(way >> 4),
+         static_cast<WireDtype>(way >> 2 & 3)});
+  }
+  if ((shape & 4) != 0) {
+    message.sums.assign(message.storages.size() + 1, shape);
   }
   for (uint8_t left = reader.u8() % 16; left != 0; --left) {
     TensorRecord record;
@@ -64,6 +75,11 @@ void fill(Message& message, base::ByteReader& reader) {
   frame.records = message.records;
   frame.dims = message.dims;
   frame.note = reader.bytes(reader.u8() % 4);
+  frame.sums = message.sums;
+}
+
+uint64_t sizeHere(const StorageEntry& storage) {
+  return storage.bytes.size * widening(storage.dtype);
 }
 
 // What encode() leaves to the codec, which knows the tensors: that they lie
@@ -75,7 +91,7 @@ bool inBounds(const Message& message) {
     at += record.ndim;
     const auto elements = reach(record.offset, dims);
     if (record.layout == TensorLayout::kStrided &&
-        *elements / 4 > message.storages[record.aux].bytes.size) {
+        *elements / 4 > sizeHere(message.storages[record.aux])) {
       return false;
     }
   }
@@ -103,12 +119,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::require(
       view.header().callId == message.frame.header.callId &&
           view.header().flags == message.frame.header.flags &&
-          view.header().kind == message.frame.header.kind,
+          view.header().kind == message.frame.header.kind &&
+          view.header().answer == message.frame.header.answer,
       "same header");
   fuzz::require(
       view.payloadSize() == message.frame.payload.size, "same payload");
   fuzz::require(view.note().size == message.frame.note.size, "same note");
   fuzz::require(view.storageCount() == message.storages.size(), "all storages");
   fuzz::require(view.recordCount() == message.records.size(), "all records");
+  fuzz::require(view.hasSums() == !message.sums.empty(), "all checksums");
   return 0;
 }

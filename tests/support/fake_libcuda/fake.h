@@ -35,6 +35,7 @@ int ordinalOf(const Gpu* gpu);
 
 // Queues work; on the calling thread's device if the stream is the default one.
 CUresult enqueue(CUstream stream, std::function<void()> work);
+CUresult enqueueLate(CUstream stream, std::function<void()> work);
 
 // What an IPC handle holds; both kinds have 64 bytes.
 struct Shared {
@@ -89,7 +90,7 @@ void fakeCudaHold(int isHeld);
 void fakeCudaExportable(int isExportable);
 // Allocations claim to be so many times as large as they are.
 void fakeCudaExaggerate(int factor);
-// Copies are so late from now on.
+// Copies and kernels are so late from now on.
 void fakeCudaDelay(int microseconds);
 
 // For tests/support/fake_cuda, whose devices and streams are then those of this

@@ -18,7 +18,7 @@ namespace {
 constexpr uint32_t kMagic = 0xfa4e4e45;
 
 std::atomic<bool> held = false;
-std::atomic<int> delay = 0; // of a copy, us
+std::atomic<int> delay = 0; // of copies and kernels, us
 
 // A thread that does what is queued, in order.
 class Stream {
@@ -152,6 +152,13 @@ void fakeCudaDrain(void* stream) {
   static_cast<Stream*>(stream)->wait();
 }
 
+CUresult fake::enqueueLate(CUstream stream, std::function<void()> work) {
+  return enqueue(stream, [work = std::move(work)] {
+    std::this_thread::sleep_for(microseconds(delay));
+    work();
+  });
+}
+
 CUresult fake::enqueue(CUstream stream, std::function<void()> work) {
   streamOf(stream).add(std::move(work));
   return CUDA_SUCCESS;
@@ -251,8 +258,7 @@ CUresult CUDAAPI cuMemcpyAsync(
     size_t size,
     CUstream stream) {
   FAKE_ENTER(std::to_string(size))
-  return fake::enqueue(stream, [=] {
-    std::this_thread::sleep_for(microseconds(delay));
+  return fake::enqueueLate(stream, [=] {
     std::memcpy(
         reinterpret_cast<void*>(destination),
         reinterpret_cast<const void*>(source),

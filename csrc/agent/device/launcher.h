@@ -1,0 +1,55 @@
+#pragma once
+
+#include "agent/device/streams.h"
+#include "cuda/kernels.h"
+
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+
+namespace torch_rpc_ext::agent::device {
+
+// The kernels of torch_rpc_ext/kernels on the current streams, where they can
+// be launched: a real device, its driver, numba-cuda. Whether they can is found
+// out at the first use of a device and kernel, and logged then. Nothing waits
+// for a device; that first use takes the GIL, and may take seconds to compile.
+//
+// Owns: the driver and what it has loaded.
+// Thread: any, without locks held.
+class Launcher {
+ public:
+  // Before the first use; without it torch has to do all.
+  void setSource(cuda::PtxSource source) {
+    source_ = std::move(source);
+  }
+
+  // Copies or casts all runs, which are on `device`, by one launch. False where
+  // torch has to.
+  bool segments(
+      c10::Device device,
+      std::span<const cuda::Segment> runs,
+      cuda::Cast cast);
+
+  // Writes the checksum of a storage of a device to `sum`, in pinned memory.
+  // False where somebody else has to.
+  bool checksum(const c10::Storage& storage, uint64_t* sum);
+
+ private:
+  // Null where it cannot be launched.
+  cuda::Kernels* kernelsFor(c10::Device device, const std::string& kernel);
+  cuda::Kernels* loaded();
+  bool find(c10::Device device, const std::string& kernel);
+
+  cuda::PtxSource source_;
+  std::mutex mutex_;
+  bool tried_ = false; // to load the driver
+  std::unique_ptr<cuda::Kernels> kernels_;
+  std::map<std::pair<c10::DeviceIndex, std::string>, bool> usable_;
+};
+
+} // namespace torch_rpc_ext::agent::device
