@@ -31,10 +31,10 @@ ratios. Times of a busy machine go up and down together, ratios much less. **cpu
 time of all processes for one call, **cpu** how many times less of it {subject} takes. p95 and p99
 stand where there are 20 and 100 samples. One whose rounds take long makes fewer of them.
 
-`limit` is no RPC: one copy of the arguments, a wake-up there and one back by pipes, and the
-function. What it hands back in the memory of the arguments is not copied again. `grpc` is grpcio
-with a generic method over a Unix socket, bytes without a limit and without pickle; `ray` is an
-actor.
+`limit` is no RPC: one plain copy of the arguments into memory that both processes have mapped, a
+wake-up there and one back by pipes, and the function. What it hands back in the memory of the
+arguments is not copied again. `grpc` is grpcio with a generic method over a Unix socket, bytes
+without a limit and without pickle; `ray` is an actor.
 """
 
 

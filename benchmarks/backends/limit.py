@@ -1,24 +1,21 @@
-"""What no RPC can beat: the bytes of a call by one copy, and its wake-ups by pipes.
+"""What no RPC can beat: the bytes of a call by one plain copy, and its wake-ups by pipes.
 
-A call is one copy of its arguments from the caller's memory into the callee's, a byte to wake the
-callee, the function on that copy, and a byte to wake the caller. What is small travels in the pipe.
-A large result that lies where the arguments arrived is taken to be handed over: its bytes are
-fetched when a caller's thread first calls a function with so many bytes, and that is what it gets
-from then on. Nothing is serialised beyond sizes, nothing times out, no error returns. Between two
+A call is one copy of its arguments into memory that caller and callee have both mapped, a byte to
+wake the callee, the function on them where they lie, and a byte to wake the caller. What is small
+travels in the pipe. A result that is the argument is handed back where it lies; another one is
+copied there. Nothing is serialised beyond sizes, nothing times out, no error returns. Between two
 hosts it is a blocking socket instead (limit_network.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,16 +28,13 @@ from benchmarks.backends.limit_network import SocketChannel, connect, listen, wa
 from benchmarks.functions import FUNCTIONS
 
 Bytes = npt.NDArray[np.uint8]
-Piece = tuple[int, int]  # address and size, bytes
+Room = tuple[int, int]  # of the memory: where it begins and how much, bytes
 
 _INLINE = 4000  # bytes: with the head less than PIPE_BUF, what a packet of a pipe can be
-_HEAD = struct.Struct("<QQ")  # number of pieces to fetch, 0: all follows here; 1: handed over
-_PIECE = struct.Struct("<QQ")
-_PIECES = 16  # more are joined before they are sent
-_SPLIT = 2_000_000  # bytes from which on a copy is spread over the cores
+_HEAD = struct.Struct("<QQ")  # where the message lies in the memory, and its size; 0: it follows
+_LINE = 64  # bytes: elements begin at a cache line, as allocators have it
+_PAGE = 2 << 20  # bytes of a huge page
 _WINDOW = 12  # asynchronous calls under way: a pipe in packet mode has room for 16
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 
 class Limit(Backend):
@@ -51,10 +45,8 @@ class Limit(Backend):
     offers = frozenset({CALLERS, HOSTS})
 
     def start(self, place: Place) -> None:
-        # Where the kernel lets only parents read a process's memory.
-        _LIBC.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
         self.place, self.local = place, threading.local()
-        self.free: dict[int, list[_Channel | SocketChannel]] = {
+        self.free: dict[int, list[_Caller | SocketChannel]] = {
             rank: [] for rank in range(place.size)
         }
         path = _path(place, place.rank)
@@ -77,16 +69,16 @@ class Limit(Backend):
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         return _Pending(self._channel(to), pack(function, arguments))
 
-    def _connect(self, to: int) -> _Channel | SocketChannel:
+    def _connect(self, to: int) -> _Caller | SocketChannel:
         path = _path(self.place, to)
         return connect(path) if self.place.address else _connect(path)
 
-    def _channel(self, to: int) -> _Channel | SocketChannel:
+    def _channel(self, to: int) -> _Caller | SocketChannel:
         # This thread's own: answers come in the order of its calls.
         channels = self.local.__dict__.setdefault("channels", {})
         if to not in channels:
             channels[to] = self._connect(to)
-        channel: _Channel | SocketChannel = channels[to]
+        channel: _Caller | SocketChannel = channels[to]
         return channel
 
     def _accept(self) -> None:
@@ -99,81 +91,131 @@ class Limit(Backend):
                 _serve_in_thread(SocketChannel(connection))
                 continue
             with connection:
-                caller, ends, _, _ = socket.recv_fds(connection, 16, 2)
-                connection.send(str(os.getpid()).encode())
-            _serve_in_thread(_Channel(ends[0], ends[1], int(caller)))
+                _, (inbox, outbox, file), _, _ = socket.recv_fds(connection, 1, 3)
+            _serve_in_thread(_Callee(inbox, outbox, file))
 
 
 class _Channel:
-    """Two pipes, and memory for what arrives, seen from one side.
+    """Two pipes, and memory that both sides have mapped, seen from one of them.
 
     Thread: one at a time.
 
     Args:
         inbox, outbox: ends of pipes in packet mode.
-        peer: id of the other process, whose memory is read.
+        file: the memory; it grows.
     """
 
-    def __init__(self, inbox: int, outbox: int, peer: int) -> None:
-        self.inbox, self.outbox, self.peer = inbox, outbox, peer
-        self.memory: Bytes = np.empty(0, np.uint8)
-        self.arrived = self.memory  # the part of it that the last large message fills
+    def __init__(self, inbox: int, outbox: int, file: int) -> None:
+        self.inbox, self.outbox, self.file = inbox, outbox, file
+        self.mapped: Bytes = np.empty(0, np.uint8)
+
+    def read(self) -> tuple[bytes, Buffer]:
+        """Return the next packet and the message that it has or tells of."""
+        packet = os.read(self.inbox, _HEAD.size + _INLINE)
+        if not packet:
+            raise EOFError
+        begin, size = _HEAD.unpack_from(packet)
+        return packet, self.at(begin, size) if size else memoryview(packet)[_HEAD.size :]
+
+    def write(self, parts: list[Buffer]) -> None:
+        """Send a message within the packet."""
+        os.write(self.outbox, b"".join([_HEAD.pack(0, 0), *parts]))
+
+    def put(self, parts: list[Buffer], size: int, room: Room) -> None:
+        """Send a message by a copy into this room."""
+        begin = end = room[0] + -(room[0] + len(parts[0])) % _LINE
+        if begin + size > sum(room):
+            raise ValueError(f"a result of {size} bytes has no room in its call's {room[1]}")
+        for part in parts:
+            np.copyto(self.at(end, len(part)), np.frombuffer(part, np.uint8))
+            end += len(part)
+        os.write(self.outbox, _HEAD.pack(begin, size))
+
+    def at(self, begin: int, size: int) -> Bytes:
+        """Return a part of the memory."""
+        if begin + size > self.mapped.size:
+            memory = mmap.mmap(self.file, 0)  # the file as it is now
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            self.mapped = np.frombuffer(memory, np.uint8)
+        return self.mapped[begin : begin + size]
+
+
+class _Caller(_Channel):
+    """The side that says where in the memory a call and its answer lie.
+
+    An answer has its room to itself while anybody refers to it. So who drops each answer, has the
+    same, warm one for all calls.
+    """
+
+    def __init__(self, inbox: int, outbox: int, file: int) -> None:
+        super().__init__(inbox, outbox, file)
+        self.end = 0  # of the memory
+        self.free: list[Room] = []
+        self.taken: deque[Room | None] = deque()  # by the calls under way
         self.unanswered: deque[_Pending] = deque()
-        self.sent: list[Buffer] = []  # until the peer has it, which its answer shows
-        self.handed: dict[tuple[int, bytes], Bytes] = {}
 
     def send(self, parts: list[Buffer]) -> None:
         """Send what pack() made."""
-        if sum(memoryview(part).nbytes for part in parts) <= _INLINE:
-            os.write(self.outbox, b"".join([_HEAD.pack(0, 0), *parts]))
-            return
-        self.sent = parts if len(parts) <= _PIECES else [b"".join(parts)]
-        self._announce([_place(part) for part in self.sent])
-
-    def hand_over(self) -> None:
-        """Send what came last, which was changed where it lies."""
-        self._announce([_place(self.arrived)], handed=True)
+        size = sum(map(len, parts))
+        if size <= _INLINE:
+            self.taken.append(None)
+            self.write(parts)
+        else:
+            room = self._take(size + _LINE)
+            self.taken.append(room)
+            self.put(parts, size, room)
 
     def receive(self) -> tuple[str, list[Any]]:
-        """Return what unpack() does, in memory that the next large message uses again."""
-        packet = os.read(self.inbox, _INLINE + _HEAD.size)
-        if not packet:
-            raise EOFError
-        count, handed = _HEAD.unpack_from(packet)
-        if not count:
-            return unpack(packet[_HEAD.size :])
-        pieces = list(_PIECE.iter_unpack(packet[_HEAD.size :]))
-        size = sum(size for _, size in pieces)
-        if handed:
-            # The head tells which function it was: to read that much costs nothing.
-            head = np.empty(min(size, 64), np.uint8)
-            _fetch(head, self.peer, [(pieces[0][0], head.size)])
-            key = (size, head.tobytes())
-            if key not in self.handed:
-                self.handed = {key: _huge(size)}  # the last one only: 400 MB are much
-                _fetch(self.handed[key], self.peer, pieces)
-            return unpack(self.handed[key])
-        # The elements begin after the first piece: there at a cache line, as allocators have it.
-        start = -pieces[0][1] % 64
-        if start + size > self.memory.size:
-            self.memory = _huge(start + size)
-        self.arrived = self.memory[start : start + size]
-        _fetch(self.arrived, self.peer, pieces)
-        return unpack(self.arrived)
+        """Return what unpack() does of the next answer."""
+        _, message = self.read()
+        room = self.taken.popleft()
+        if room is not None and isinstance(message, np.ndarray):
+            weakref.finalize(message, self.free.append, room)  # the tensors refer to it
+        elif room is not None:
+            self.free.append(room)
+        return unpack(message)
 
-    def _announce(self, pieces: list[Piece], *, handed: bool = False) -> None:
-        told = [_PIECE.pack(*piece) for piece in pieces]
-        os.write(self.outbox, b"".join([_HEAD.pack(len(pieces), handed), *told]))
+    def _take(self, size: int) -> Room:
+        fitting = [room for room in reversed(self.free) if room[1] >= size]
+        if fitting:
+            room = min(fitting, key=lambda one: one[1])  # of several, that of the last answer
+            self.free.remove(room)
+            return room
+        room = self.end, -(-size // _PAGE) * _PAGE
+        self.end += room[1]
+        os.ftruncate(self.file, self.end)
+        return room
+
+
+class _Callee(_Channel):
+    """The side that answers where the call lies."""
+
+    def receive(self) -> tuple[str, list[Any]]:
+        """Return what unpack() does of the next call."""
+        self.packet, message = self.read()
+        return unpack(message)
+
+    def send(self, parts: list[Buffer]) -> None:
+        """Answer with what pack() made of a result that lies elsewhere, and that is no larger than
+        its arguments."""
+        size = sum(map(len, parts))
+        if size <= _INLINE:
+            self.write(parts)
+        else:
+            self.put(parts, size, _HEAD.unpack_from(self.packet))
+
+    def hand_over(self) -> None:
+        """Answer with the call, which was changed where it lies."""
+        os.write(self.outbox, self.packet)
 
 
 class _Pending:
     """A call that was sent, and its answer once it was read; answers come in the calls' order."""
 
-    def __init__(self, channel: _Channel | SocketChannel, parts: list[Buffer]) -> None:
+    def __init__(self, channel: _Caller | SocketChannel, parts: list[Buffer]) -> None:
         self.channel, self.answer, self.there = channel, None, False
         if len(channel.unanswered) == _WINDOW:
             channel.unanswered[0].wait()
-        self.parts = parts
         channel.send(parts)
         channel.unanswered.append(self)
 
@@ -192,87 +234,41 @@ def _listen(path: str) -> socket.socket:
     return listener
 
 
-def _connect(path: str) -> _Channel:
+def _connect(path: str) -> _Caller:
     wait_for(path)
     requests, answers = os.pipe2(os.O_DIRECT), os.pipe2(os.O_DIRECT)
+    file = os.memfd_create("limit")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(path)
-        ends = [requests[0], answers[1]]
-        socket.send_fds(connection, [str(os.getpid()).encode()], ends)
-        callee = int(connection.recv(16))
-    for end in ends:
-        os.close(end)
-    return _Channel(answers[0], requests[1], callee)
+        socket.send_fds(connection, [b"c"], [requests[0], answers[1], file])
+    os.close(requests[0])
+    os.close(answers[1])
+    return _Caller(answers[0], requests[1], file)
 
 
-def _serve_in_thread(channel: _Channel | SocketChannel) -> None:
+def _serve_in_thread(channel: _Callee | SocketChannel) -> None:
     threading.Thread(target=_serve, args=(channel,), daemon=True).start()
 
 
-def _serve(channel: _Channel | SocketChannel) -> None:
+def _serve(channel: _Callee | SocketChannel) -> None:
     while True:
         try:
             function, arguments = channel.receive()
         except EOFError:
             return
         result = FUNCTIONS[function](*arguments)
-        if _lies_in(result, channel.arrived):
+        if _is_argument(result, arguments):
             channel.hand_over()
         else:
             channel.send(pack(function, as_arguments(result)))
 
 
-def _lies_in(result: Any, memory: Bytes) -> bool:
-    first = result[0] if isinstance(result, list) else result
-    if not isinstance(first, Tensor) or not memory.size:
-        return False
-    start, size = _place(memory)
-    return start <= first.data_ptr() < start + size
-
-
-def _place(part: Buffer) -> Piece:
-    array = np.frombuffer(part, np.uint8)
-    return int(array.__array_interface__["data"][0]), array.size
-
-
-def _huge(size: int) -> Bytes:
-    """Return memory in huge pages where there are any: with small ones a copy takes longer."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-_COPIERS = ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)) - 1))
-
-
-def _fetch(target: Bytes, process: int, pieces: Sequence[Piece]) -> None:
-    """Copy pieces of another process's memory, one after the other, each on all cores."""
-    offset = 0
-    for address, size in pieces:
-        shares = len(os.sched_getaffinity(0)) if size >= _SPLIT else 1
-        bounds = [size * share // shares for share in range(shares + 1)]
-        jobs = [
-            (target[offset + begin : offset + end], process, address + begin)
-            for begin, end in zip(bounds, bounds[1:], strict=False)
-        ]
-        others = [_COPIERS.submit(_read, *job) for job in jobs[1:]]
-        _read(*jobs[0])
-        for other in others:
-            other.result()
-        offset += size
-
-
-class _Span(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-
-
-def _read(target: Bytes, process: int, address: int) -> None:
-    here, there = _Span(*_place(target)), _Span(address, target.size)
-    read = _LIBC.process_vm_readv
-    read.restype = ctypes.c_ssize_t
-    got = read(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-    if got != target.size:
-        raise OSError(ctypes.get_errno(), "process_vm_readv")
+def _is_argument(result: Any, arguments: list[Any]) -> bool:
+    """Return whether a result is the one argument, perhaps changed, where that lies."""
+    if len(arguments) != 1 or not isinstance(result, Tensor):
+        return len(arguments) == 1 and result is arguments[0]
+    (argument,) = arguments
+    return bool(result.data_ptr() == argument.data_ptr() and result.numel() == argument.numel())
 
 
 def _path(place: Place, rank: int) -> str:

@@ -198,14 +198,13 @@ def serves(others: list[str]) -> None:
 def footprint() -> dict[str, float]:
     """What this process holds, at rest."""
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    status = Path("/proc/self/status").read_text()
-    threads = int(status.partition("Threads:")[2].split()[0])
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     debug: Any = rpc.api._get_current_rpc_agent().get_debug_info()
     return {
-        "memory": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "memory": int(status["RssAnon"].split()[0]) * 1024 / 1e6,
+        "shared": int(status["RssShmem"].split()[0]) * 1024 / 1e6,
         "fds": len(os.listdir("/proc/self/fd")),
-        "threads": threads,
+        "threads": int(status["Threads"]),
         "pending": float(debug["agent.pending_calls"]),
     }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import trees
+from benchmarks.backends.interface import Place
+from benchmarks.backends.limit import Limit
 from benchmarks.cases import CASES
 from benchmarks.results import CaseResult
 from benchmarks.runner import Contender, Runner
@@ -31,6 +36,26 @@ def check(results: Sequence[CaseResult]) -> None:
 
 def test_the_limit() -> None:
     check(run([Contender("limit", "limit")], *_CASES, "threads-8"))
+
+
+def test_answers_of_the_limit_stay_while_they_are_held(tmp_path: Path) -> None:
+    caller, callee = Limit(), Limit()
+    with contextlib.ExitStack() as stack:
+        for rank, worker in enumerate((caller, callee)):
+            worker.start(Place(rank, 2, str(tmp_path / "store")))
+            stack.callback(worker.stop)
+        values = [torch.full((20_000,), float(value)) for value in range(30)]
+        pending = [caller.call_async(1, "identity", value) for value in values]
+        first = caller.call(1, "operate", values[0])
+        second = caller.call(1, "add", values[1], values[2])
+        assert all(
+            torch.equal(one.wait(), value) for one, value in zip(pending, values, strict=True)
+        )
+        assert torch.equal(first, torch.full_like(first, 2.0))
+        assert torch.equal(second, values[3])
+        # Who holds none has the same memory for all calls.
+        del first, second
+        assert len({caller.call(1, "identity", values[0]).data_ptr() for _ in range(5)}) == 1
 
 
 def test_grpc() -> None:

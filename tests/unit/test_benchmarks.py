@@ -270,7 +270,14 @@ def _pictures(text: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), (torch.arange(5.0),), (torch.ones(1), torch.zeros(3)), ([torch.ones(2), torch.ones(1)],)],
+    [
+        (),
+        (torch.arange(5.0),),
+        (torch.ones(1), torch.zeros(3)),
+        ([torch.ones(2), torch.ones(1)],),
+        ([torch.full((1 + size,), float(size)) for size in range(20)],),
+        ([torch.full((5000,), float(size)) for size in range(20)],),
+    ],
 )
 def test_flat_calls_arrive(arguments: tuple[Any, ...]) -> None:
     function, arrived = flat.unpack(b"".join(flat.pack("add", arguments)))
