@@ -16,6 +16,7 @@ class AgentOptions:
     prefer_ipv6: bool
     use_cma: bool
     use_shared_memory: bool
+    use_cuda_ipc: bool
     keepalive: float
     encryption: int
     receive_cache_bytes: int

@@ -193,6 +193,7 @@ def _agent_options(
         "prefer_ipv6": interface.prefer_ipv6,
         "use_cma": options.use_cma,
         "use_shared_memory": options.use_shared_memory,
+        "use_cuda_ipc": options.use_cuda_ipc,
         "keepalive": options.keepalive,
         "encryption": ENCRYPTION.index(options.encryption),
         "receive_cache_bytes": options.receive_cache_bytes,

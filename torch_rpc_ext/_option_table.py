@@ -337,6 +337,14 @@ OPTIONS: tuple[Option, ...] = (
         "Use shared memory between processes of one host.",
     ),
     Option(
+        "use_cuda_ipc",
+        True,
+        boolean,
+        "",
+        "Copy CUDA tensors directly between processes of one host, both ways. See "
+        "[cuda.md](cuda.md).",
+    ),
+    Option(
         "keepalive",
         2.0,
         at_least_100_ms,

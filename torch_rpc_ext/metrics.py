@@ -105,6 +105,18 @@ SOURCES = (
         "receive_cache_used_bytes",
         "Receive memory that tensors use.",
     ),
+    _counter("agent.cuda_ipc_sent_bytes", "cuda_ipc_sent_bytes", "CUDA tensors left for peers."),
+    _counter("agent.cuda_ipc_received_bytes", "cuda_ipc_received_bytes", "CUDA tensors copied."),
+    _Source(
+        "agent.cuda_ipc_held_messages",
+        "cuda_ipc_held_messages",
+        "Messages whose CUDA tensors are held until the receiver has copied them.",
+    ),
+    _Source(
+        "agent.cuda_ipc_open_allocations",
+        "cuda_ipc_open_allocations",
+        "Allocations of other workers' CUDA memory that are mapped here.",
+    ),
     _Source(
         "agent.gil_average_wait_time_us",
         "gil_wait_average_seconds",

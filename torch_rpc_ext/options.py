@@ -41,6 +41,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         port_range: a port, ``'lo-hi'`` or ``(lo, hi)``, both included; 0 for any.
         use_cma: copy bulk data directly between processes of one host.
         use_shared_memory: use shared memory between processes of one host.
+        use_cuda_ipc: copy CUDA tensors directly between processes of one host.
         keepalive: after how long a silent worker elsewhere is suspected to be dead, s.
         secret: what the workers of a group must know to speak to each other, 16 bytes or more;
             by default rank 0 draws one and the store gives it out.
@@ -76,6 +77,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     port_range: tuple[int, int]
     use_cma: bool
     use_shared_memory: bool
+    use_cuda_ipc: bool
     keepalive: float
     secret: bytes | None
     secret_file: str | None
@@ -108,6 +110,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         port_range: int | str | tuple[int, int] | None = None,
         use_cma: bool = True,
         use_shared_memory: bool = True,
+        use_cuda_ipc: bool = True,
         keepalive: float = 2.0,
         secret: str | bytes | None = None,
         secret_file: str | os.PathLike[str] | None = None,
@@ -140,6 +143,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "port_range": port_range,
             "use_cma": use_cma,
             "use_shared_memory": use_shared_memory,
+            "use_cuda_ipc": use_cuda_ipc,
             "keepalive": keepalive,
             "secret": secret,
             "secret_file": secret_file,

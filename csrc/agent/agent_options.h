@@ -39,6 +39,7 @@ struct AgentOptions {
   // To each other worker; 0 for no limit.
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
+  bool useCudaIpc = true;
   // What float32 tensors travel as.
   WireDtypes wireDtypes;
   // Whether checksums travel with all that this worker sends.

@@ -14,6 +14,7 @@ struct UcxAgent::Arrival {
   transport::ConnectionPtr connection;
   std::unique_ptr<transport::Incoming> incoming;
   std::optional<Decoder> decoder;
+  std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
 

@@ -66,13 +66,13 @@ Error Encoder::describe() {
 }
 
 Result<bool> Encoder::depart(
-    device::BesideWay* beside,
+    device::SendingWay* beside,
     device::Launcher* launcher) {
   if (auto error = guarded("encode", [&]() -> Error {
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
-          if (auto failed = beside->depart(key, departing_, parcel_)) {
+          if (auto failed = beside->depart(key, departing_, departure_)) {
             return failed;
           }
         }
@@ -110,6 +110,7 @@ Error Encoder::write(Encoded& encoded) {
   frame.storages = tensors_.storages();
   frame.records = tensors_.records();
   frame.dims = tensors_.dims();
+  frame.note = {departure_.note.data(), departure_.note.size()};
   const std::vector<uint64_t> sums = sumsOf(frame);
   frame.sums = sums;
   auto head = wire::encode(frame);
@@ -135,7 +136,7 @@ Error Encoder::write(Encoded& encoded) {
   encoded.storages = tensors_.takeOwners();
   encoded.storages.insert(
       encoded.storages.end(), staged_.held.begin(), staged_.held.end());
-  encoded.parcel = std::move(parcel_);
+  encoded.parcel = std::move(departure_.parcel);
   departing_.clear();
   return {};
 }
@@ -367,7 +368,7 @@ Error Decoder::takeStorages(Storages& storages) {
 // `onHost` gets the bytes of those that go to a device: to be looked at here,
 // where it costs no wait for the device. None for what came beside the frame.
 Error Decoder::placeStorages(
-    device::BesideWay* beside,
+    device::ReceivingWay* beside,
     device::Launcher* launcher,
     Storages& storages,
     Storages& onHost) {
@@ -375,7 +376,6 @@ Error Decoder::placeStorages(
   onHost.resize(view_.storageCount());
   std::vector<device::Arriving> arriving;
   std::vector<size_t> arrivingAt;
-  std::vector<size_t> besideAt;
   // Only these are looked at on the host.
   const bool hasParts = view_.recordCount() != view_.tensorCount();
   wire::StorageView storage;
@@ -383,7 +383,6 @@ Error Decoder::placeStorages(
   auto cursor = view_.storages();
   for (size_t i = 0; cursor.next(storage); ++i) {
     if (storage.beside) {
-      besideAt.push_back(i);
       continue;
     }
     if (storage.place == wire::kHostPlace) {
@@ -414,32 +413,39 @@ Error Decoder::placeStorages(
   for (size_t i = 0; i < placed.size(); ++i) {
     storages[arrivingAt[i]] = std::move(placed[i]);
   }
-  if (besideAt.empty()) {
-    return {};
-  }
+  return view_.hasBeside() ? placeBeside(beside, storages) : Error();
+}
+
+Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
   if (beside == nullptr) {
     return {
         ErrorKind::kInvalid,
         "call frame: its tensors travel beside it, and this connection has no "
         "such way"};
   }
-  auto arrived = beside->arrive({header().callId, header().kind});
+  std::vector<device::Expected> expected;
+  std::vector<size_t> places;
+  wire::StorageView storage;
+  auto cursor = view_.storages();
+  for (size_t i = 0; cursor.next(storage); ++i) {
+    if (storage.beside) {
+      expected.push_back({device::deviceAt(storage.place), storage.size});
+      places.push_back(i);
+    }
+  }
+  auto arrived =
+      beside->arrive({header().callId, header().kind}, view_.note(), expected);
   if (!arrived.ok()) {
     return arrived.error();
   }
-  if (arrived.value().size() != besideAt.size()) {
-    return {
-        ErrorKind::kInvalid,
-        "call frame: other tensors have come beside it than it names"};
-  }
-  for (size_t i = 0; i < besideAt.size(); ++i) {
-    storages[besideAt[i]] = std::move(arrived.value()[i]);
+  for (size_t i = 0; i < places.size(); ++i) {
+    storages[places[i]] = std::move(arrived.value()[i]);
   }
   return {};
 }
 
 Result<c10::intrusive_ptr<Message>> Decoder::finish(
-    device::BesideWay* beside,
+    device::ReceivingWay* beside,
     device::Launcher* launcher) {
   if (!allocated_) {
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
@@ -453,7 +459,7 @@ Result<c10::intrusive_ptr<Message>> Decoder::finish(
 }
 
 Error Decoder::decode(
-    device::BesideWay* beside,
+    device::ReceivingWay* beside,
     device::Launcher* launcher,
     c10::intrusive_ptr<Message>& message) {
   if (!view_.payloadBulk() && view_.payloadSize() != 0) {
@@ -473,7 +479,8 @@ Error Decoder::decode(
     return error;
   }
   std::vector<at::Tensor> tensors;
-  if (auto error = decodeTensors(view_, storages, onHost, tensors)) {
+  const bool isTrusted = beside != nullptr && beside->isTrusted();
+  if (auto error = decodeTensors(view_, storages, onHost, isTrusted, tensors)) {
     return error;
   }
   message = c10::make_intrusive<Message>(

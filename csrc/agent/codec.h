@@ -44,8 +44,9 @@ struct Encoded {
   bool given = false; // away
   // The copies that it maps (lender.h): as `storages`.
   std::vector<std::shared_ptr<memory::BufferCache::Block>> lent;
-  // What travels beside the frame (device/way.h): to be held likewise.
-  std::shared_ptr<void> parcel;
+  // What travels beside the frame (device/way.h): to be held likewise, and told
+  // what has become of the frame.
+  std::shared_ptr<device::Parcel> parcel;
 
   // Whether it must be held until then.
   bool borrows() const {
@@ -108,7 +109,7 @@ class Encoder {
   // `beside` if it can. True when finish() has to wait until what is queued is
   // over. `launcher` may be null.
   base::Result<bool> depart(
-      device::BesideWay* beside,
+      device::SendingWay* beside,
       device::Launcher* launcher);
   // At most once.
   base::Result<Encoded> finish();
@@ -122,7 +123,7 @@ class Encoder {
   TensorEncoder tensors_;
   std::vector<device::Departing> departing_;
   device::Staged staged_;
-  std::shared_ptr<void> parcel_;
+  device::Departure departure_;
 };
 
 // All of it, for messages without tensors of devices.
@@ -157,6 +158,13 @@ class Decoder {
   bool hasDevices() const {
     return view_.hasDevices();
   }
+  // Whether there are tensors beside the frame, and what their way says.
+  bool hasBeside() const {
+    return view_.hasBeside();
+  }
+  base::ConstSpan note() const {
+    return view_.note();
+  }
 
   // May give the memory of a bulk buffer: then its span is null.
   using Adopt = std::function<transport::Adopted(size_t index)>;
@@ -181,7 +189,7 @@ class Decoder {
   // kInvalid, with kOverloaded when there is no memory, or with kCorrupted when
   // a checksum is not the sender's.
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
-      device::BesideWay* beside = nullptr,
+      device::ReceivingWay* beside = nullptr,
       device::Launcher* launcher = nullptr);
 
  private:
@@ -189,15 +197,16 @@ class Decoder {
   using Storages = c10::SmallVector<c10::Storage, 8>;
 
   base::Error decode(
-      device::BesideWay* beside,
+      device::ReceivingWay* beside,
       device::Launcher* launcher,
       c10::intrusive_ptr<torch::distributed::rpc::Message>& message);
   base::Error takeStorages(Storages& storages);
   base::Error placeStorages(
-      device::BesideWay* beside,
+      device::ReceivingWay* beside,
       device::Launcher* launcher,
       Storages& storages,
       Storages& onHost);
+  base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
   // A storage for the CPU, as the sender had it.
   base::Result<c10::Storage> onHostAsWas(
       const wire::StorageView& storage,

@@ -252,6 +252,15 @@ std::string Peers::nameOf(const transport::Connection* connection) const {
   return it == known_.end() ? "an unknown worker" : it->second.name;
 }
 
+std::optional<PeerLife> Peers::lifeOf(
+    const transport::Connection* connection) const {
+  std::lock_guard lock(mutex_);
+  auto it = known_.find(connection);
+  return it == known_.end()
+      ? std::nullopt
+      : std::optional(PeerLife{it->second.name, it->second.life});
+}
+
 std::map<std::string, transport::PathInfo> Peers::paths() const {
   std::map<std::string, transport::ConnectionPtr> connections;
   {

@@ -16,6 +16,12 @@
 
 namespace torch_rpc_ext::agent {
 
+// Which worker, and which of its lives.
+struct PeerLife {
+  std::string name;
+  uint32_t life = 0;
+};
+
 // The connections to other workers, opened at the first call, whoever makes
 // it; a call to oneself goes through a loopback context.
 //
@@ -61,6 +67,7 @@ class Peers {
   // The worker at the other end; for a connection that was never established,
   // the one it was meant for.
   std::string nameOf(const transport::Connection* connection) const;
+  std::optional<PeerLife> lifeOf(const transport::Connection* connection) const;
 
   // Worker name -> path, of the connections there are.
   std::map<std::string, transport::PathInfo> paths() const;

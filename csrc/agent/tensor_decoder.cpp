@@ -66,8 +66,15 @@ class TensorBuilder {
  public:
   using Storages = c10::ArrayRef<c10::Storage>;
 
-  TensorBuilder(Storages storages, Storages onHost, size_t index)
-      : storages_(storages), onHost_(onHost), index_(index) {}
+  TensorBuilder(
+      Storages storages,
+      Storages onHost,
+      bool isTrusted,
+      size_t index)
+      : storages_(storages),
+        onHost_(onHost),
+        isTrusted_(isTrusted),
+        index_(index) {}
 
   Error
   build(const TensorView& view, wire::TensorCursor& cursor, at::Tensor& tensor);
@@ -89,6 +96,7 @@ class TensorBuilder {
 
   Storages storages_;
   Storages onHost_;
+  bool isTrusted_;
   size_t index_;
   TensorView integers_; // kQuantized
   std::array<at::Tensor, kMaxParts> parts_;
@@ -224,6 +232,8 @@ Error TensorBuilder::readParts(
       if (auto error = buildStrided(part, onHost_, nullptr, readable_[i])) {
         return error;
       }
+    } else if (!isTrusted_) {
+      return fail("has a part beside the frame, which cannot be checked");
     }
   }
   return {};
@@ -343,11 +353,12 @@ Error decodeTensors(
     const wire::CallFrameView& frame,
     c10::ArrayRef<c10::Storage> storages,
     c10::ArrayRef<c10::Storage> onHost,
+    bool isTrusted,
     std::vector<at::Tensor>& tensors) {
   tensors.reserve(frame.tensorCount());
   TensorView view;
   for (auto cursor = frame.records(); cursor.next(view);) {
-    TensorBuilder builder(storages, onHost, tensors.size());
+    TensorBuilder builder(storages, onHost, isTrusted, tensors.size());
     tensors.emplace_back();
     if (auto error = builder.build(view, cursor, tensors.back())) {
       return error;

@@ -344,6 +344,21 @@ void TensorEncoder::addEntry(
   }
 }
 
+// The storages that parts of sparse tensors are in.
+std::vector<bool> TensorEncoder::checkedStorages() const {
+  std::vector<bool> checked(storages_.size());
+  uint32_t parts = 0;
+  for (const auto& record : records_) {
+    if (parts > 0) {
+      --parts;
+      checked[record.aux] = true;
+    } else {
+      parts = wire::partsOf(record.layout);
+    }
+  }
+  return checked;
+}
+
 Error TensorEncoder::narrow(wire::WireDtype dtype, memory::BufferCache* cache) {
   if (dtype == wire::WireDtype::kFloat32) {
     return {};
@@ -386,8 +401,9 @@ Error TensorEncoder::narrowOne(
 std::vector<device::Departing> TensorEncoder::takeDeparting() {
   std::vector<device::Departing> result;
   result.reserve(departing_.size());
+  const std::vector<bool> checked = checkedStorages();
   for (auto& [index, storage] : departing_) {
-    result.push_back({std::move(storage), &storages_[index]});
+    result.push_back({std::move(storage), &storages_[index], checked[index]});
   }
   return result;
 }

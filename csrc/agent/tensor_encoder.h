@@ -72,6 +72,7 @@ class TensorEncoder {
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
+  std::vector<bool> checkedStorages() const;
   base::Error
   narrowOne(size_t index, wire::WireDtype dtype, memory::BufferCache* cache);
   base::Error fail(const std::string& why) const;

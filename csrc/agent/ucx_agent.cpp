@@ -92,6 +92,7 @@ UcxAgent::UcxAgent(
                 std::move(call), {base::ErrorKind::kTimedOut, std::string()});
           }),
       load_(options_.maxCallsInFlight, options_.maxBytesInFlight),
+      ipc_(std::make_shared<device::Ipc>(options_.useCudaIpc, ipcLinks())),
       trimTimer_(executor_.poller(), [this] { trim(); }) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
     base::log(
@@ -134,6 +135,11 @@ void UcxAgent::shutdownImpl() {
         std::move(call), {base::ErrorKind::kShutDown, "this worker shut down"});
   }
   deviceEvents_.stop();
+  // Who still copies from devices here says so in a moment.
+  ipc_->waitUntilReleased(
+      std::chrono::steady_clock::now() +
+      std::chrono::milliseconds(kStopMilliseconds));
+  ipc_->stop();
   remote_->stop();
   loopback_->stop();
   pending_.stop();
@@ -275,6 +281,9 @@ void UcxAgent::sendCallNow(
        callId,
        held = borrows ? std::make_shared<Encoded>(std::move(encoded))
                       : nullptr](const base::Error& error) {
+        if (held != nullptr && held->parcel != nullptr) {
+          held->parcel->sent(error);
+        }
         if (!error) {
           return;
         }

@@ -4,6 +4,7 @@
 #include "agent/barrier.h"
 #include "agent/codec.h"
 #include "agent/device/event_waiter.h"
+#include "agent/device/ipc.h"
 #include "agent/device/launcher.h"
 #include "agent/device/same_process.h"
 #include "agent/device/tables.h"
@@ -40,6 +41,12 @@ inline constexpr uint16_t kBarrierRequestType =
     0x70 | rpc::MessageTypeFlags::REQUEST_TYPE;
 inline constexpr uint16_t kBarrierResponseType =
     0x70 | rpc::MessageTypeFlags::RESPONSE_TYPE;
+// And about CUDA IPC: this one and the next two are device::IpcMessage. They
+// have no answer.
+inline constexpr uint16_t kIpcType = 0x71 | rpc::MessageTypeFlags::REQUEST_TYPE;
+constexpr bool isIpcType(uint16_t type) {
+  return type >= kIpcType && type <= kIpcType + 2;
+}
 
 // torch's RpcAgent over a transport. Wires the parts and holds no protocol of
 // its own: Membership knows who is there, Peers how to reach them, PendingCalls
@@ -115,6 +122,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       std::vector<c10::Device> devices);
   std::map<std::string, transport::PathInfo> paths() const {
     return peers_.paths();
+  }
+  // How CUDA tensors go to a worker; empty before the first one.
+  device::Ipc::Description devicePath(const std::string& worker) const {
+    return ipc_->describe(worker);
   }
   // Workers that were reached once and cannot be now.
   std::vector<std::string> lostWorkers() const {
@@ -249,7 +260,17 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
 
   // Tensors of devices, both sides (ucx_agent_devices.cpp).
   using Ready = std::function<void(base::Result<Encoded>)>;
-  device::BesideWay* besideOf(const transport::ConnectionPtr& connection);
+  std::shared_ptr<device::SendingWay> wayTo(
+      const transport::ConnectionPtr& connection);
+  std::shared_ptr<device::ReceivingWay> wayFrom(
+      const transport::ConnectionPtr& connection,
+      base::ConstSpan note);
+  device::Ipc::Links ipcLinks();
+  void tellOfIpc(
+      const transport::ConnectionPtr& connection,
+      device::IpcMessage kind,
+      std::vector<char> payload);
+  void serveIpc(Arrival& arrival);
   base::Result<c10::intrusive_ptr<rpc::Message>> decode(
       Arrival& arrival,
       const device::Streams& streams);
@@ -257,7 +278,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const c10::intrusive_ptr<rpc::Message>& message,
       const EncodeOptions& options,
       const device::Route& route,
-      device::BesideWay* beside,
+      device::SendingWay* beside,
       Ready ready);
   base::Error sendFromDevices(
       const EncodeOptions& options,
@@ -297,6 +318,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
 
   // Shutdown.
   void waitForOwnCalls(std::chrono::steady_clock::time_point deadline);
+  void waitForReaders(std::chrono::steady_clock::time_point deadline);
   int64_t barrier(
       int64_t active,
       std::chrono::steady_clock::time_point deadline);
@@ -331,6 +353,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   device::SameProcess sameProcess_;
   device::Launcher launcher_;
   device::EventWaiter deviceEvents_;
+  const std::shared_ptr<device::Ipc> ipc_; // after what it links to
   std::atomic<bool> stopped_{false};
   std::atomic<bool> trimming_{false};
   base::Timer trimTimer_; // last: its handler uses the others

@@ -3,6 +3,7 @@
 
 #include "agent/arrival.h"
 #include "agent/ucx_agent.h"
+#include "base/log.h"
 
 #include <algorithm>
 
@@ -26,10 +27,86 @@ void addTargets(const device::Route& route, std::vector<c10::Device>& devices) {
 
 } // namespace
 
-device::BesideWay* UcxAgent::besideOf(
+std::shared_ptr<device::SendingWay> UcxAgent::wayTo(
     const transport::ConnectionPtr& connection) {
-  return connection->loopsBack() ? &sameProcess_ : nullptr;
+  if (connection->loopsBack()) {
+    return {std::shared_ptr<void>(), &sameProcess_};
+  }
+  const auto peer = peers_.lifeOf(connection.get());
+  return peer ? ipc_->to(connection, *peer, devices_.devices()) : nullptr;
 }
+
+std::shared_ptr<device::ReceivingWay> UcxAgent::wayFrom(
+    const transport::ConnectionPtr& connection,
+    base::ConstSpan note) {
+  if (connection->loopsBack()) {
+    return {std::shared_ptr<void>(), &sameProcess_};
+  }
+  const auto peer = peers_.lifeOf(connection.get());
+  return peer ? ipc_->from(connection, *peer, note) : nullptr;
+}
+
+// ---- CUDA IPC --------------------------------------------------------------
+
+device::Ipc::Links UcxAgent::ipcLinks() {
+  return {
+      .tell =
+          [this](
+              const transport::ConnectionPtr& connection,
+              device::IpcMessage kind,
+              std::vector<char> payload) {
+            tellOfIpc(connection, kind, std::move(payload));
+          },
+      .run =
+          [this](std::function<void()> task) {
+            executor_.submit(base::makeTask(std::move(task)));
+          },
+      .events = &deviceEvents_,
+      .launcher = &launcher_,
+      .hasDevices = [this] { return !devices_.devices().empty(); }};
+}
+
+void UcxAgent::tellOfIpc(
+    const transport::ConnectionPtr& connection,
+    device::IpcMessage kind,
+    std::vector<char> payload) {
+  const auto type = static_cast<uint16_t>(kIpcType + static_cast<int>(kind));
+  auto encoded = encode(
+      c10::make_intrusive<rpc::Message>(
+          std::move(payload),
+          std::vector<at::Tensor>{},
+          static_cast<rpc::MessageType>(type)),
+      {0, wire::CallKind::kRequest, UINT64_MAX});
+  if (encoded.ok()) { // bytes without tensors: always
+    // A peer that is not there to hear it: onClosed() sees to the rest.
+    connection->send(
+        std::move(encoded.value().head), {}, [](const base::Error&) {});
+  }
+}
+
+void UcxAgent::serveIpc(Arrival& arrival) {
+  const auto peer = peers_.lifeOf(arrival.connection.get());
+  auto message = arrival.decoder->finish();
+  if (!peer || !message.ok()) {
+    return;
+  }
+  const auto kind =
+      static_cast<device::IpcMessage>(arrival.header().messageType - kIpcType);
+  const auto& payload = message.value()->payload();
+  if (const auto error = ipc_->onMessage(
+          arrival.connection, *peer, kind, {payload.data(), payload.size()})) {
+    base::log(
+        base::LogLevel::kWarning,
+        "closing the connection to worker \"" + peer->name +
+            "\": " + error.message);
+    arrival.connection->close();
+  }
+  if (kind == device::IpcMessage::kOffer) {
+    trimLater(); // what was opened for its trials
+  }
+}
+
+// ---- calls -----------------------------------------------------------------
 
 base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
     Arrival& arrival,
@@ -37,21 +114,24 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
   if (!arrival.decoder->hasDevices()) {
     return arrival.decoder->finish();
   }
+  if (arrival.beside != nullptr) {
+    trimLater();
+  }
   const device::StreamScope scope(streams);
-  return arrival.decoder->finish(besideOf(arrival.connection), &launcher_);
+  return arrival.decoder->finish(arrival.beside.get(), &launcher_);
 }
 
 base::Error UcxAgent::encodeFromDevices(
     const c10::intrusive_ptr<rpc::Message>& message,
     const EncodeOptions& options,
     const device::Route& route,
-    device::BesideWay* beside,
+    device::SendingWay* beside,
     Ready ready) {
   auto encoder = std::make_shared<Encoder>(message, options, route);
   // After what is queued already; what the user queues next need not wait for
   // the copies.
   auto devices = device::devicesOf(message->tensors());
-  if (beside != nullptr) {
+  if (beside != nullptr && beside->writesOnTargets()) {
     addTargets(route, devices);
   }
   const auto streams = device::poolStreams(devices);
@@ -94,7 +174,7 @@ base::Error UcxAgent::sendFromDevices(
       message,
       options,
       route,
-      besideOf(connection),
+      wayTo(connection).get(),
       [this, callId = options.callId, connection](
           base::Result<Encoded> encoded) {
         if (!encoded.ok()) {
@@ -116,7 +196,7 @@ void UcxAgent::replyFromDevices(
       message,
       options,
       route,
-      besideOf(connection),
+      wayTo(connection).get(),
       [this, callId = options.callId, connection](
           base::Result<Encoded> encoded) {
         if (encoded.ok()) {

@@ -37,6 +37,7 @@ void UcxAgent::addMember(
   for (const auto& connection : peers_.succeed(*membership_.find(id))) {
     connection->lose(why);
   }
+  ipc_->gone(name, /*hasEnded=*/true);
   barrier_.regain(name);
   release(former, /*died=*/true);
 }

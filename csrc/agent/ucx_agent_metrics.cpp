@@ -48,6 +48,11 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       {"agent.receive_cache_idle_bytes", std::to_string(cache.idleBytes)},
       {"agent.receive_cache_used_bytes", std::to_string(cache.usedBytes)},
   };
+  const auto ipc = ipc_->stats();
+  metrics["agent.cuda_ipc_sent_bytes"] = std::to_string(ipc.bytesSent);
+  metrics["agent.cuda_ipc_received_bytes"] = std::to_string(ipc.bytesReceived);
+  metrics["agent.cuda_ipc_held_messages"] = std::to_string(ipc.held);
+  metrics["agent.cuda_ipc_open_allocations"] = std::to_string(ipc.open);
   if (isGILProfilingEnabled()) {
     metrics["agent.gil_average_wait_time_us"] = std::to_string(
         counters_.gilWait.read().mean() / kNanosecondsPerMicrosecond);

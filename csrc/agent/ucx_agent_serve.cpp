@@ -87,6 +87,9 @@ void UcxAgent::onClosed(
     failLater(std::move(call), error);
   }
   if (gone) {
+    ipc_->gone(
+        *gone,
+        connection->peerDied() || error.kind == base::ErrorKind::kShutDown);
     barrier_.lose(
         *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
     if (const auto id = membership_.idOf(*gone)) {
@@ -147,6 +150,9 @@ void UcxAgent::onFrame(
   arrival->connection = connection;
   arrival->incoming = std::move(incoming);
   arrival->decoder.emplace(std::move(decoder.value()));
+  if (arrival->decoder->hasBeside()) {
+    arrival->beside = wayFrom(connection, arrival->decoder->note());
+  }
   uint64_t bytes = arrival->incoming->head().size;
   for (const uint64_t size : arrival->incoming->bulkSizes()) {
     bytes += size;
@@ -208,9 +214,14 @@ void UcxAgent::trim() {
       : toDuration(options_.receiveCacheIdleSeconds);
   cache_->trim(idle);
   const bool more = remote_->trim(idle);
+  const bool isOpen = ipc_->stats().open != 0;
+  if (isOpen) {
+    // To close a handle may take a while.
+    executor_.submit(base::makeTask([ipc = ipc_, idle] { ipc->trim(idle); }));
+  }
   trimming_.store(false);
   const auto stats = cache_->stats();
-  if (more || stats.idleBlocks + stats.usedBlocks != 0) {
+  if (more || isOpen || stats.idleBlocks + stats.usedBlocks != 0) {
     trimLater();
   }
 }
@@ -238,6 +249,10 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
             arrival->connection, arrival->header().callId, *message.value());
       }
     }));
+  } else if (isIpcType(arrival->header().messageType)) {
+    executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
+      serveIpc(*arrival);
+    }));
   } else {
     arrival->at = PendingCall::Clock::now();
     executor_.submitRequest(
@@ -263,6 +278,7 @@ void UcxAgent::complete(Arrival& arrival, PendingCall call) {
     return;
   }
   arrival.incoming.reset();
+  arrival.beside.reset();
   // The future remembers what is queued on the current streams.
   const device::StreamScope scope(streams);
   finish(std::move(call), std::move(message.value()));
@@ -301,6 +317,7 @@ void UcxAgent::serve(Arrival& arrival) {
   }
   arrival.incoming.reset();
   arrival.decoder.reset();
+  arrival.beside.reset();
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
 
@@ -453,6 +470,9 @@ void UcxAgent::sendReplyNow(
       std::move(bulk),
       [held = borrows ? std::make_shared<Encoded>(std::move(encoded))
                       : nullptr](const base::Error& error) {
+        if (held != nullptr && held->parcel != nullptr) {
+          held->parcel->sent(error);
+        }
         // A response that its caller refuses or does not live to see is
         // nobody's loss here; the caller has its own error.
         if (error && held != nullptr) {

@@ -45,6 +45,7 @@ void UcxAgent::join(bool /*shutdown*/, float timeout) {
                                     : Clock::time_point::max();
   do {
     waitForOwnCalls(deadline);
+    waitForReaders(deadline);
     barrier(0, deadline);
   } while (barrier(counters_.clientActiveCalls.load(), deadline) != 0);
 }
@@ -67,6 +68,22 @@ void UcxAgent::waitForOwnCalls(Clock::time_point deadline) {
               " calls under way");
     }
     lock.lock();
+  }
+}
+
+void UcxAgent::waitForReaders(Clock::time_point deadline) {
+  const auto between = [this] {
+    if (interruptCheck_) {
+      interruptCheck_();
+    }
+  };
+  if (!ipc_->waitUntilReleased(deadline, between)) {
+    throw RpcError(
+        base::ErrorKind::kTimedOut,
+        workerInfo_.name_,
+        "shutdown timed out: other workers still copy the tensors of " +
+            std::to_string(ipc_->awaited()) +
+            " messages from the devices of \"" + workerInfo_.name_ + "\"");
   }
 }
 

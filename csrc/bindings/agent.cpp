@@ -86,6 +86,7 @@ void bindOptions(py::module_& module) {
       .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
       .def_readwrite("max_calls_in_flight", &AgentOptions::maxCallsInFlight)
       .def_readwrite("max_bytes_in_flight", &AgentOptions::maxBytesInFlight)
+      .def_readwrite("use_cuda_ipc", &AgentOptions::useCudaIpc)
       .def_readwrite("integrity", &AgentOptions::integrity)
       .def(
           "set_wire_dtypes",
@@ -226,11 +227,14 @@ std::vector<std::map<std::string, std::string>> describePeers(
     const UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
   for (const auto& [name, path] : agent.paths()) {
+    const auto devices = agent.devicePath(name);
     peers.push_back(
         {{"worker", name},
          {"control", path.control},
          {"bulk", path.bulk},
-         {"why", path.why}});
+         {"why", path.why},
+         {"devices", devices.way},
+         {"devices_why", devices.why}});
   }
   return peers;
 }

@@ -3,6 +3,7 @@
 #include "base/checksum.h"
 #include "wire/limits.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -21,6 +22,7 @@ constexpr size_t kHeaderBytes = 40;
 constexpr size_t kStorageBytes = 8;
 constexpr size_t kRecordBytes = 16;
 constexpr size_t kDimBytes = 16;
+constexpr size_t kNoteSizeBytes = 8;
 constexpr size_t kSumBytes = 8;
 constexpr uint8_t kSumsBit = 1; // of the features
 constexpr uint64_t kBulkBit = uint64_t{1} << 63;
@@ -199,6 +201,13 @@ bool isInline(uint64_t word) {
   return (word & (kBulkBit | kBesideBit)) == 0;
 }
 
+bool hasBeside(const CallFrame& frame) {
+  return std::any_of(
+      frame.storages.begin(), frame.storages.end(), [](const auto& storage) {
+        return storage.beside;
+      });
+}
+
 // What the sender must have got right, and the size of its frame.
 Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.records.size() > kMaxTensors) {
@@ -226,6 +235,14 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     }
     // At most 2^20 times 2^46: cannot overflow.
     total += isInline(storage) ? storage.bytes.size : 0;
+  }
+  if (frame.note.size > kMaxNoteBytes) {
+    return exceeds("note size", frame.note.size, kMaxNoteBytes);
+  }
+  if (hasBeside(frame)) {
+    total += kNoteSizeBytes + frame.note.size;
+  } else if (frame.note.size != 0) {
+    return invalid("a note, and nothing travels beside the frame");
   }
   if (!frame.sums.empty()) {
     if (frame.sums.size() != frame.storages.size() + 1) {
@@ -339,6 +356,10 @@ Result<base::Buffer> encode(const CallFrame& frame) {
       writer.bytes(storage.bytes);
     }
   }
+  if (hasBeside(frame)) {
+    writer.u64(frame.note.size);
+    writer.bytes(frame.note);
+  }
   if (writer.failed() || writer.remaining() != 0) {
     return invalid("size was computed wrongly (a bug)");
   }
@@ -412,6 +433,9 @@ Result<CallFrameView> CallFrameView::parse(ConstSpan frame) {
   }
   view.payload_ = reader.bytes(view.payloadBulk_ ? 0 : view.payloadSize_);
   view.inlined_ = reader.bytes(inlineBytes);
+  if (auto error = view.parseNote(reader)) {
+    return error;
+  }
   if (reader.failed()) {
     return truncated(frame.size);
   }
@@ -502,6 +526,7 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
       return invalid("a storage for the CPU travels beside the frame");
     }
     hasDevices_ |= onDevice;
+    hasBeside_ |= (word & kBesideBit) != 0;
     // At most 2^20 times 2^46: cannot overflow.
     inlineBytes += isInline(word) ? bytes : 0;
   }
@@ -552,6 +577,18 @@ Error CallFrameView::parseRecords(ByteReader& reader) {
     return invalid("tensors and records do not match");
   }
   tensorTable_ = ConstSpan{rest.data, rest.size - reader.remaining()};
+  return {};
+}
+
+Error CallFrameView::parseNote(ByteReader& reader) {
+  if (!hasBeside_) {
+    return {};
+  }
+  const uint64_t size = reader.u64();
+  if (size > kMaxNoteBytes) {
+    return exceeds("note size", size, kMaxNoteBytes);
+  }
+  note_ = reader.bytes(size);
   return {};
 }
 

@@ -33,6 +33,9 @@
 //   var    payload       its bytes, unless bulk
 //   var    storages      the bytes of each that has neither bit 63 nor 62, in
 //                        table order
+//   8      note          number of bytes of the note; it and its number are
+//                        there only if a storage has bit 62
+//   var    note          what the way beside the frame says, opaque here
 //
 // Bulk travels beside the frame (transport::Connection::send): first the
 // payload if it is bulk, then the bulk storages in table order.
@@ -154,6 +157,7 @@ struct CallFrame {
   std::span<const Dim> dims; // of all records, one after the other
   // Checksums of the payload and of each storage; empty for a frame without.
   std::span<const uint64_t> sums;
+  base::ConstSpan note; // empty if nothing travels beside the frame
 };
 
 // Fails with kInvalid when a limit is exceeded or the parts are not in order.
@@ -263,6 +267,13 @@ class CallFrameView {
   bool hasDevices() const {
     return hasDevices_;
   }
+  // Whether one of them travels beside the frame, and what its way says.
+  bool hasBeside() const {
+    return hasBeside_;
+  }
+  base::ConstSpan note() const {
+    return note_;
+  }
   StorageCursor storages() const {
     return {storageTable_, sums_, inlined_};
   }
@@ -283,12 +294,14 @@ class CallFrameView {
   base::Error parseStorages(base::ByteReader& reader, uint64_t& inlineBytes);
   base::Error parseSums(base::ByteReader& reader);
   base::Error parseRecords(base::ByteReader& reader);
+  base::Error parseNote(base::ByteReader& reader);
 
   CallHeader header_;
   uint64_t payloadSize_ = 0;
   bool payloadBulk_ = false;
   uint32_t storageCount_ = 0;
   bool hasDevices_ = false;
+  bool hasBeside_ = false;
   bool hasSums_ = false;
   uint64_t payloadSum_ = 0;
   uint32_t tensorCount_ = 0;
@@ -298,6 +311,7 @@ class CallFrameView {
   base::ConstSpan tensorTable_;
   base::ConstSpan payload_;
   base::ConstSpan inlined_;
+  base::ConstSpan note_;
 };
 
 // The message type of a frame, for those who only want to sort frames; nothing

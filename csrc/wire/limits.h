@@ -18,6 +18,9 @@ inline constexpr uint64_t kMaxPayloadBytes = uint64_t{1} << 40;
 inline constexpr uint64_t kMaxStorageBytes = uint64_t{1} << 46;
 inline constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 46;
 
+// What the way beside a frame says: some 120 bytes for each storage.
+inline constexpr uint64_t kMaxNoteBytes = uint64_t{1} << 27;
+
 // Only a tensor without elements may start beyond its storage.
 inline constexpr int64_t kMaxStorageOffset = int64_t{1} << 56;
 

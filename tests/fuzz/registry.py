@@ -15,10 +15,17 @@ BUILD = cxx.ROOT / "build" / "fuzz"
 LIBRARY = [
     cxx.CSRC / name
     for name in (
+        "agent/device/ipc_wire.cpp",
         "agent/hello.cpp",
         "base/checksum.cpp",
         "base/error.cpp",
+        "base/host.cpp",
+        "base/log.cpp",
         "crypto/crypto.cpp",
+        "cuda/driver.cpp",
+        "cuda/ipc_export.cpp",
+        "cuda/ipc_import.cpp",
+        "cuda/probe.cpp",
         "transport/ucx/handshake.cpp",
         "transport/ucx/protocol.cpp",
         "transport/ucx/secure_channel.cpp",

@@ -1,6 +1,7 @@
 // Writes the seed corpus: what the encoders make of ordinary values.
 // `python -m tests.fuzz seeds` runs it after a change of a format.
 
+#include "agent/device/ipc_wire.h"
 #include "agent/hello.h"
 #include "fuzz/targets/target.h"
 #include "transport/ucx/handshake.h"
@@ -152,6 +153,7 @@ void writeFrames() {
   frame.records = onDevices;
   const Dim sixteen[] = {{16, 1}, {16, 1}, {16, 1}};
   frame.dims = sixteen;
+  frame.note = fuzz::spanOf(bytes);
   write("call_frame", "devices", fuzz::spanOf(encode(frame).value()));
   const StorageEntry narrowed[] = {
       {fuzz::spanOf(bytes), false, false, 0, WireDtype::kBfloat16},
@@ -164,6 +166,56 @@ void writeFrames() {
   const uint64_t sums[] = {1, 2, 3, 0};
   frame.sums = sums;
   write("call_frame", "checksums", fuzz::spanOf(encode(frame).value()));
+}
+
+cuda::MemoryExport memoryOf(uint64_t bytes) {
+  cuda::MemoryExport memory;
+  memory.handle.bytes.fill(std::byte{'h'});
+  memory.base = 0x7f0000000000;
+  memory.size = 2 << 20;
+  memory.bufferId = 7;
+  memory.offset = 512;
+  memory.bytes = bytes;
+  return memory;
+}
+
+// The first byte is the kind of message; a note needs the sizes of its
+// storages, in units of 8 bytes.
+void writeIpc() {
+  using namespace agent::device;
+  IpcNote note;
+  note.token = 42;
+  note.events.push_back({1, {}});
+  note.runs.push_back({0, memoryOf(800), {1}});
+  note.runs.push_back({1, memoryOf(8 + 8 + 16 + 24), {0, 2, 3}});
+  const base::Buffer bytes = note.write();
+  write(
+      "ipc_messages",
+      "note",
+      std::string("\0\4\1\144\2\3", 6) +
+          std::string(
+              reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  IpcOffer offer;
+  offer.identity = {1, 2, 3, 4, {{{}, false, true}, {{}, true, false}}};
+  offer.trials.push_back({0, 0x1122334455667788, memoryOf(8)});
+  const auto offered = offer.write();
+  write(
+      "ipc_messages",
+      "offer",
+      "\1" + std::string(offered.begin(), offered.end()));
+  const auto verdict =
+      IpcVerdict{{{0, IpcVerdict::Kind::kWorks, ""},
+                  {1, IpcVerdict::Kind::kHindered, "another pid namespace"}}}
+          .write();
+  write(
+      "ipc_messages",
+      "verdict",
+      "\2" + std::string(verdict.begin(), verdict.end()));
+  const auto released = writeReleased(42);
+  write(
+      "ipc_messages",
+      "released",
+      "\3" + std::string(released.begin(), released.end()));
 }
 
 // Scripts of targets whose input is not a message.
@@ -216,6 +268,7 @@ int main(int count, char** arguments) {
   writeBulk();
   writeSmallOnes();
   writeFrames();
+  writeIpc();
   writeScripts();
   return 0;
 }

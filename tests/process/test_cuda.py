@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
+from torch.distributed.nn import RemoteModule
 
 from tests.process.group import Group
 from tests.support import fake_cuda
@@ -293,6 +294,29 @@ def forward() -> None:
 def test_the_forward_pass_of_dist_autograd(cuda_pair: Group) -> None:
     """It gives its calls maps of their own. A backward pass needs more than the fake has."""
     cuda_pair.run(forward)
+
+
+def remote_module() -> None:
+    module = RemoteModule("worker1/cuda:1", Scale, args=(3.0,))
+    for size in (10, 100_000):
+        assert_ramp(module.forward(ramp(size, "cuda:0")), "cuda:0", 0, 3)
+        assert_ramp(module.forward_async(ramp(size, "cuda:0")).wait(), "cuda:0", 0, 3)
+    [weight] = module.remote_parameters()
+    assert weight.to_here().device == torch.device("cuda:0")
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor([factor]))
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.factor.device == tensor.device == torch.device("cuda:1")
+        return tensor.mul(self.factor).detach()
+
+
+def test_a_remote_module_on_a_device(cuda_pair: Group) -> None:
+    cuda_pair.run(remote_module)
 
 
 # ---- other maps --------------------------------------------------------------

@@ -41,16 +41,12 @@ def _compiler() -> None:
         pytest.skip("this version of torch does not tell the handles of its streams")
 
 
-def install() -> None:
-    fake_cuda.install()
-    fake_cuda.drive()
-
-
 def pair(**options: Any) -> Group:
     fake_cuda.build()
     env = libcuda.environment(uuids="ab") | {"TORCH_RPC_EXT_LOG": "debug"}
-    group = Group(2, init=False, env=env, options={"device_maps": MAPS, **options})
-    group.run_all(install)
+    staged = {"device_maps": MAPS, "use_cuda_ipc": False, **options}
+    group = Group(2, init=False, env=env, options=staged)
+    group.run_all(fake_cuda.install)
     group.init_all()
     return group
 

@@ -127,6 +127,10 @@ class FakeCuda:
         """Say whether memory allocated from now on can be exported."""
         self._lib.fakeCudaExportable(int(yes))
 
+    def exaggerate(self, factor: int) -> None:
+        """Let allocations claim to be so many times as large as they are."""
+        self._lib.fakeCudaExaggerate(factor)
+
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
         context = ctypes.c_void_p()

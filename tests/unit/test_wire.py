@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch_rpc_ext import _native
 
 wire = _native.load().wire
+VERSION = _native.load().WIRE_VERSION
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*"),
@@ -494,7 +495,7 @@ def test_extreme_numbers(at: int, value: int, width: int) -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes(noise: bytes) -> None:
     attack(noise, [])
-    attack(b"TR\x02" + noise, [])
+    attack(b"TR" + bytes([VERSION]) + noise, [])
 
 
 @settings(max_examples=200, deadline=None)
@@ -536,7 +537,7 @@ def test_repeated_indices_of_the_user() -> None:
 
 def test_wrong_version_names_both() -> None:
     head, bulk = sample()
-    with pytest.raises(ValueError, match="version 9 .* this worker version 3"):
+    with pytest.raises(ValueError, match=f"version 9 .* this worker version {VERSION}"):
         decode(patched(head, VERSION_AT, "<B", 9), bulk)
 
 
@@ -562,8 +563,14 @@ def test_wrong_places(bits: int, error: str, threshold: int) -> None:
 def test_tensors_beside_a_frame_that_comes_from_elsewhere() -> None:
     head, _ = encode(torch.ones(4), payload=b"")
     word = struct.unpack_from("<Q", head, HEADER)[0] | BESIDE_BIT | 1 << PLACE_SHIFT
-    with pytest.raises(ValueError, match="does not use here"):
-        decode(patched(head, HEADER, "<Q", word)[:-16], [])
+    besides = patched(head, HEADER, "<Q", word)[:-16]
+    for note in (b"", b"note"):
+        with pytest.raises(ValueError, match="does not use here"):
+            decode(besides + struct.pack("<Q", len(note)) + note, [])
+    with pytest.raises(ValueError, match="end before the frame does"):
+        decode(besides + struct.pack("<Q", 5) + b"note", [])
+    with pytest.raises(ValueError, match="note size 134217729 exceeds"):
+        decode(besides + struct.pack("<Q", (1 << 27) + 1), [])
 
 
 def test_wrong_magic_kind_and_reserved() -> None:

@@ -10,7 +10,7 @@
 
 namespace torch_rpc_ext::agent::device {
 
-struct SameProcess::Parcel {
+struct SameProcess::Copies final : Parcel {
   std::vector<c10::Storage> storages;
   Events written;
 };
@@ -18,8 +18,8 @@ struct SameProcess::Parcel {
 base::Error SameProcess::depart(
     const MessageKey& key,
     std::vector<Departing>& storages,
-    std::shared_ptr<void>& parcel) {
-  auto copies = std::make_shared<Parcel>();
+    Departure& departure) {
+  auto copies = std::make_shared<Copies>();
   std::vector<c10::Device> devices;
   const c10::impl::VirtualGuardImpl impl(kType);
   for (Departing& departing : storages) {
@@ -50,35 +50,37 @@ base::Error SameProcess::depart(
   }
   copies->written = record(streams);
   std::lock_guard lock(mutex_);
-  std::erase_if(parcels_, [](const auto& one) { return one.second.expired(); });
-  parcels_[key] = copies;
-  parcel = std::move(copies);
+  std::erase_if(copies_, [](const auto& one) { return one.second.expired(); });
+  copies_[key] = copies;
+  departure.parcel = std::move(copies);
   return {};
 }
 
 base::Result<std::vector<c10::Storage>> SameProcess::arrive(
-    const MessageKey& key) {
-  std::shared_ptr<Parcel> parcel;
+    const MessageKey& key,
+    base::ConstSpan /*note*/,
+    const std::vector<Expected>& expected) {
+  std::shared_ptr<Copies> copies;
   {
     std::lock_guard lock(mutex_);
-    if (const auto found = parcels_.find(key); found != parcels_.end()) {
-      parcel = found->second.lock();
-      parcels_.erase(found);
+    if (const auto found = copies_.find(key); found != copies_.end()) {
+      copies = found->second.lock();
+      copies_.erase(found);
     }
   }
-  if (parcel == nullptr) {
+  if (copies == nullptr || copies->storages.size() != expected.size()) {
     return base::Error(
         base::ErrorKind::kInvalid,
         "no tensors came beside the frame of call " +
             std::to_string(key.callId));
   }
-  blockCurrent(parcel->written);
+  blockCurrent(copies->written);
   const c10::impl::VirtualGuardImpl impl(kType);
-  for (const c10::Storage& storage : parcel->storages) {
+  for (const c10::Storage& storage : copies->storages) {
     impl.recordDataPtrOnStream(
         storage.data_ptr(), impl.getStream(storage.device()));
   }
-  return std::move(parcel->storages);
+  return std::move(copies->storages);
 }
 
 } // namespace torch_rpc_ext::agent::device

@@ -12,17 +12,25 @@ namespace torch_rpc_ext::agent::device {
 // because the receiver may write to what it gets.
 //
 // Owns: nothing; what departs belongs to its parcel.
-class SameProcess final : public BesideWay {
+class SameProcess final : public SendingWay, public ReceivingWay {
  public:
   base::Error depart(
       const MessageKey& key,
       std::vector<Departing>& storages,
-      std::shared_ptr<void>& parcel) override;
+      Departure& departure) override;
+  bool writesOnTargets() const override {
+    return true;
+  }
   base::Result<std::vector<c10::Storage>> arrive(
-      const MessageKey& key) override;
+      const MessageKey& key,
+      base::ConstSpan note,
+      const std::vector<Expected>& expected) override;
+  bool isTrusted() const override {
+    return true;
+  }
 
  private:
-  struct Parcel;
+  struct Copies;
   struct Hash {
     size_t operator()(const MessageKey& key) const {
       return std::hash<uint64_t>()(key.callId << 1 | size_t(key.kind));
@@ -30,7 +38,7 @@ class SameProcess final : public BesideWay {
   };
 
   std::mutex mutex_;
-  std::unordered_map<MessageKey, std::weak_ptr<Parcel>, Hash> parcels_;
+  std::unordered_map<MessageKey, std::weak_ptr<Copies>, Hash> copies_;
 };
 
 } // namespace torch_rpc_ext::agent::device

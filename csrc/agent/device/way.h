@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/device/streams.h"
+#include "base/buffer.h"
 #include "base/error.h"
 #include "wire/call_frame.h"
 
@@ -16,6 +17,30 @@ namespace torch_rpc_ext::agent::device {
 struct Departing {
   c10::Storage storage;
   wire::StorageEntry* entry = nullptr;
+  // The receiver looks at its bytes, on the host (indices of sparse tensors).
+  bool isChecked = false;
+};
+
+// What must live until the receiver has what was taken. Dies without a word
+// from sent() when its frame has never left.
+class Parcel {
+ public:
+  virtual ~Parcel() = default;
+
+  // What has become of the frame, once.
+  virtual void sent(const base::Error& /*error*/) {}
+};
+
+// What a way makes of the storages that it takes.
+struct Departure {
+  std::shared_ptr<Parcel> parcel; // null if it takes none
+  base::Buffer note; // for the frame
+};
+
+// A storage that the frame says to travel beside it.
+struct Expected {
+  c10::Device device; // one of those that RPC uses here
+  uint64_t size = 0;
 };
 
 // Which message it is, among those of two workers.
@@ -31,22 +56,41 @@ struct MessageKey {
 //
 // Thread: any. Everything is queued on the current streams of the calling
 // thread, and nothing waits for a device.
-class BesideWay {
+class SendingWay {
  public:
-  virtual ~BesideWay() = default;
+  virtual ~SendingWay() = default;
 
-  // Takes those storages that it can, and sets StorageEntry::beside of each.
-  // `parcel` is what must live until the receiver has them. May throw
-  // c10::Error.
+  // Takes those storages that it can, and sets StorageEntry::beside of each and
+  // clears `bulk`. May throw c10::Error.
   virtual base::Error depart(
       const MessageKey& key,
       std::vector<Departing>& storages,
-      std::shared_ptr<void>& parcel) = 0;
+      Departure& departure) = 0;
 
-  // The storages that were taken, in their order, for the current streams.
-  // Fails with kInvalid for a message that brought none.
+  // It queues work on the receiver's devices, which are this process's.
+  virtual bool writesOnTargets() const {
+    return false;
+  }
+};
+
+// The receiver's end of it.
+// Thread: as SendingWay.
+class ReceivingWay {
+ public:
+  virtual ~ReceivingWay() = default;
+
+  // The storages that were taken, in the order of the frame, for the current
+  // streams. Fails with kInvalid for a message that brought none, or others
+  // than `expected`. May throw c10::Error.
   virtual base::Result<std::vector<c10::Storage>> arrive(
-      const MessageKey& key) = 0;
+      const MessageKey& key,
+      base::ConstSpan note,
+      const std::vector<Expected>& expected) = 0;
+
+  // What comes was made by this process: no need to look at its bytes.
+  virtual bool isTrusted() const {
+    return false;
+  }
 };
 
 } // namespace torch_rpc_ext::agent::device

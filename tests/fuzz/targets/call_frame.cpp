@@ -100,6 +100,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   frame.storages = storages;
   frame.records = records;
   frame.dims = dims;
+  frame.note = view.note();
+  touch(view.note());
   if (view.hasSums()) {
     frame.sums = sums;
   }

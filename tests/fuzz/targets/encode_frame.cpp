@@ -74,6 +74,7 @@ void fill(Message& message, base::ByteReader& reader) {
   frame.storages = message.storages;
   frame.records = message.records;
   frame.dims = message.dims;
+  frame.note = reader.bytes(reader.u8() % 4);
   frame.sums = message.sums;
 }
 
@@ -123,6 +124,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       "same header");
   fuzz::require(
       view.payloadSize() == message.frame.payload.size, "same payload");
+  fuzz::require(view.note().size == message.frame.note.size, "same note");
   fuzz::require(view.storageCount() == message.storages.size(), "all storages");
   fuzz::require(view.recordCount() == message.records.size(), "all records");
   fuzz::require(view.hasSums() == !message.sums.empty(), "all checksums");

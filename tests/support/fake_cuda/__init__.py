@@ -4,6 +4,9 @@ Device memory is host memory. A stream is a thread that works its queue off in o
 and copy late by a delay, so that what does not wait for a stream sees old bytes. Memory is
 overwritten when a program may use it again: what still reads it then sees that. See runtime.h.
 
+With TORCH_RPC_EXT_LIBCUDA, from libcuda.environment(), streams and device memory are those of the
+driver of tests/support/fake_libcuda, so that what uses both c10 and the driver finds one CUDA.
+
 A few operators are work on streams (kernels.cpp); all others wait for the device and run on the
 CPU.
 """
@@ -11,7 +14,6 @@ CPU.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -70,12 +72,6 @@ def install(devices: int = 2, delay: float = DELAY) -> None:
     cuda._lazy_init = cuda.init = lambda: None
     cuda.is_available = lambda: devices > 0
     cuda.device_count = lambda: devices
-
-
-def drive() -> None:
-    """Let the driver that TORCH_RPC_EXT_LIBCUDA names (tests/support/libcuda.py) launch its kernels
-    on the streams of this process."""
-    ops.drive(os.environ["TORCH_RPC_EXT_LIBCUDA"])
 
 
 def set_delay(seconds: float) -> None:

@@ -48,6 +48,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   Stream getStreamFromGlobalPool(Device device, bool) const override {
     return Runtime::get().fromPool(device.index());
   }
+  // Not in every torch that this is built for.
+  void* getStreamNativeHandle(const Stream stream) const {
+    return Runtime::get().queue(stream).handle();
+  }
   Stream getNewStream(Device device, int) const override {
     return Runtime::get().fromPool(device.index());
   }
@@ -95,10 +99,6 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override {
     return static_cast<DeviceIndex>(Runtime::get().settings.devices.load());
   }
-  // Of the base class from some version of torch on; see drive().
-  void* getStreamNativeHandle(const Stream stream) const {
-    return &Runtime::get().queue(stream);
-  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const Stream& stream)
       const override;
 };
@@ -119,14 +119,16 @@ void deleteBlock(void* context) {
   if (block->onDevice) {
     usedBytes -= static_cast<int64_t>(block->size);
   }
-  Runtime::get().release(block->memory, block->size, std::move(block->streams));
+  Runtime::get().release(
+      {block->memory, block->size, block->onDevice}, std::move(block->streams));
   delete block;
 }
 
 c10::DataPtr
 makeBlock(size_t size, Device device, std::vector<Stream> streams) {
   const bool onDevice = !device.is_cpu();
-  void* const memory = Runtime::get().allocate(size);
+  void* const memory = Runtime::get().allocate(
+      onDevice ? std::optional(device.index()) : std::nullopt, size);
   auto* const block = new Block{memory, size, {}, std::move(streams), onDevice};
   return {memory, block, deleteBlock, device};
 }

@@ -13,8 +13,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <dlfcn.h>
-
 namespace fake_cuda {
 
 bool isPinned(const c10::DataPtr& pointer);
@@ -262,19 +260,6 @@ c10::Dict<std::string, int64_t> counts() {
   return result;
 }
 
-// Has the driver of tests/support/fake_libcuda work on the streams of this one.
-void drive(const std::string& library) {
-  void* const driver = dlopen(library.c_str(), RTLD_NOW);
-  TORCH_CHECK(driver != nullptr, "cannot load ", library);
-  using Push = void (*)(void*, void (*)(void*), void*);
-  const auto useStreams =
-      reinterpret_cast<void (*)(Push)>(dlsym(driver, "fakeCudaUseStreamsOf"));
-  TORCH_CHECK(useStreams != nullptr, library, " is not the fake driver");
-  useStreams([](void* queue, void (*run)(void*), void* work) {
-    static_cast<Queue*>(queue)->push([run, work] { run(work); }, /*late=*/true);
-  });
-}
-
 void install(int64_t devices) {
   registerAll();
   Runtime::get().settings.devices = static_cast<int>(devices);
@@ -284,11 +269,12 @@ void install(int64_t devices) {
 
 TORCH_LIBRARY(fake_cuda, m) {
   m.def("install(int devices) -> ()", &install);
-  m.def(
-      "drive(str library) -> ()", [](std::string library) { drive(library); });
   m.def("counts() -> Dict(str, int)", &counts);
   m.def("set_delay(int microseconds) -> ()", [](int64_t value) {
     Runtime::get().settings.delayMicroseconds = value;
+    if (Driver::get() != nullptr) {
+      Driver::get()->delay(static_cast<int>(value));
+    }
   });
   m.def("set_memory(int bytes) -> ()", [](int64_t value) {
     Runtime::get().settings.memoryBytes = value;

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,27 +40,62 @@ struct Settings {
 
 inline constexpr int kPoolStreams = 32;
 
+// The driver of tests/support/fake_libcuda, if TORCH_RPC_EXT_LIBCUDA names it:
+// streams and device memory are its then, so that the driver's functions can be
+// used with them, from other processes too.
+struct Driver {
+  void* (*stream)() = nullptr;
+  void (*enqueue)(void*, void (*)(void*), void*) = nullptr;
+  void (*drain)(void*) = nullptr;
+  void* (*allocate)(int, size_t) = nullptr;
+  void (*free)(int, void*) = nullptr;
+  void (*delay)(int) = nullptr;
+
+  // Null without one.
+  static const Driver* get();
+};
+
 // One queue and the thread that works it off, in order.
 class Queue {
  public:
-  Queue() : thread_([this] { main(); }) {}
+  Queue();
 
   // `late` work begins after the delay.
-  void push(std::function<void()> work, bool late) {
-    std::lock_guard lock(mutex_);
-    work_.emplace_back(std::move(work), late);
-    changed_.notify_all();
-  }
+  void push(std::function<void()> work, bool late);
   void drain();
+  // Null without a driver.
+  void* handle() const {
+    return stream_;
+  }
 
  private:
   void main();
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::pair<std::function<void()>, bool>> work_;
+  std::deque<std::function<void()>> work_;
   bool busy_ = false;
+  void* const stream_; // of the driver, in place of the thread
   std::thread thread_;
+};
+
+// Device memory, cut from segments as torch's allocator does.
+class Segments {
+ public:
+  void* allocate(int device, size_t size);
+  void free(void* memory);
+
+ private:
+  struct Segment {
+    int device = 0;
+    size_t size = 0;
+    size_t used = 0; // from its begin on
+    size_t blocks = 0; // that are not free
+  };
+
+  std::mutex mutex_;
+  std::map<char*, Segment> segments_;
+  std::map<int, char*> open_; // device -> the one that is being cut
 };
 
 // What cudaEvent_t is: the last moment that was recorded.
@@ -101,21 +137,28 @@ class Runtime {
 
   // Memory whose bytes are overwritten when it is released, after the work that
   // is queued on `streams` by then.
-  void* allocate(size_t size);
-  void release(void* memory, size_t size, std::vector<c10::Stream> streams);
+  void* allocate(std::optional<c10::DeviceIndex> device, size_t size);
+  struct Memory {
+    void* address = nullptr;
+    size_t size = 0;
+    bool onDevice = false;
+  };
+  void release(Memory memory, std::vector<c10::Stream> streams);
 
   Counts counts;
   Settings settings;
 
  private:
-  void poison(void* memory, size_t size);
+  void poison(const Memory& memory);
+  void free(const Memory& memory);
 
   std::mutex mutex_;
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>>
       queues_;
   std::map<c10::DeviceIndex, int> nextFromPool_;
   // Freed for good only later: a kernel that comes too late writes here.
-  std::deque<std::pair<void*, size_t>> quarantine_;
+  std::deque<Memory> quarantine_;
+  Segments segments_;
   size_t quarantined_ = 0;
 };
 

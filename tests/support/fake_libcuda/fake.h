@@ -35,6 +35,7 @@ int ordinalOf(const Gpu* gpu);
 
 // Queues work; on the calling thread's device if the stream is the default one.
 CUresult enqueue(CUstream stream, std::function<void()> work);
+CUresult enqueueLate(CUstream stream, std::function<void()> work);
 
 // What an IPC handle holds; both kinds have 64 bytes.
 struct Shared {
@@ -85,10 +86,18 @@ void fakeCudaForgetCalls();
 void fakeCudaFail(const char* function, int error, int times);
 // While held, the streams of this process do nothing.
 void fakeCudaHold(int isHeld);
-// Streams other than the default ones are those of another library from now on,
-// which has to do `run(work)` in its order.
-void fakeCudaUseStreamsOf(
-    void (*push)(void* stream, void (*run)(void*), void* work));
 // Whether memory allocated from now on can be exported.
 void fakeCudaExportable(int isExportable);
+// Allocations claim to be so many times as large as they are.
+void fakeCudaExaggerate(int factor);
+// Copies and kernels are so late from now on.
+void fakeCudaDelay(int microseconds);
+
+// For tests/support/fake_cuda, whose devices and streams are then those of this
+// driver.
+void* fakeCudaStream();
+void fakeCudaEnqueue(void* stream, void (*run)(void*), void* argument);
+void fakeCudaDrain(void* stream);
+void* fakeCudaAllocate(int device, size_t size);
+void fakeCudaFree(int device, void* address);
 }

@@ -227,6 +227,6 @@ CUresult CUDAAPI cuLaunchKernel(
   if (values.empty() || !isPlain) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  return fake::enqueue(
+  return fake::enqueueLate(
       stream, [name, values] { fake::runKernel(name, values.data()); });
 }

@@ -29,6 +29,7 @@ std::multimap<size_t, void*> freed; // by size: such addresses come again
 std::set<std::pair<int, uint64_t>> opened;
 uint64_t nextId = 1;
 bool exportable = true;
+int exaggeration = 1;
 
 // The allocation that an address is in; the caller holds the mutex.
 std::map<CUdeviceptr, Allocation>::iterator find(CUdeviceptr address) {
@@ -88,6 +89,27 @@ void fakeCudaExportable(int isExportable) {
   exportable = isExportable != 0;
 }
 
+void fakeCudaExaggerate(int factor) {
+  std::lock_guard lock(mutex);
+  exaggeration = factor;
+}
+
+void* fakeCudaAllocate(int device, size_t size) {
+  CUdeviceptr address = 0;
+  CUcontext popped = nullptr;
+  cuCtxPushCurrent(fake::gpu(device)->context());
+  const CUresult made = cuMemAlloc(&address, size);
+  cuCtxPopCurrent(&popped);
+  return made == CUDA_SUCCESS ? reinterpret_cast<void*>(address) : nullptr;
+}
+
+void fakeCudaFree(int device, void* address) {
+  CUcontext popped = nullptr;
+  cuCtxPushCurrent(fake::gpu(device)->context());
+  cuMemFree(reinterpret_cast<CUdeviceptr>(address));
+  cuCtxPopCurrent(&popped);
+}
+
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
   FAKE_ENTER(std::to_string(size))
   std::lock_guard lock(mutex);
@@ -139,7 +161,7 @@ cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdeviceptr address) {
     return CUDA_ERROR_NOT_FOUND;
   }
   *base = found->first;
-  *size = found->second.size;
+  *size = found->second.size * exaggeration;
   return CUDA_SUCCESS;
 }
 

@@ -1,5 +1,6 @@
 #include "support/fake_libcuda/fake.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -17,15 +18,7 @@ namespace {
 constexpr uint32_t kMagic = 0xfa4e4e45;
 
 std::atomic<bool> held = false;
-
-using Push = void (*)(void*, void (*)(void*), void*);
-std::atomic<Push> pushElsewhere = nullptr;
-
-void runAndDelete(void* work) {
-  const std::unique_ptr<std::function<void()>> owned(
-      static_cast<std::function<void()>*>(work));
-  (*owned)();
-}
+std::atomic<int> delay = 0; // of copies and kernels, us
 
 // A thread that does what is queued, in order.
 class Stream {
@@ -99,7 +92,14 @@ struct Event {
   int fd; // -1: opened from a peer
   bool isShared;
   std::shared_ptr<Progress> progress;
+  pid_t pid = 0; // of that peer
 };
+
+// No stream of a process that has ended reaches anything any more; a driver
+// must not let others wait for it for ever.
+bool hasEnded(pid_t pid) {
+  return pid != 0 && kill(pid, 0) != 0;
+}
 
 constexpr size_t kPage = 4096;
 
@@ -136,15 +136,30 @@ void fakeCudaHold(int isHeld) {
   held = isHeld != 0;
 }
 
-void fakeCudaUseStreamsOf(Push push) {
-  pushElsewhere = push;
+void fakeCudaDelay(int microseconds) {
+  delay = microseconds;
+}
+
+void* fakeCudaStream() {
+  return new Stream;
+}
+
+void fakeCudaEnqueue(void* stream, void (*run)(void*), void* argument) {
+  static_cast<Stream*>(stream)->add([run, argument] { run(argument); });
+}
+
+void fakeCudaDrain(void* stream) {
+  static_cast<Stream*>(stream)->wait();
+}
+
+CUresult fake::enqueueLate(CUstream stream, std::function<void()> work) {
+  return enqueue(stream, [work = std::move(work)] {
+    std::this_thread::sleep_for(microseconds(delay));
+    work();
+  });
 }
 
 CUresult fake::enqueue(CUstream stream, std::function<void()> work) {
-  if (const Push push = pushElsewhere; push != nullptr && stream != nullptr) {
-    push(stream, &runAndDelete, new std::function<void()>(std::move(work)));
-    return CUDA_SUCCESS;
-  }
   streamOf(stream).add(std::move(work));
   return CUDA_SUCCESS;
 }
@@ -172,7 +187,7 @@ CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned flags) {
   const bool isShared = (flags & CU_EVENT_INTERPROCESS) != 0;
   const int fd = fake::makeMemfd(kPage);
   void* page = fake::mapFile(fd, kPage, nullptr);
-  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page)});
+  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page), 0});
   return CUDA_SUCCESS;
 }
 
@@ -203,8 +218,8 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   FAKE_ENTER("")
   const auto progress = eventOf(event)->progress;
   const uint64_t count = progress->recorded;
-  return fake::enqueue(stream, [progress, count] {
-    while (!progress->reached(count)) {
+  return fake::enqueue(stream, [progress, count, pid = eventOf(event)->pid] {
+    while (!progress->reached(count) && !hasEnded(pid)) {
       std::this_thread::sleep_for(microseconds(100));
     }
   });
@@ -227,11 +242,13 @@ CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) {
 
 CUresult CUDAAPI cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
   FAKE_ENTER("")
-  void* page = fake::mapPeer(fake::unpack(handle), kMagic);
+  const fake::Shared shared = fake::unpack(handle);
+  void* page = fake::mapPeer(shared, kMagic);
   if (page == nullptr) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  *event = reinterpret_cast<CUevent>(new Event{-1, false, share(page)});
+  *event =
+      reinterpret_cast<CUevent>(new Event{-1, false, share(page), shared.pid});
   return CUDA_SUCCESS;
 }
 
@@ -241,7 +258,7 @@ CUresult CUDAAPI cuMemcpyAsync(
     size_t size,
     CUstream stream) {
   FAKE_ENTER(std::to_string(size))
-  return fake::enqueue(stream, [=] {
+  return fake::enqueueLate(stream, [=] {
     std::memcpy(
         reinterpret_cast<void*>(destination),
         reinterpret_cast<const void*>(source),

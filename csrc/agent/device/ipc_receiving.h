@@ -1,0 +1,52 @@
+#pragma once
+
+#include "agent/device/ipc_wire.h"
+#include "agent/device/way.h"
+#include "transport/transport.h"
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <vector>
+
+namespace torch_rpc_ext::agent::device {
+
+class Ipc;
+struct IpcPeer;
+
+// Copies the tensors of one message out of the devices of the worker that sent
+// it. The sender is told when this dies: after the copies, or when the message
+// is dropped.
+//
+// Owns: the mappings that are copied from, by what waits for the copies.
+class IpcReceiving final : public ReceivingWay,
+                           public std::enable_shared_from_this<IpcReceiving> {
+ public:
+  IpcReceiving(
+      std::shared_ptr<Ipc> ipc,
+      transport::ConnectionPtr connection,
+      IpcPeer peer,
+      uint64_t token);
+  ~IpcReceiving() override;
+
+  base::Result<std::vector<c10::Storage>> arrive(
+      const MessageKey& key,
+      base::ConstSpan note,
+      const std::vector<Expected>& expected) override;
+
+ private:
+  class Copies;
+
+  base::Result<std::vector<c10::Storage>> copyAll(
+      const IpcNote& note,
+      const std::vector<Expected>& expected,
+      Copies& copies);
+  base::Error openAll(const IpcNote& note, Copies& copies);
+
+  const std::shared_ptr<Ipc> ipc_;
+  const transport::ConnectionPtr connection_;
+  const std::unique_ptr<const IpcPeer> peer_;
+  const uint64_t token_;
+};
+
+} // namespace torch_rpc_ext::agent::device

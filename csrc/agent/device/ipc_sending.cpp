@@ -1,0 +1,185 @@
+#include "agent/device/ipc_sending.h"
+
+#include "agent/device/gather.h"
+#include "agent/device/staging.h"
+#include "base/log.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace torch_rpc_ext::agent::device {
+
+using base::Error;
+
+bool IpcSending::takes(const Departing& departing) const {
+  // Memory that nobody frees may be of somebody who frees it after the call.
+  return departing.entry->place != wire::kHostPlace && !departing.isChecked &&
+      departing.storage.nbytes() != 0 &&
+      departing.storage.data_ptr().get_deleter() != nullptr &&
+      devices_.contains(departing.storage.device().index());
+}
+
+void IpcSending::logOnce(const Error& error) {
+  if (!logged_.exchange(true)) {
+    base::log(
+        base::LogLevel::kInfo,
+        "some CUDA tensors for worker \"" + receiver_ +
+            "\" are staged through the host: " + error.message);
+  }
+}
+
+std::optional<cuda::MemoryExport> IpcSending::exported(
+    const c10::Storage& storage) {
+  auto memory = driver_->exporter.exportMemory(
+      storage.device().index(),
+      reinterpret_cast<cuda::Address>(storage.data()),
+      storage.nbytes());
+  if (!memory.ok()) {
+    logOnce(memory.error());
+    return std::nullopt;
+  }
+  return memory.value();
+}
+
+void IpcSending::addAlone(
+    const Storages& storages,
+    size_t index,
+    std::vector<Run>& runs) {
+  const c10::Storage& storage = storages[index].storage;
+  if (auto memory = exported(storage)) {
+    runs.push_back({{index}, storage, *memory});
+  }
+}
+
+void IpcSending::addGathered(
+    const Storages& storages,
+    const std::vector<size_t>& members,
+    std::vector<Run>& runs) {
+  if (members.size() < kMinGathered) {
+    for (const size_t index : members) {
+      addAlone(storages, index, runs);
+    }
+    return;
+  }
+  std::vector<Slice> slices;
+  size_t end = 0;
+  for (const size_t index : members) {
+    slices.push_back({storages[index].storage, aligned(end)});
+    end = slices.back().offset + slices.back().storage.nbytes();
+  }
+  const c10::Device device = slices.front().storage.device();
+  c10::Storage block = allocate(device, end);
+  const auto memory = exported(block);
+  if (!memory) {
+    return;
+  }
+  gather(slices, block, launcher_);
+  // They are not held any longer than the call needs them: the block is.
+  const c10::impl::VirtualGuardImpl impl(kType);
+  for (const Slice& slice : slices) {
+    impl.recordDataPtrOnStream(
+        slice.storage.data_ptr(), impl.getStream(device));
+  }
+  runs.push_back({members, std::move(block), *memory});
+}
+
+std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
+  std::vector<Run> runs;
+  // By device, here and there.
+  std::map<std::pair<int, wire::DevicePlace>, std::vector<size_t>> small;
+  for (size_t i = 0; i < storages.size(); ++i) {
+    const Departing& departing = storages[i];
+    if (!takes(departing)) {
+      continue;
+    }
+    if (departing.entry->bulk) {
+      addAlone(storages, i, runs);
+    } else {
+      small[{departing.storage.device().index(), departing.entry->place}]
+          .push_back(i);
+    }
+  }
+  for (const auto& [_, members] : small) {
+    addGathered(storages, members, runs);
+  }
+  return runs;
+}
+
+Error IpcSending::recordEvents(
+    const std::vector<Run>& runs,
+    IpcNote& note,
+    IpcParcels::Content& content) {
+  const c10::impl::VirtualGuardImpl impl(kType);
+  std::set<int> recorded;
+  for (const Run& run : runs) {
+    const c10::Device device = run.storage.device();
+    if (!recorded.insert(device.index()).second) {
+      continue;
+    }
+    auto stream = handleOf(impl.getStream(device));
+    if (!stream.ok()) {
+      return stream.error();
+    }
+    auto event = driver_->events.record(device.index(), stream.value());
+    if (!event.ok()) {
+      return event.error();
+    }
+    note.events.push_back(
+        {static_cast<uint8_t>(device.index()), event.value().handle()});
+    content.events.push_back(std::move(event.value()));
+  }
+  return {};
+}
+
+Error IpcSending::depart(
+    const MessageKey& /*key*/,
+    Storages& storages,
+    Departure& departure) {
+  const std::vector<Run> runs = makeRuns(storages);
+  if (runs.empty()) {
+    return {};
+  }
+  IpcNote note;
+  IpcParcels::Content content;
+  if (auto error = recordEvents(runs, note, content)) {
+    logOnce(error);
+    return {};
+  }
+  std::vector<bool> isTaken(storages.size());
+  for (const Run& run : runs) {
+    for (const size_t index : run.members) {
+      isTaken[index] = true;
+    }
+  }
+  // Their numbers among those that travel beside the frame.
+  std::vector<uint32_t> numbers(storages.size());
+  uint32_t next = 0;
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < storages.size(); ++i) {
+    if (isTaken[i]) {
+      storages[i].entry->beside = true;
+      storages[i].entry->bulk = false;
+      numbers[i] = next++;
+      bytes += storages[i].storage.nbytes();
+    }
+  }
+  for (const Run& run : runs) {
+    auto& written = note.runs.emplace_back();
+    written.device = static_cast<uint8_t>(run.storage.device().index());
+    written.memory = run.memory;
+    for (const size_t index : run.members) {
+      written.storages.push_back(numbers[index]);
+    }
+    content.storages.push_back(run.storage);
+  }
+  note.token = parcels_->newToken();
+  departure.note = note.write();
+  departure.parcel = parcels_->hold(note.token, receiver_, std::move(content));
+  bytesSent_->fetch_add(bytes, std::memory_order_relaxed);
+  return {};
+}
+
+} // namespace torch_rpc_ext::agent::device

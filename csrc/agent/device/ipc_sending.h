@@ -1,0 +1,78 @@
+#pragma once
+
+#include "agent/device/ipc_driver.h"
+#include "agent/device/ipc_parcels.h"
+#include "agent/device/ipc_wire.h"
+#include "agent/device/launcher.h"
+#include "agent/device/way.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::agent::device {
+
+// Leaves tensors where they are, for one peer to copy them by CUDA IPC. Small
+// ones are gathered into one block, so that hundreds need one handle and one
+// copy. The frame need not wait for the devices: the peer's streams do. What
+// cannot be exported is staged.
+//
+// Owns: nothing; what departs belongs to the parcels.
+class IpcSending final : public SendingWay {
+ public:
+  IpcSending(
+      std::shared_ptr<IpcDriver> driver,
+      std::shared_ptr<IpcParcels> parcels,
+      std::shared_ptr<std::atomic<uint64_t>> bytesSent,
+      std::string receiver,
+      std::set<int> devices,
+      Launcher* launcher)
+      : driver_(std::move(driver)),
+        parcels_(std::move(parcels)),
+        bytesSent_(std::move(bytesSent)),
+        receiver_(std::move(receiver)),
+        devices_(std::move(devices)),
+        launcher_(launcher) {}
+
+  base::Error depart(
+      const MessageKey& key,
+      std::vector<Departing>& storages,
+      Departure& departure) override;
+
+ private:
+  // Some of the storages, to be copied together.
+  struct Run {
+    std::vector<size_t> members; // indices
+    c10::Storage storage; // theirs if it is one, else a block
+    cuda::MemoryExport memory;
+  };
+  using Storages = std::vector<Departing>;
+
+  bool takes(const Departing& departing) const;
+  std::vector<Run> makeRuns(const Storages& storages);
+  void addAlone(const Storages& storages, size_t index, std::vector<Run>& runs);
+  void addGathered(
+      const Storages& storages,
+      const std::vector<size_t>& members,
+      std::vector<Run>& runs);
+  std::optional<cuda::MemoryExport> exported(const c10::Storage& storage);
+  base::Error recordEvents(
+      const std::vector<Run>& runs,
+      IpcNote& note,
+      IpcParcels::Content& content);
+  void logOnce(const base::Error& error);
+
+  const std::shared_ptr<IpcDriver> driver_;
+  const std::shared_ptr<IpcParcels> parcels_;
+  const std::shared_ptr<std::atomic<uint64_t>> bytesSent_;
+  const std::string receiver_;
+  const std::set<int> devices_; // those that the receiver can read
+  Launcher* const launcher_; // the agent's
+  std::atomic<bool> logged_{false};
+};
+
+} // namespace torch_rpc_ext::agent::device

@@ -1,0 +1,124 @@
+"""CUDA IPC through whole calls, between two processes on one GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process.group import Group
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+MAP = {"cuda:0": "cuda:0"}
+FLOATS = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    with Group(2, options=[{"device_maps": {"worker1": MAP}}, {}]) as group:
+        yield group
+
+
+def agent() -> Any:
+    return rpc.api._get_current_rpc_agent()
+
+
+def metric(name: str) -> int:
+    return int(agent().get_metrics()[f"agent.cuda_ipc_{name}"])
+
+
+def ways(worker: str) -> tuple[str, str]:
+    [found] = [peer for peer in agent().describe_peers() if peer["worker"] == worker]
+    return found["devices"], found["devices_why"]
+
+
+def until_ipc() -> None:
+    """Make calls until tensors go and come by CUDA IPC."""
+    deadline = time.monotonic() + 20
+    found: list[tuple[str, str]] = []
+    while time.monotonic() < deadline:
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(3, device="cuda:0"), 1))
+        found = [ways("worker1"), rpc.rpc_sync("worker1", ways, args=("worker0",))]
+        if all(way == "cuda ipc" for way, _ in found):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"ways of worker0 and worker1: {found}")
+
+
+def released() -> None:
+    deadline = time.monotonic() + 20
+    while metric("held_messages") != 0:
+        assert time.monotonic() < deadline, "the receiver has not let go"
+        time.sleep(0.005)
+
+
+def late_values() -> None:
+    """The work that makes a tensor is under way when it is sent and freed."""
+    until_ipc()
+    sent = metric("sent_bytes")
+    for start in range(10):
+        tensor = torch.arange(float(FLOATS), device="cuda:0")
+        torch.cuda._sleep(100_000_000)
+        tensor += start
+        future = rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
+        del tensor
+        junk = torch.full((FLOATS,), -1.0, device="cuda:0")
+        want = torch.arange(float(FLOATS), device="cuda:0") + (start + 1)
+        assert torch.equal(future.wait(), want)
+        del junk, want
+    assert metric("sent_bytes") - sent == 10 * 4 * FLOATS
+    released()
+
+
+def test_values_order_and_memory(pair: Group) -> None:
+    pair.run(late_values)
+
+
+def on_a_stream_of_the_user() -> None:
+    until_ipc()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(FLOATS, device="cuda:0")
+        torch.cuda._sleep(100_000_000)
+        tensor += 5
+        result = rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2))
+        total = result.sum()
+    stream.synchronize()
+    assert total.item() == 10 * FLOATS
+
+
+def test_a_stream_of_the_user(pair: Group) -> None:
+    pair.run(on_a_stream_of_the_user)
+
+
+def many() -> None:
+    until_ipc()
+    sent = metric("sent_bytes")
+    tensors = [torch.full((1000,), float(i), device="cuda:0") for i in range(500)]
+    results = rpc.rpc_sync("worker1", list, args=(tensors,))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, results, strict=True))
+    assert metric("sent_bytes") - sent == 500 * 4000
+
+
+def test_500_tensors(pair: Group) -> None:
+    pair.run(many)
+
+
+def memory_comes_and_goes() -> None:
+    """The sender gives memory back to CUDA between the calls, and may get its addresses again."""
+    until_ipc()
+    for number in range(5):
+        tensor = torch.full((FLOATS * (1 + number % 2),), float(number), device="cuda:0")
+        assert rpc.rpc_sync("worker1", torch.sum, args=(tensor,)).item() == tensor.sum().item()
+        del tensor
+        released()
+        torch.cuda.empty_cache()
+
+
+def test_memory_that_is_given_back(pair: Group) -> None:
+    pair.run(memory_comes_and_goes)
