@@ -13,15 +13,15 @@ namespace torch_rpc_ext::compat {
 // not tell.
 template <typename Stream = c10::Stream>
 std::optional<void*> nativeHandle(const Stream& stream) {
-  if constexpr (requires { stream.native_handle(); }) {
-    try {
+  try {
+    if constexpr (requires { stream.native_handle(); }) {
       return stream.native_handle();
-    } catch (const std::exception&) {
-      return std::nullopt;
+    } else if constexpr (requires { stream.stream_handle(); }) { // its new name
+      return stream.stream_handle();
     }
-  } else {
-    return std::nullopt;
+  } catch (const std::exception&) {
   }
+  return std::nullopt;
 }
 
 } // namespace torch_rpc_ext::compat
