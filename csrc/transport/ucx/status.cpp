@@ -20,6 +20,7 @@ base::Error toError(ucs_status_t status, const std::string& doing) {
     case UCS_ERR_UNREACHABLE:
     case UCS_ERR_REJECTED:
     case UCS_ERR_IO_ERROR:
+    case UCS_ERR_SHMEM_SEGMENT: // a dead peer's is gone
       return {base::ErrorKind::kPeerLost, text};
     case UCS_ERR_NO_MEMORY:
     case UCS_ERR_NO_RESOURCE:
