@@ -148,14 +148,16 @@ def test_nothing_waits_for_a_device(cuda_pair: Group) -> None:
     assert here["device_to_host"] == 2 and here["host_to_device"] == 2
 
 
-def returns_early() -> tuple[float, float]:
-    tensor = ramp(100, "cuda:0")
+def returns_early(size: int) -> tuple[float, float]:
+    """Seconds until the call returns, and until its result is there, of a tensor that is late."""
+    tensor = ramp(size, "cuda:0")
     fake_cuda.set_delay(0.5)
     try:
         start = time.monotonic()
         tensor = tensor + 1
         future = rpc.rpc_async("worker1", plus, args=(tensor, 1))
         sent = time.monotonic() - start
+        del tensor
         assert_ramp(future.wait(), "cuda:0", 2)
         return sent, time.monotonic() - start
     finally:
@@ -163,7 +165,7 @@ def returns_early() -> tuple[float, float]:
 
 
 def test_the_caller_is_not_blocked(cuda_pair: Group) -> None:
-    sent, whole = cuda_pair.run(returns_early)
+    sent, whole = cuda_pair.run(returns_early, 100)
     assert sent < whole / 3
 
 

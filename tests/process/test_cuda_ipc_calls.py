@@ -12,7 +12,16 @@ import torch
 from torch.distributed import rpc
 
 from tests.process.group import Group
-from tests.process.test_cuda import SAME, SWAPPED, assert_ramp, plus, ramp, same_memory, set_memory
+from tests.process.test_cuda import (
+    SAME,
+    SWAPPED,
+    assert_ramp,
+    plus,
+    ramp,
+    returns_early,
+    same_memory,
+    set_memory,
+)
 from tests.support import fake_cuda, libcuda
 from tests.support.backend import needs_ucx
 from tests.support.libcuda import FakeCuda
@@ -141,23 +150,9 @@ def test_the_sender_may_free_its_tensor(ipc_pair: Group, size: int) -> None:
     ipc_pair.run(freed_at_once, size)
 
 
-def late_tensor() -> None:
-    tensor = ramp(100_000, "cuda:0")
-    fake_cuda.set_delay(0.3)
-    try:
-        start = time.monotonic()
-        tensor = tensor + 1
-        future = rpc.rpc_async("worker1", plus, args=(tensor, 1))
-        sent = time.monotonic() - start
-        del tensor
-        assert_ramp(future.wait(), "cuda:0", 2)
-        assert sent < (time.monotonic() - start) / 3
-    finally:
-        fake_cuda.set_delay(fake_cuda.DELAY)
-
-
 def test_the_receiver_waits_for_the_senders_stream(ipc_pair: Group) -> None:
-    ipc_pair.run(late_tensor)
+    sent, whole = ipc_pair.run(returns_early, 100_000)
+    assert sent < whole / 3
 
 
 def test_memory_is_held_until_it_is_copied(ipc_pair: Group) -> None:
