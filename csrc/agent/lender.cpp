@@ -1,6 +1,6 @@
 #include "agent/lender.h"
 
-#include "base/time_slice.h"
+#include "base/short_time_slices.h"
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,10 @@ constexpr uint64_t kAtOnceBytes = uint64_t{8} << 20;
 // One core copies at about the speed of the memory.
 constexpr uint64_t kBytesPerThread = uint64_t{64} << 20;
 constexpr uint64_t kMaxThreads = 4;
-constexpr size_t kPieceBytes = size_t{8} << 20;
+// What a thread takes at a time.
+constexpr size_t kShareBytes = size_t{8} << 20;
+// 0.1 ms: after each the thread gives way to whoever woke up behind it.
+constexpr size_t kPieceBytes = size_t{1} << 20;
 
 // Shared by the threads that copy one message.
 class Copy {
@@ -37,9 +40,9 @@ class Copy {
       const auto* const from = static_cast<const char*>(encoded_.bulk[i].data);
       auto* const to = static_cast<char*>(blocks_[i]->data());
       const size_t size = encoded_.bulk[i].size;
-      for (size_t at = 0; at < size; at += kPieceBytes) {
-        pieces_.push_back(
-            {to + at, from + at, std::min(kPieceBytes, size - at)});
+      for (size_t at = 0; at < size; at += kShareBytes) {
+        shares_.push_back(
+            {to + at, from + at, std::min(kShareBytes, size - at)});
       }
     }
   }
@@ -48,10 +51,17 @@ class Copy {
     threads_.store(threads);
   }
 
-  // What each thread runs.
-  void work() {
-    for (size_t i = 0; (i = next_.fetch_add(1)) < pieces_.size();) {
-      std::memcpy(pieces_[i].to, pieces_[i].from, pieces_[i].size);
+  // What each thread runs; `slices` are those of the thread, nullptr where it
+  // has none.
+  void work(const base::ShortTimeSlices* slices) {
+    for (size_t i = 0; (i = next_.fetch_add(1)) < shares_.size();) {
+      const auto& [to, from, size] = shares_[i];
+      for (size_t at = 0; at < size; at += kPieceBytes) {
+        std::memcpy(to + at, from + at, std::min(kPieceBytes, size - at));
+        if (slices != nullptr) {
+          slices->yield();
+        }
+      }
     }
     if (threads_.fetch_sub(1) == 1) {
       finish();
@@ -59,7 +69,7 @@ class Copy {
   }
 
  private:
-  struct Piece {
+  struct Share {
     char* to;
     const char* from;
     size_t size;
@@ -80,7 +90,7 @@ class Copy {
   Encoded encoded_;
   Blocks blocks_;
   const Lender::Then then_;
-  std::vector<Piece> pieces_;
+  std::vector<Share> shares_;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> threads_{1};
 };
@@ -113,7 +123,7 @@ void Lender::lend(Encoded encoded, Then then) {
     bytes += span.size;
   }
   if (bytes <= kAtOnceBytes) {
-    Copy(std::move(encoded), std::move(blocks), std::move(then)).work();
+    Copy(std::move(encoded), std::move(blocks), std::move(then)).work(nullptr);
     return;
   }
   const auto copy = std::make_shared<Copy>(
@@ -125,8 +135,8 @@ void Lender::lend(Encoded encoded, Then then) {
   copy->setThreads(threads);
   for (uint64_t i = 0; i < threads; ++i) {
     runner_.submit(base::makeTask([copy] {
-      const base::LongTimeSlice slice;
-      copy->work();
+      const base::ShortTimeSlices slices;
+      copy->work(&slices);
     }));
   }
 }

@@ -1,7 +1,7 @@
 #include "transport/ucx/cma.h"
 
 #include "base/host.h"
-#include "base/time_slice.h"
+#include "base/short_time_slices.h"
 
 #include <sys/uio.h>
 #include <unistd.h>
@@ -64,9 +64,9 @@ class Read {
 
   // What each task runs.
   void work() {
-    std::optional<base::LongTimeSlice> slice;
+    std::optional<base::ShortTimeSlices> slices;
     if (total_ >= kBytesPerThread) {
-      slice.emplace();
+      slices.emplace();
     }
     for (;;) {
       auto [begin, end] = take();
@@ -77,9 +77,12 @@ class Read {
         const size_t next = upTo(kCallBytes, begin, end);
         readPieces(begin, next);
         begin = next;
+        if (slices) {
+          slices->yield();
+        }
       }
     }
-    slice.reset();
+    slices.reset();
     if (tasks_.fetch_sub(1) == 1) {
       callback_(error_);
     }

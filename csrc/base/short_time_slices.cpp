@@ -1,4 +1,4 @@
-#include "base/time_slice.h"
+#include "base/short_time_slices.h"
 
 #include <sched.h>
 #include <sys/syscall.h>
@@ -8,11 +8,11 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-constexpr uint64_t kNanoseconds = 20'000'000;
+constexpr uint64_t kNanoseconds = 100'000;
 
 } // namespace
 
-LongTimeSlice::LongTimeSlice() {
+ShortTimeSlices::ShortTimeSlices() {
   if (syscall(SYS_sched_getattr, 0, &attributes_, sizeof(attributes_), 0) !=
           0 ||
       attributes_.policy != SCHED_OTHER) {
@@ -22,10 +22,16 @@ LongTimeSlice::LongTimeSlice() {
   changed_ = syscall(SYS_sched_setattr, 0, &attributes_, 0) == 0;
 }
 
-LongTimeSlice::~LongTimeSlice() {
+ShortTimeSlices::~ShortTimeSlices() {
   if (changed_) {
     attributes_.runtime = 0;
     syscall(SYS_sched_setattr, 0, &attributes_, 0);
+  }
+}
+
+void ShortTimeSlices::yield() const {
+  if (changed_) {
+    sched_yield();
   }
 }
 
