@@ -210,6 +210,23 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
         group.close(gently=False)
 
 
+def lose_an_answer(to: str) -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    # The other end loses the connection when it answers a builtin.
+    with pytest.raises(PeerLostError, match="worker1.*the connection broke"):
+        rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=30)
+    time.sleep(1.5)  # the pause before a lost worker is connected to again
+    check_alive(to)
+
+
+@needs_ucx("upstream's fault injection cannot break one end")
+def test_a_connection_that_broke_at_one_end_only(hosts: Hosts) -> None:
+    faults = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
+    with group_on(hosts, hosts[0].ipv4, **faults) as group:
+        group[0].run(lose_an_answer, "worker1")
+
+
 def sleep_through(to: str, seconds: float) -> float:
     """Calls, also to one that is stopped meanwhile; s that the longest took."""
     longest, end = 0.0, time.monotonic() + seconds

@@ -5,6 +5,7 @@
 #include "transport/ucx/sealed_bulk.h"
 #include "transport/ucx/status.h"
 
+#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -315,6 +316,12 @@ void UcxConnection::deferCallback(Callback callback, base::Error error) {
   }
 }
 
+// Of this host; a zombie does not.
+bool UcxConnection::peerLives() const {
+  pollfd state{pidFd_, POLLIN, 0};
+  return pidFd_ >= 0 && ::poll(&state, 1, 0) == 0;
+}
+
 // UCX does not notice the death of a peer whose parent has not reaped it.
 void UcxConnection::watchProcess() {
   pidFd_ = static_cast<int>(syscall(SYS_pidfd_open, peer_.process.pid, 0));
@@ -517,6 +524,7 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   setState(ConnectionState::kClosed);
   ending_ = error;
   auto self = shared_from_this(); // forget() may drop the last reference
+  const bool lives = peerLives();
   if (pidFd_ >= 0) {
     context_->poller().remove(pidFd_);
     ::close(pidFd_);
@@ -547,6 +555,13 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   const bool peerMayThinkItOpen = before == ConnectionState::kOpen &&
       ending_.kind != base::ErrorKind::kShutDown && !peerDied_.load();
   context_->forget(localToken_, peerMayThinkItOpen ? self : nullptr);
+  if (peerMayThinkItOpen && lives) {
+    // Its calls wait for answers that may have been lost. One of another host
+    // hears of it from TCP.
+    context_->worker().postAfter(base::makeTask([self] {
+      self->context_->tellThatItBroke(self->localToken_);
+    }));
+  }
 }
 
 bool UcxConnection::tellThatItBroke() {

@@ -93,7 +93,7 @@ class UcxConnection final : public Connection,
   // ... the peer has confirmed. From the last two on frames flow.
   base::Error onConfirm(base::ConstSpan proof);
   void sendRefusal(uint64_t token, const std::string& why);
-  // To the peer of a connection that broke here, and that goes on sending.
+  // To the peer of a connection that broke here, and that may go on sending.
   // Returns whether there was a way to tell it.
   bool tellThatItBroke();
   // The message inside of one that is encrypted.
@@ -163,6 +163,7 @@ class UcxConnection final : public Connection,
       const std::vector<base::MutableSpan>& into,
       Callback callback);
   void watchProcess();
+  bool peerLives() const;
   void closeEndpoint(bool flush);
 
   const std::shared_ptr<UcxContext> context_;

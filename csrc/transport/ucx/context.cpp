@@ -269,17 +269,24 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
   }
 }
 
-// Of a connection that has ended here, or a stranger's.
-void UcxContext::onLateMessage(const FrameHeader& header) {
+void UcxContext::tellThatItBroke(uint64_t localToken) {
   const auto it =
       std::find_if(broken_.begin(), broken_.end(), [&](const auto& entry) {
-        return entry.first == header.token;
+        return entry.first == localToken;
       });
-  if (it == broken_.end()) {
-    return;
-  }
-  if (header.kind == FrameKind::kClose || it->second->tellThatItBroke()) {
+  if (it != broken_.end() && it->second->tellThatItBroke()) {
     broken_.erase(it);
+  }
+}
+
+// Of a connection that has ended here, or a stranger's.
+void UcxContext::onLateMessage(const FrameHeader& header) {
+  if (header.kind == FrameKind::kClose) {
+    std::erase_if(broken_, [&](const auto& entry) {
+      return entry.first == header.token; // it knows
+    });
+  } else {
+    tellThatItBroke(header.token);
   }
 }
 

@@ -87,6 +87,9 @@ class UcxContext final : public Context,
   void forget(
       uint64_t localToken,
       const std::shared_ptr<UcxConnection>& broken);
+  // Under the lock: tells the peer of a connection that broke here, once, and
+  // unless it broke long ago.
+  void tellThatItBroke(uint64_t localToken);
   // Under the lock: endpoints that UCX has not yet closed.
   void endpointClosing() {
     ++closing_;
@@ -160,8 +163,8 @@ class UcxContext final : public Context,
 
   // Under the control worker's lock.
   std::string groupKey_;
-  // Those that broke last, the oldest first: UCX lets the peer go on sending on
-  // what is closed here, and then it is told.
+  // Those that broke last and whose peers were not told, the oldest first: UCX
+  // lets the peer go on sending on what is closed here.
   std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
   base::LimitedLog refusals_;
   // Connections that may still be opening, the oldest first.
