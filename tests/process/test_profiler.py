@@ -237,7 +237,7 @@ def test_queue_time_is_told_from_the_network(tmp_path: Path) -> None:
 def test_waits_for_the_gil_are_told_apart() -> None:
     rpc.rpc_sync("worker1", f.identity, args=(1,))
     with profiled() as prof:
-        rpc.rpc_sync("worker1", remote_functions.hold_gil, args=(1,))
+        rpc.rpc_sync("worker1", remote_functions.hold_gil, args=(2,))
         time.sleep(0.5)
         rpc.rpc_sync("worker1", f.identity, args=(1,))
         rpc.rpc_sync("worker1", f.script_add, (torch.ones(1), torch.ones(1)))
