@@ -114,7 +114,7 @@ def check_cancellation() -> None:
     rpc.rpc_sync(TO, m.ran)
 
     async def not_begun() -> None:
-        running = asyncio.ensure_future(m.one_at_a_time.call(TO, 0.5, "first"))
+        running = asyncio.ensure_future(m.one_at_a_time.call(TO, 2.0, "first"))
         await asyncio.sleep(0.1)
         await cancelled(m.one_at_a_time.call(TO, 0.0, "dropped"), 0.1)
         assert await running == "first"

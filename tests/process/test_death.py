@@ -390,9 +390,16 @@ def wait_until_stopped(pid: int) -> None:
     """A signal takes its time, in which a call may be answered."""
     deadline = time.monotonic() + 10
     tasks = Path(f"/proc/{pid}/task")
-    while any("T (stopped)" not in (t / "status").read_text() for t in tasks.iterdir()):
+    while any(runs(task) for task in tasks.iterdir()):
         assert time.monotonic() < deadline, "it does not stop"
         time.sleep(0.01)
+
+
+def runs(task: Path) -> bool:
+    try:
+        return "T (stopped)" not in (task / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+        return False
 
 
 def time_out() -> None:

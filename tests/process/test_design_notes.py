@@ -27,6 +27,8 @@ pytestmark = needs_ucx("speaks another wire format")
 Listen = Callable[[], Capture]
 #: Within how long what follows from a call has been sent; s.
 SETTLED = 0.4
+#: For a sequence that a busy machine may change.
+TRIES = 5
 MEGABYTE = 1_000_000
 kept: list[Any] = []
 
@@ -210,5 +212,8 @@ def test_a_result_is_handed_over(listen: Listen) -> None:
         if "cma" not in group.run(bulk_path):
             pytest.skip("this machine does not let processes read each other's memory")
         time.sleep(SETTLED)
-        sent = messages.frames(listen_to(group, listen, echo, forget), group)
+        for _ in range(TRIES):
+            sent = messages.frames(listen_to(group, listen, echo, forget), group)
+            if sent == figures.HANDOVER.messages():
+                break  # else a step has taken more than 5 ms, and a kDone went before it
         check(sent, figures.HANDOVER)

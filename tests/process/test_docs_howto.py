@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import socket
 import struct
 import sys
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from tests.process.test_hostile import listening_ports
 from tests.support import netns, script
 from tests.support.backend import ROOT, needs_ucx
 from tests.support.pages import Program, blocks, fragments, programs
+from tests.support.ports import free_port
 
 pytestmark = needs_ucx("is not what the pages are about")
 HOWTO = "docs/howto/torchrun_slurm.md"
@@ -46,13 +46,6 @@ def of_kind(kind: re.Pattern[str]) -> list[Any]:
         for program in PROGRAMS
         if kind.match(program.command)
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def execute(code: str) -> str:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from tests.process.group import Group, workers
 from tests.process.test_dynamic import init_one_by_one, leave, names
 from tests.support.backend import needs_ucx
 from tests.support.child import Child
+from tests.support.ports import free_port
 
 pytestmark = needs_ucx("is not what the commands join")
 COMMAND = [sys.executable, "-m", "torch_rpc_ext"]
@@ -272,9 +272,7 @@ def test_env_finds_the_group(unused_port: int, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def test_where_there_is_no_group(tmp_path: Any, unused_port: int) -> None:

@@ -270,8 +270,9 @@ def test_a_worker_that_does_not_end_is_killed_and_named() -> None:
     group.run(len, "a")
     group["stuck"].submit(time.sleep, 1000)
     pids = [worker.pid for worker in group]
-    with pytest.warns(UserWarning, match="^stuck did not end within 1 s: killed"):
-        group.stop(timeout=1)
+    # Long enough for an interpreter that has torch to leave, on a machine that is busy.
+    with pytest.warns(UserWarning, match="^stuck did not end within 5 s: killed"):
+        group.stop(timeout=5)
     assert gone(*pids)
 
 

@@ -104,24 +104,42 @@ def test_calls_that_call_back_go_on() -> None:
     assert [future.wait() for future in futures] == [1] * 12
 
 
-def fill() -> None:
-    futures = [rpc.rpc_async("worker1", occupy, args=(1.6,)) for _ in range(4)]
-    time.sleep(1.3)
-    futures.append(rpc.rpc_async("worker1", f.nothing))
-    for future in futures:
-        future.wait()
+CALLS: list[Any] = []
+free = threading.Event()
+
+
+def occupy_until_freed() -> None:
+    assert free.wait(30)
+
+
+def let_go() -> None:
+    free.set()
+
+
+def begin(function: Any, count: int) -> None:
+    CALLS.extend(rpc.rpc_async("worker1", function) for _ in range(count))
+
+
+def end() -> None:
+    torch.futures.wait_all(CALLS)
+
+
+def wait_until_queued(requests: int) -> None:
+    deadline = time.monotonic() + 30
+    while int(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"]) < requests:
+        assert time.monotonic() < deadline, "the requests do not arrive"
+        time.sleep(0.01)
 
 
 def test_a_full_pool_says_so_once() -> None:
     with Group(2, options={"num_worker_threads": 2}) as group:
-        call = group[0].start(fill)
-        time.sleep(0.8)
-        assert int(group[1].run(queued)) >= 1
-        call.result(30)
+        group[0].run(begin, occupy_until_freed, 4)
+        group[1].run(wait_until_queued, 2)
+        time.sleep(1.1)  # full for less is nothing to tell
+        group[0].run(begin, f.nothing, 2)
+        group[1].run(wait_until_queued, 4)
+        group[1].run(let_go)
+        group[0].run(end)
         output = group.output()
         assert output.count("all 2 threads for requests have been busy") == 1, output
-        assert "2 x tests.process.test_load.occupy" in output
-
-
-def queued() -> str:
-    return str(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"])
+        assert "2 x tests.process.test_load.occupy_until_freed" in output

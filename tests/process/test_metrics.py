@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -88,23 +90,47 @@ def text_there() -> str:
 
 
 PAUSE = 0.15
+PAUSES: list[Any] = []
+
+
+def begin_pauses() -> None:
+    PAUSES.extend(rpc.rpc_async("worker1", sleep_when_told, args=(PAUSE,)) for _ in range(3))
+
+
+def end_pauses() -> None:
+    torch.futures.wait_all(PAUSES)
+    rpc.rpc_sync("worker1", f.identity, args=(torch.ones(250_000),))
+
+
+TOLD = threading.Event()
+
+
+def sleep_when_told(seconds: float) -> None:
+    assert TOLD.wait(30)
+    time.sleep(seconds)
+
+
+def tell_when_queued(requests: int) -> None:
+    """However long the caller has taken to make its calls, from here on they wait."""
+    deadline = time.monotonic() + 30
+    while int(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"]) < requests:
+        assert time.monotonic() < deadline, "the requests do not arrive"
+    TOLD.set()
 
 
 @needs_ucx("keeps no histograms")
-@workers(2, options={"num_worker_threads": 1})
 def test_histograms_tell_queue_from_execution() -> None:
-    rpc.rpc_sync("worker1", text_there)  # imports there
-    before = rpc.rpc_sync("worker1", text_there)
-    pauses = [rpc.rpc_async("worker1", f.sleep, args=(PAUSE,)) for _ in range(3)]
-    torch.futures.wait_all(pauses)
-    rpc.rpc_sync("worker1", f.identity, args=(torch.ones(250_000),))
-    after = rpc.rpc_sync("worker1", text_there)
-    # What took the first text counts too.
+    with Group(2, options={"num_worker_threads": 1}) as group:
+        before = group[1].run(text_there)
+        group[0].run(begin_pauses)
+        group[1].run(tell_when_queued, 2)
+        group[0].run(end_pauses)
+        after = group[1].run(text_there)
     queue, execution = (Histogram(before, after, f"{n}_seconds") for n in ("queue", "execution"))
-    assert execution.count == 5 and execution.above(PAUSE / 2) == 3, execution.buckets
+    assert execution.count == 4 and execution.above(PAUSE / 2) == 3, execution.buckets
     assert 3 * PAUSE <= execution.sum < 20 * PAUSE
     # One of the three found the only thread free.
-    assert queue.count == 5 and queue.above(PAUSE / 2) == 2, queue.buckets
+    assert queue.count == 4 and queue.above(PAUSE / 2) == 2, queue.buckets
     assert 3 * PAUSE * 0.9 <= queue.sum < 30 * PAUSE
     sizes = Histogram(before, after, "message_bytes")
     assert sizes.above(500_000) == 1 and 1e6 < sizes.sum < 1.1e6, sizes.buckets

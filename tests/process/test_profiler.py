@@ -189,19 +189,45 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
         assert times[narrow][1] <= times[wide][1] + error, (wide, narrow)
 
 
-@needs_ucx("does not say when a request came and was taken up")
-@workers(2, options={"num_worker_threads": 1})
-def test_queue_time_is_told_from_the_network() -> None:
+def queued() -> int:
+    return int(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"])
+
+
+KEPT: list[Any] = []
+
+
+def begin_profile_behind(path: str) -> None:
+    """Calls of all kinds, queued behind one that ends when there is such a file."""
     rpc.rpc_sync("worker1", pause, args=(torch.ones(1),))  # imports this module there
-    with profiled() as prof:
-        calls = [rpc.rpc_async("worker1", pause, args=(torch.ones(1),)) for _ in range(3)]
-        scripts = [rpc.rpc_async("worker1", f.script_add, (torch.ones(1), torch.ones(1)))]
-        torch.futures.wait_all(calls + scripts)
-    found = rows(prof)
+    prof = profiled()
+    prof.__enter__()
+    calls = [rpc.rpc_async("worker1", wait_for_file, args=(path,))]
+    calls += [rpc.rpc_async("worker1", pause, args=(torch.ones(1),)) for _ in range(3)]
+    calls.append(rpc.rpc_async("worker1", f.script_add, (torch.ones(1), torch.ones(1))))
+    KEPT.append((prof, calls))
+
+
+def end_profile() -> dict[tuple[str, str], Any]:
+    prof, calls = KEPT.pop()
+    torch.futures.wait_all(calls)
+    prof.__exit__(None, None, None)
+    return rows(prof)
+
+
+@needs_ucx("does not say when a request came and was taken up")
+def test_queue_time_is_told_from_the_network(tmp_path: Path) -> None:
+    free = tmp_path / "free"
+    with Group(2, options={"num_worker_threads": 1}) as group:
+        group.run(begin_profile_behind, str(free))
+        deadline = time.monotonic() + 30
+        while group[1].run(queued) < 4:
+            assert time.monotonic() < deadline, "the calls do not arrive"
+        free.touch()
+        found = group.run(end_profile)
     paused, script = found["pause", "worker1"], found["script_add", "worker1"]
     # The third waits for the two before it, the TorchScript function for all three.
     assert 1.9 * PAUSE < paused.queue_p99 < paused.total_p99, paused
-    assert script.queue_p50 > 2.9 * PAUSE and script.execution_p50 < PAUSE, script
+    assert script.queue_p50 > 2.9 * PAUSE and script.execution_p50 < script.queue_p50, script
     # Of what waited only the rest is the network's.
     assert script.network_p50 <= script.total_p50 - script.queue_p50, script
 
@@ -211,7 +237,7 @@ def test_queue_time_is_told_from_the_network() -> None:
 def test_waits_for_the_gil_are_told_apart() -> None:
     rpc.rpc_sync("worker1", f.identity, args=(1,))
     with profiled() as prof:
-        rpc.rpc_sync("worker1", remote_functions.hold_gil, args=(1,))
+        rpc.rpc_sync("worker1", remote_functions.hold_gil, args=(2,))
         time.sleep(0.5)
         rpc.rpc_sync("worker1", f.identity, args=(1,))
         rpc.rpc_sync("worker1", f.script_add, (torch.ones(1), torch.ones(1)))

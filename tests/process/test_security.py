@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -197,24 +198,25 @@ def open_files() -> int:
 
 # ---- encryption ------------------------------------------------------------
 
-MARK = "words that nobody else should read "
 
-
-def say_it() -> None:
-    assert rpc.rpc_sync("worker1", f.identity, args=(MARK * 3,)) == MARK * 3
-    bulk = torch.frombuffer(bytearray(MARK.encode() * 20_000), dtype=torch.uint8)
+def say_it(words: str) -> None:
+    assert rpc.rpc_sync("worker1", f.identity, args=(words * 3,)) == words * 3
+    bulk = torch.frombuffer(bytearray(words.encode() * 20_000), dtype=torch.uint8)
     assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(bulk,)), bulk)
 
 
 @pytest.mark.parametrize("encryption", ["on", "off"])
 def test_what_one_hears_who_listens(capture: Callable[[], Capture], encryption: str) -> None:
     options = {"encryption": encryption, "use_cma": False}
+    # Of this test alone: the other one of these two may be heard as well, where tests run in
+    # parallel.
+    words = f"words of {secrets.token_hex(8)} that nobody else should read "
     with Group(2, options=options, env=SOCKETS) as group:
         with capture() as heard:
-            group.run(say_it)
+            group.run(say_it, words)
         everything = b"".join(heard.streams().values())
-        assert len(everything) > 40_000 * len(MARK)
-        assert (MARK.encode() in everything) == (encryption == "off")
+        assert len(everything) > 40_000 * len(words)
+        assert (words.encode() in everything) == (encryption == "off")
         paths = group.run(control_paths)
         assert all(("encrypted" in path) == (encryption == "on") for path in paths) and paths
 

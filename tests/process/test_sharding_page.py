@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import socket
 from typing import Any
 
 from tests.process.group import Group
 from tests.support.backend import ROOT, needs_ucx
+from tests.support.ports import free_port
 
 
 def run_example(code: str) -> list[float]:
@@ -22,10 +22,7 @@ def run_example(code: str) -> list[float]:
 def test_the_example() -> None:
     page = (ROOT / "docs" / "sharding.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
     env = [{**place, "RANK": str(rank)} for rank in range(4)]
     with Group(4, init=False, env=env) as group:
         losses = group.run_all(run_example, code)[0]

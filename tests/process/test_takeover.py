@@ -77,17 +77,16 @@ def test_torchrun_ranks() -> None:
 
 
 TAKE_OVER = """
-    import socket
     import torch.distributed.rpc as rpc
     import torch_rpc_ext
+    from tests.support.ports import free_port
 
     torch_rpc_ext.take_over()
     torch_rpc_ext.take_over()  # a second time does no harm
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://127.0.0.1:{port}", _transports=["shm", "uv"], _channels=["basic"],
+        init_method=f"tcp://127.0.0.1:{free_port()}",
+        _transports=["shm", "uv"],
+        _channels=["basic"],
         device_maps={},
     )
     rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)

@@ -72,14 +72,20 @@ def test_kernels_are_imported_without_numba() -> None:
 
 
 def test_import_is_quick() -> None:
-    # Promised: 50 ms for the import, 5 ms for torch's autoload. The best of a few: others share
-    # this machine.
+    # Promised: 50 ms for the import, 5 ms for torch's autoload. In CPU time, and without a wait of
+    # its own; once in a few tries, as others share this machine and its memory.
     code = (
-        "import torch; begin = time.perf_counter(); import torch_rpc_ext._autoload as a;"
-        "a.activate(); print(json.dumps(time.perf_counter() - begin))"
+        "import torch, resource\n"
+        "def used():\n"
+        "    waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw\n"
+        "    return time.thread_time(), waits\n"
+        "begin = used(); import torch_rpc_ext._autoload as a; a.activate(); end = used()\n"
+        "print(json.dumps([now - then for now, then in zip(end, begin)]))"
     )
-    best = min(_run(code) for _ in range(3))
-    assert best < 0.020, f"{best * 1e3:.1f} ms"
+    tries: list[tuple[float, int]] = []
+    while not tries or tries[-1][0] >= 0.020 or tries[-1][1] != 0:
+        assert len(tries) < 6, f"(s, waits) of each try: {tries}"
+        tries.append(_run(code))
 
 
 def test_loading_ucx_leaves_signals_alone() -> None:

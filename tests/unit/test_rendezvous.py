@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch_rpc_ext import _store, errors
 from torch_rpc_ext._dynamic import Directory
 from torch_rpc_ext._members import Member, host_identity, validate
-from torch_rpc_ext._rendezvous import Group, Rendezvous, claim_kind
+from torch_rpc_ext._rendezvous import PREFIX, Group, Rendezvous, claim_kind
 
 Stores = Callable[[], Any]
 _serial = itertools.count()
@@ -78,11 +78,26 @@ def meet(store: Any, me: Member, world_size: int, seconds: float = 10) -> Group:
 
 def at_once(stores: Stores, members: list[Member], world_size: int, **given: Any) -> list[Any]:
     """Let all meet; a group, or the error, for each."""
+    opened = [stores() for _ in members]  # takes time, which is not the meeting's
     with ThreadPoolExecutor(len(members)) as pool:
         futures: list[Future[Group]] = [
-            pool.submit(meet, stores(), me, world_size, **given) for me in members
+            pool.submit(meet, store, me, world_size, **given)
+            for store, me in zip(opened, members, strict=True)
         ]
         return [future.exception() or future.result() for future in futures]
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)
+
+
+def wait_for_entry(stores: Stores, rank: int) -> None:
+    """Wait until a rank has its entry in the store."""
+    store = stores()
+    wait_until(lambda: store.check([f"{PREFIX}/rank/{rank}"]), f"rank {rank} does not come")
 
 
 def test_all_see_the_same_group(stores: Stores) -> None:
@@ -156,7 +171,7 @@ def test_names_must_be_unique(stores: Stores) -> None:
 def test_rank_must_be_unique(stores: Stores) -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(meet, stores(), member(1), 2)
-        time.sleep(0.3)
+        wait_for_entry(stores, 1)
         with pytest.raises(errors.RefusedError, match="Rank 1 is not unique: worker worker1"):
             meet(stores(), member(1, host="third"), 2)
         meet(stores(), member(0), 2)
@@ -165,8 +180,12 @@ def test_rank_must_be_unique(stores: Stores) -> None:
 
 def test_second_process_of_a_rank_after_the_first_was_taken(stores: Stores) -> None:
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(meet, stores(), member(rank), 3) for rank in (0, 1)]
-        time.sleep(0.3)
+        first = Rendezvous(stores(), "worker1", 1, 3, 10)
+        waiting = [
+            pool.submit(meet, stores(), member(0), 3),
+            pool.submit(first.join, member(1, world_size=3)),
+        ]
+        wait_until(lambda: first._id != "", "rank 1 is not taken")
         waiting.append(pool.submit(meet, stores(), member(1, "twin", host="third"), 3))
         for future in waiting:
             with pytest.raises(errors.RpcError, match=r"Rank 1 is not unique.*worker1.*twin"):
@@ -216,11 +235,20 @@ def test_foreign_entry_is_refused() -> None:
 
 
 def test_ctrl_c_gets_through(stores: Stores) -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
+    sent = []
+
+    def interrupt() -> None:
+        wait_for_entry(stores, 0)  # not before it waits: it would end the whole run
+        time.sleep(0.3)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
     with pytest.raises(KeyboardInterrupt):
+        thread.start()
         meet(stores(), member(0), 2)
-    assert time.monotonic() - begin < 1.3
+    assert time.monotonic() - sent[0] < 1
+    thread.join()
 
 
 def test_directory(stores: Stores) -> None:

@@ -1,0 +1,35 @@
+"""Ports for tests that must know one before anything listens on it."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+_PORTS = range(10_000, 65_536)
+_claims: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on, and that no other test process gets.
+
+    None of those that the kernel gives out by itself: until it is used, it could become that of any
+    socket on this machine, and parallel tests open many. The claim, a name in the same network
+    namespace as the port, ends with this process.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    # All of them on a machine whose kernel gives out everything.
+    ports = [port for port in _PORTS if not low <= port <= high] or list(_PORTS)
+    random.shuffle(ports)
+    for port in ports:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0torch_rpc_ext test port {port}")
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        return port
+    raise RuntimeError(f"none of {len(ports)} ports is free")
