@@ -79,7 +79,7 @@ Result<bool> Encoder::depart(
         for (const device::Departing& departing : departing_) {
           if (departing.entry->beside) { // as it is: nothing is sent of it
             departing.entry->dtype = wire::WireDtype::kFloat32;
-            departing.entry->bytes.size = departing.storage.nbytes();
+            departing.entry->bytes.size = departing.bytes;
           }
         }
         device::stage(departing_, {launcher, options_.checked}, staged_);

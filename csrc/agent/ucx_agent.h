@@ -350,8 +350,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::condition_variable callCountChanged_;
 
   device::Tables devices_;
-  device::SameProcess sameProcess_;
   device::Launcher launcher_;
+  device::SameProcess sameProcess_{launcher_};
   device::EventWaiter deviceEvents_;
   const std::shared_ptr<device::Ipc> ipc_; // after what it links to
   std::atomic<bool> stopped_{false};

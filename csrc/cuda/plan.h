@@ -75,4 +75,8 @@ struct StridedCopy {
 base::Result<StridedCopy>
 planStrided(const Layout& source, const Layout& destination, Cast cast);
 
+// The kernels' names.
+std::string segmentsName(Cast cast);
+std::string stridedName(const StridedCopy& copy, Cast cast);
+
 } // namespace torch_rpc_ext::cuda

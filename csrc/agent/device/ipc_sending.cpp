@@ -17,9 +17,9 @@ using base::Error;
 bool IpcSending::takes(const Departing& departing) const {
   // Memory that nobody frees may be of somebody who frees it after the call.
   return departing.entry->place != wire::kHostPlace && !departing.isChecked &&
-      departing.storage.nbytes() != 0 &&
+      departing.bytes != 0 &&
       departing.storage.data_ptr().get_deleter() != nullptr &&
-      devices_.contains(departing.storage.device().index());
+      devices_.contains(departing.device().index());
 }
 
 void IpcSending::logOnce(const Error& error) {
@@ -31,12 +31,9 @@ void IpcSending::logOnce(const Error& error) {
   }
 }
 
-std::optional<cuda::MemoryExport> IpcSending::exported(
-    const c10::Storage& storage) {
+std::optional<cuda::MemoryExport> IpcSending::exported(const Region& region) {
   auto memory = driver_->exporter.exportMemory(
-      storage.device().index(),
-      reinterpret_cast<cuda::Address>(storage.data()),
-      storage.nbytes());
+      region.device().index(), region.address(), region.bytes);
   if (!memory.ok()) {
     logOnce(memory.error());
     return std::nullopt;
@@ -48,9 +45,11 @@ void IpcSending::addAlone(
     const Storages& storages,
     size_t index,
     std::vector<Run>& runs) {
-  const c10::Storage& storage = storages[index].storage;
-  if (auto memory = exported(storage)) {
-    runs.push_back({{index}, storage, *memory});
+  const Departing& departing = storages[index];
+  if (departing.scattered != nullptr) {
+    addBlock(storages, {index}, runs);
+  } else if (auto memory = exported(departing)) {
+    runs.push_back({{index}, departing.storage, *memory});
   }
 }
 
@@ -64,13 +63,20 @@ void IpcSending::addGathered(
     }
     return;
   }
+  addBlock(storages, members, runs);
+}
+
+void IpcSending::addBlock(
+    const Storages& storages,
+    const std::vector<size_t>& members,
+    std::vector<Run>& runs) {
   std::vector<Slice> slices;
   size_t end = 0;
   for (const size_t index : members) {
-    slices.push_back({storages[index].storage, aligned(end)});
-    end = slices.back().offset + slices.back().storage.nbytes();
+    slices.push_back({storages[index], aligned(end)});
+    end = slices.back().offset + slices.back().size();
   }
-  const c10::Device device = slices.front().storage.device();
+  const c10::Device device = slices.front().device();
   c10::Storage block = allocate(device, end);
   const auto memory = exported(block);
   if (!memory) {
@@ -98,8 +104,7 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
     if (departing.entry->bulk) {
       addAlone(storages, i, runs);
     } else {
-      small[{departing.storage.device().index(), departing.entry->place}]
-          .push_back(i);
+      small[{departing.device().index(), departing.entry->place}].push_back(i);
     }
   }
   for (const auto& [_, members] : small) {
@@ -163,7 +168,7 @@ Error IpcSending::depart(
       storages[i].entry->beside = true;
       storages[i].entry->bulk = false;
       numbers[i] = next++;
-      bytes += storages[i].storage.nbytes();
+      bytes += storages[i].bytes;
     }
   }
   for (const Run& run : runs) {

@@ -59,7 +59,11 @@ class IpcSending final : public SendingWay {
       const Storages& storages,
       const std::vector<size_t>& members,
       std::vector<Run>& runs);
-  std::optional<cuda::MemoryExport> exported(const c10::Storage& storage);
+  void addBlock(
+      const Storages& storages,
+      const std::vector<size_t>& members,
+      std::vector<Run>& runs);
+  std::optional<cuda::MemoryExport> exported(const Region& region);
   base::Error recordEvents(
       const std::vector<Run>& runs,
       IpcNote& note,

@@ -1,5 +1,6 @@
 #include "agent/device/same_process.h"
 
+#include "agent/device/gather.h"
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 
@@ -27,13 +28,16 @@ base::Error SameProcess::depart(
     if (target.is_cpu()) {
       continue;
     }
-    const size_t size = departing.storage.nbytes();
+    const size_t size = departing.bytes;
     c10::Storage copy = allocate(target, size);
-    copyBytes(copy, 0, departing.storage, 0, size);
+    if (departing.scattered == nullptr) {
+      copyBytes(copy, 0, departing.storage, departing.begin, size);
+    } else if (size != 0) {
+      gather({{departing}}, copy, &launcher_);
+    }
     // Nobody waits for the copy, and nobody holds what it reads.
     impl.recordDataPtrOnStream(
-        departing.storage.data_ptr(),
-        impl.getStream(departing.storage.device()));
+        departing.storage.data_ptr(), impl.getStream(departing.device()));
     copies->storages.push_back(std::move(copy));
     departing.entry->beside = true;
     departing.entry->bulk = false;

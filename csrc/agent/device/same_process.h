@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/launcher.h"
 #include "agent/device/way.h"
 
 #include <functional>
@@ -14,6 +15,8 @@ namespace torch_rpc_ext::agent::device {
 // Owns: nothing; what departs belongs to its parcel.
 class SameProcess final : public SendingWay, public ReceivingWay {
  public:
+  explicit SameProcess(Launcher& launcher) : launcher_(launcher) {}
+
   base::Error depart(
       const MessageKey& key,
       std::vector<Departing>& storages,
@@ -37,6 +40,7 @@ class SameProcess final : public SendingWay, public ReceivingWay {
     }
   };
 
+  Launcher& launcher_;
   std::mutex mutex_;
   std::unordered_map<MessageKey, std::weak_ptr<Copies>, Hash> copies_;
 };

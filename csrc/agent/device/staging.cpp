@@ -58,10 +58,10 @@ size_t blockSize(const std::vector<Slice>& slices) {
 
 void append(
     std::vector<Slice>& slices,
-    const c10::Storage& storage,
+    const Region& region,
     wire::WireDtype dtype) {
   const size_t offset = slices.empty() ? 0 : aligned(blockSize(slices));
-  slices.push_back({storage, offset, dtype});
+  slices.push_back({region, offset, dtype});
 }
 
 // Whether each is copied on its own, without a block.
@@ -70,7 +70,9 @@ bool copiedSingly(const std::vector<Slice>& slices) {
       std::none_of(
              slices.begin(),
              slices.end(),
-             [](const Slice& slice) { return slice.narrowed(); });
+             [](const Slice& slice) {
+               return slice.narrowed() || slice.scattered != nullptr;
+             });
 }
 
 void toHost(
@@ -79,12 +81,12 @@ void toHost(
     Launcher* launcher) {
   if (copiedSingly(slices)) {
     for (const Slice& slice : slices) {
-      copyBytes(host, slice.offset, slice.storage, 0, slice.size());
+      copyBytes(host, slice.offset, slice.storage, slice.begin, slice.size());
     }
     return;
   }
   const size_t size = blockSize(slices);
-  const c10::Storage block = allocate(slices.front().storage.device(), size);
+  const c10::Storage block = allocate(slices.front().device(), size);
   gather(slices, block, launcher);
   copyBytes(host, 0, block, 0, size);
 }
@@ -100,7 +102,7 @@ void toDevice(
     return;
   }
   const size_t size = blockSize(slices);
-  const c10::Storage block = allocate(slices.front().storage.device(), size);
+  const c10::Storage block = allocate(slices.front().device(), size);
   copyBytes(block, 0, host, 0, size);
   scatter(block, slices, launcher);
 }
@@ -117,7 +119,7 @@ class Summing {
         most_(most),
         staged_(staged) {}
 
-  void add(const wire::StorageEntry& entry, const c10::Storage& storage) {
+  void add(const wire::StorageEntry& entry, const Region& region) {
     if (launcher_ == nullptr) {
       return;
     }
@@ -126,7 +128,7 @@ class Summing {
       next_ = static_cast<uint64_t*>(memory_.mutable_data());
       staged_.held.push_back(memory_);
     }
-    if (!launcher_->checksum(storage, next_)) {
+    if (!launcher_->checksum(region, next_)) {
       return;
     }
     staged_.sums.push_back({&entry, next_++});
@@ -135,7 +137,7 @@ class Summing {
     at::getHostAllocator(kType)->record_event(
         memory.get(),
         memory.get_context(),
-        c10::impl::VirtualGuardImpl(kType).getStream(storage.device()));
+        c10::impl::VirtualGuardImpl(kType).getStream(region.device()));
   }
 
  private:
@@ -146,15 +148,15 @@ class Summing {
   uint64_t* next_ = nullptr;
 };
 
-// The bytes of a large storage, as they travel: itself unless it is narrowed.
-c10::Storage
-asSent(const Departing& departing, size_t size, Launcher* launcher) {
+// The bytes of a large one, as they travel: where they are, unless they are
+// narrowed or scattered.
+Region asSent(const Departing& departing, size_t size, Launcher* launcher) {
   const wire::WireDtype dtype = departing.entry->dtype;
-  if (dtype == wire::WireDtype::kFloat32) {
-    return departing.storage;
+  if (dtype == wire::WireDtype::kFloat32 && departing.scattered == nullptr) {
+    return departing;
   }
-  const c10::Storage block = allocate(departing.storage.device(), size);
-  gather({{departing.storage, 0, dtype}}, block, launcher);
+  const c10::Storage block = allocate(departing.device(), size);
+  gather({{departing, 0, dtype}}, block, launcher);
   return block;
 }
 
@@ -174,14 +176,14 @@ void stage(
       continue;
     }
     if (entry.bulk) {
-      const c10::Storage sent = asSent(departing, size, options.launcher);
+      const Region sent = asSent(departing, size, options.launcher);
       summing.add(entry, sent);
       staged.held.push_back(pinned(size));
-      copyBytes(staged.held.back(), 0, sent, 0, size);
+      copyBytes(staged.held.back(), 0, sent.storage, sent.begin, size);
       entry.bytes.data = staged.held.back().data();
     } else {
-      const auto index = departing.storage.device().index();
-      append(groups[index], departing.storage, entry.dtype);
+      const auto index = departing.device().index();
+      append(groups[index], departing, entry.dtype);
       entries[index].push_back(&entry);
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/region.h"
 #include "agent/device/streams.h"
 #include "base/buffer.h"
 #include "base/error.h"
@@ -13,9 +14,8 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// A storage on a device, on its way into a frame.
-struct Departing {
-  c10::Storage storage;
+// What goes from a device into a frame, as a storage there.
+struct Departing : Region {
   wire::StorageEntry* entry = nullptr;
   // The receiver looks at its bytes, on the host (indices of sparse tensors).
   bool isChecked = false;
