@@ -3,6 +3,7 @@
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
+#include "agent/integrity.h"
 #include "agent/tensor_encoder.h"
 #include "base/buffer.h"
 #include "base/error.h"
@@ -18,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 // Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
@@ -191,6 +193,11 @@ class Decoder {
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
       device::ReceivingWay* beside = nullptr,
       device::Launcher* launcher = nullptr);
+  // After finish(): checksums that devices are still computing. To be compared
+  // before anybody sees the message.
+  PendingSums takePendingSums() {
+    return std::move(pending_);
+  }
 
  private:
   explicit Decoder(wire::CallFrameView view) : view_(view) {}
@@ -207,6 +214,15 @@ class Decoder {
       Storages& storages,
       Storages& onHost);
   base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
+  // Whether its checksum is computed on its device, once it is there.
+  bool isSummedLater(
+      const wire::StorageView& storage,
+      device::Launcher* launcher) const;
+  base::Error compareLater(
+      const device::Unstaged& placed,
+      const std::vector<device::Arriving>& arriving,
+      const std::vector<size_t>& arrivingAt,
+      device::Launcher* launcher);
   // A storage for the CPU, as the sender had it.
   base::Result<c10::Storage> onHostAsWas(
       const wire::StorageView& storage,
@@ -222,6 +238,7 @@ class Decoder {
   std::vector<c10::Storage> bulk_; // pinned, for a device
   memory::BufferCache* cache_ = nullptr; // from allocate() on
   bool allocated_ = false;
+  PendingSums pending_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -10,7 +10,7 @@
 #include <vector>
 
 // From tensors to the arguments of kernels, as torch_rpc_ext/kernels/plan.py
-// and table.py have it (tests/unit/test_cuda_plan.py compares them).
+// and table.py have it (tests/unit/test_cuda_kernels.py compares them).
 namespace torch_rpc_ext::cuda {
 
 inline constexpr uint64_t kBlockAlignment = 16; // of tensors in a block

@@ -71,7 +71,11 @@ bool Launcher::strided(
       !kernels->strided(device.index(), *stream, plan.value(), cast);
 }
 
-bool Launcher::checksum(const Region& region, uint64_t* sum) {
+bool Launcher::hasChecksum(c10::Device device) {
+  return kernelsFor(device, kChecksum) != nullptr;
+}
+
+bool Launcher::checksum(const Region& region, cuda::Address sum) {
   const c10::Device device = region.device();
   cuda::Kernels* const kernels = kernelsFor(device, kChecksum);
   if (kernels == nullptr) {
@@ -80,11 +84,7 @@ bool Launcher::checksum(const Region& region, uint64_t* sum) {
   const auto stream = currentStream(device);
   return stream &&
       !kernels->checksum(
-          device.index(),
-          *stream,
-          region.address(),
-          region.bytes,
-          reinterpret_cast<cuda::Address>(sum));
+          device.index(), *stream, region.address(), region.bytes, sum);
 }
 
 cuda::Kernels* Launcher::kernelsFor(

@@ -44,9 +44,11 @@ class Launcher {
       const cuda::Layout& destination,
       cuda::Cast cast);
 
-  // Writes the checksum of bytes of a device to `sum`, in pinned memory. False
-  // where somebody else has to.
-  bool checksum(const Region& region, uint64_t* sum);
+  // Writes the checksum of bytes of a device to the eight bytes at `sum`, there
+  // or in pinned memory. False where somebody else has to.
+  bool checksum(const Region& region, cuda::Address sum);
+  // Whether that kernel can be launched there.
+  bool hasChecksum(c10::Device device);
 
  private:
   // Null where it cannot be launched.
