@@ -71,14 +71,9 @@ Result<bool> Encoder::depart(
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
-          if (auto failed = beside->depart(key, departing_, departure_)) {
+          if (auto failed = beside->depart(
+                  key, {options_.checked}, departing_, departure_)) {
             return failed;
-          }
-        }
-        for (const device::Departing& departing : departing_) {
-          if (departing.entry->beside) { // as it is: nothing is sent of it
-            departing.entry->dtype = wire::WireDtype::kFloat32;
-            departing.entry->bytes.size = departing.bytes;
           }
         }
         device::stage(departing_, {launcher, options_.checked}, staged_);
@@ -418,7 +413,8 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
   auto cursor = view_.storages();
   for (size_t i = 0; cursor.next(storage); ++i) {
     if (storage.beside) {
-      expected.push_back({device::deviceAt(storage.place), storage.size});
+      expected.push_back(
+          {device::deviceAt(storage.place), storage.size, storage.dtype});
       places.push_back(i);
     }
   }
@@ -428,8 +424,9 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
     return arrived.error();
   }
   for (size_t i = 0; i < places.size(); ++i) {
-    storages[places[i]] = std::move(arrived.value()[i]);
+    storages[places[i]] = std::move(arrived.value().storages[i]);
   }
+  compareLater(arrived.value(), expected, places);
   return {};
 }
 

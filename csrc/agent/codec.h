@@ -72,8 +72,7 @@ struct EncodeOptions {
   // Storages, and the payload, of up to so many bytes are copied into the head,
   // larger ones go as bulk.
   uint64_t inlineThreshold = 0;
-  // What storages of float32 tensors travel as, those beside the frame
-  // excepted.
+  // What storages of float32 tensors travel as.
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;
@@ -223,6 +222,10 @@ class Decoder {
       const std::vector<device::Arriving>& arriving,
       const std::vector<size_t>& arrivingAt,
       device::Launcher* launcher);
+  void compareLater(
+      const device::Arrived& arrived,
+      const std::vector<device::Expected>& expected,
+      const std::vector<size_t>& places);
   // A storage for the CPU, as the sender had it.
   base::Result<c10::Storage> onHostAsWas(
       const wire::StorageView& storage,

@@ -50,7 +50,7 @@ Error Decoder::compareLater(
     const base::ConstSpan bytes{host.data(), host.nbytes()};
     if (!index) {
       if (sum != nullptr) {
-        pending_.addCopy(device, bytes.size, sum, base::checksum(bytes));
+        pending_.addBlock(device, bytes.size, sum, base::checksum(bytes));
       }
       continue;
     }
@@ -65,6 +65,24 @@ Error Decoder::compareLater(
     }
   }
   return {};
+}
+
+void Decoder::compareLater(
+    const device::Arrived& arrived,
+    const std::vector<device::Expected>& expected,
+    const std::vector<size_t>& places) {
+  for (const device::Arrived::Sum& sum : arrived.sums) {
+    const uint32_t first = sum.storages.front();
+    if (sum.storages.size() == 1) {
+      const auto number = static_cast<uint32_t>(places[first]);
+      pending_.add(view_, number, sum.bytes, sum.here, sum.sent);
+    } else {
+      pending_.addBlock(expected[first].device, sum.bytes, sum.here, sum.sent);
+    }
+  }
+  for (const c10::Storage& memory : arrived.held) {
+    pending_.hold(memory);
+  }
 }
 
 } // namespace torch_rpc_ext::agent

@@ -105,19 +105,20 @@ void PendingSums::add(
     uint32_t storage,
     uint64_t bytes,
     const uint64_t* here,
-    uint64_t sent) {
+    Other sent) {
   // Named now: the frame may be gone when they are compared.
   sums_.push_back({tensorOver(frame, storage), kAtSender, bytes, here, sent});
 }
 
-void PendingSums::addCopy(
+void PendingSums::addBlock(
     c10::Device to,
     uint64_t bytes,
     const uint64_t* here,
-    uint64_t there) {
+    Other there) {
+  const bool fromHost = std::holds_alternative<uint64_t>(there);
   sums_.push_back(
       {"a block of small tensors for " + to.str(),
-       "before it was copied there",
+       fromHost ? "before it was copied there" : kAtSender,
        bytes,
        here,
        there});
@@ -125,8 +126,11 @@ void PendingSums::addCopy(
 
 base::Error PendingSums::compare() const {
   for (const Sum& sum : sums_) {
-    if (*sum.here != sum.there) {
-      return changed(sum.what, sum.bytes, *sum.here, sum.where, sum.there);
+    const auto* const later = std::get_if<const uint64_t*>(&sum.there);
+    const uint64_t there =
+        later != nullptr ? **later : std::get<uint64_t>(sum.there);
+    if (*sum.here != there) {
+      return changed(sum.what, sum.bytes, *sum.here, sum.where, there);
     }
   }
   return {};

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -42,16 +44,18 @@ base::Error checkSum(
 class PendingSums {
  public:
   // Of a storage: `here` is where the device writes, `sent` the sender's
-  // checksum.
+  // checksum, or where that will be.
+  using Other = std::variant<uint64_t, const uint64_t*>;
   void add(
       const wire::CallFrameView& frame,
       uint32_t storage,
       uint64_t bytes,
       const uint64_t* here,
-      uint64_t sent);
-  // Of a copy to a device: `there` is the checksum of what was copied.
+      Other sent);
+  // Of a block of several that was copied to a device from the host here, where
+  // it had that checksum; or from the sender's device.
   void
-  addCopy(c10::Device to, uint64_t bytes, const uint64_t* here, uint64_t there);
+  addBlock(c10::Device to, uint64_t bytes, const uint64_t* here, Other there);
   void hold(c10::Storage memory) {
     held_.push_back(std::move(memory));
   }
@@ -67,7 +71,7 @@ class PendingSums {
     std::string where; // the other one was computed
     uint64_t bytes = 0;
     const uint64_t* here = nullptr;
-    uint64_t there = 0;
+    Other there;
   };
 
   std::vector<Sum> sums_;

@@ -46,10 +46,11 @@ void IpcSending::addAlone(
     size_t index,
     std::vector<Run>& runs) {
   const Departing& departing = storages[index];
-  if (departing.scattered != nullptr) {
+  if (departing.scattered != nullptr ||
+      departing.entry->dtype != wire::WireDtype::kFloat32) {
     addBlock(storages, {index}, runs);
   } else if (auto memory = exported(departing)) {
-    runs.push_back({{index}, departing.storage, *memory});
+    runs.push_back({{index}, departing, *memory});
   }
 }
 
@@ -73,7 +74,8 @@ void IpcSending::addBlock(
   std::vector<Slice> slices;
   size_t end = 0;
   for (const size_t index : members) {
-    slices.push_back({storages[index], aligned(end)});
+    const Departing& departing = storages[index];
+    slices.push_back({departing, aligned(end), departing.entry->dtype});
     end = slices.back().offset + slices.back().size();
   }
   const c10::Device device = slices.front().device();
@@ -113,6 +115,27 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
   return runs;
 }
 
+// Checksums of all runs, on their devices, where kernels can be launched.
+void IpcSending::addSums(std::vector<Run>& runs, IpcParcels::Content& content) {
+  std::map<int, c10::Storage> blocks;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    Run& run = runs[i];
+    const c10::Device device = run.region.device();
+    if (!launcher_->hasChecksum(device)) {
+      continue;
+    }
+    c10::Storage& block = blocks[device.index()];
+    if (!block) {
+      block = allocate(device, runs.size() * sizeof(uint64_t));
+      content.storages.push_back(block);
+    }
+    const Region place(block, i * sizeof(uint64_t), sizeof(uint64_t));
+    if (launcher_->checksum(run.region, place.address())) {
+      run.sum = exported(place);
+    }
+  }
+}
+
 Error IpcSending::recordEvents(
     const std::vector<Run>& runs,
     IpcNote& note,
@@ -120,7 +143,7 @@ Error IpcSending::recordEvents(
   const c10::impl::VirtualGuardImpl impl(kType);
   std::set<int> recorded;
   for (const Run& run : runs) {
-    const c10::Device device = run.storage.device();
+    const c10::Device device = run.region.device();
     if (!recorded.insert(device.index()).second) {
       continue;
     }
@@ -141,14 +164,18 @@ Error IpcSending::recordEvents(
 
 Error IpcSending::depart(
     const MessageKey& /*key*/,
+    const DepartOptions& options,
     Storages& storages,
     Departure& departure) {
-  const std::vector<Run> runs = makeRuns(storages);
+  std::vector<Run> runs = makeRuns(storages);
   if (runs.empty()) {
     return {};
   }
   IpcNote note;
   IpcParcels::Content content;
+  if (options.checked) {
+    addSums(runs, content);
+  }
   if (auto error = recordEvents(runs, note, content)) {
     logOnce(error);
     return {};
@@ -168,17 +195,18 @@ Error IpcSending::depart(
       storages[i].entry->beside = true;
       storages[i].entry->bulk = false;
       numbers[i] = next++;
-      bytes += storages[i].bytes;
+      bytes += storages[i].entry->bytes.size;
     }
   }
   for (const Run& run : runs) {
     auto& written = note.runs.emplace_back();
-    written.device = static_cast<uint8_t>(run.storage.device().index());
+    written.device = static_cast<uint8_t>(run.region.device().index());
     written.memory = run.memory;
+    written.sum = run.sum;
     for (const size_t index : run.members) {
       written.storages.push_back(numbers[index]);
     }
-    content.storages.push_back(run.storage);
+    content.storages.push_back(run.region.storage);
   }
   note.token = parcels_->newToken();
   departure.note = note.write();

@@ -18,6 +18,7 @@ struct SameProcess::Copies final : Parcel {
 
 base::Error SameProcess::depart(
     const MessageKey& key,
+    const DepartOptions& /*options*/,
     std::vector<Departing>& storages,
     Departure& departure) {
   auto copies = std::make_shared<Copies>();
@@ -41,6 +42,8 @@ base::Error SameProcess::depart(
     copies->storages.push_back(std::move(copy));
     departing.entry->beside = true;
     departing.entry->bulk = false;
+    departing.entry->dtype = wire::WireDtype::kFloat32; // nothing travels
+    departing.entry->bytes.size = size;
     if (std::find(devices.begin(), devices.end(), target) == devices.end()) {
       devices.push_back(target);
     }
@@ -60,7 +63,7 @@ base::Error SameProcess::depart(
   return {};
 }
 
-base::Result<std::vector<c10::Storage>> SameProcess::arrive(
+base::Result<Arrived> SameProcess::arrive(
     const MessageKey& key,
     base::ConstSpan /*note*/,
     const std::vector<Expected>& expected) {
@@ -84,7 +87,7 @@ base::Result<std::vector<c10::Storage>> SameProcess::arrive(
     impl.recordDataPtrOnStream(
         storage.data_ptr(), impl.getStream(storage.device()));
   }
-  return std::move(copies->storages);
+  return Arrived{std::move(copies->storages)};
 }
 
 } // namespace torch_rpc_ext::agent::device

@@ -19,12 +19,13 @@ class SameProcess final : public SendingWay, public ReceivingWay {
 
   base::Error depart(
       const MessageKey& key,
+      const DepartOptions& options,
       std::vector<Departing>& storages,
       Departure& departure) override;
   bool writesOnTargets() const override {
     return true;
   }
-  base::Result<std::vector<c10::Storage>> arrive(
+  base::Result<Arrived> arrive(
       const MessageKey& key,
       base::ConstSpan note,
       const std::vector<Expected>& expected) override;

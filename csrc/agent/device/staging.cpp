@@ -26,6 +26,14 @@ c10::Storage pinned(size_t size) {
       at::getHostAllocator(kType)->allocate(size));
 }
 
+void keepFor(const c10::Storage& pinned, c10::Device device) {
+  const auto& memory = pinned.data_ptr();
+  at::getHostAllocator(kType)->record_event(
+      memory.get(),
+      memory.get_context(),
+      c10::impl::VirtualGuardImpl(kType).getStream(device));
+}
+
 c10::Storage allocate(c10::Device device, size_t size) {
   return at::empty(
              {static_cast<int64_t>(size)},

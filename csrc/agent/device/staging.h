@@ -19,6 +19,10 @@ namespace torch_rpc_ext::agent::device {
 // the copies queued with it are over.
 c10::Storage pinned(size_t size);
 
+// Has torch's allocator keep it until what is queued on the current stream of a
+// device is over: torch does not know what others than it copy.
+void keepFor(const c10::Storage& pinned, c10::Device device);
+
 // Memory of a device, for its current stream.
 c10::Storage allocate(c10::Device device, size_t size);
 

@@ -2,14 +2,6 @@
 
 #include "agent/device/staging.h"
 
-// A warning of GCC that is torch's business.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wpragmas"
-#pragma GCC diagnostic ignored "-Winterference-size"
-#include <ATen/core/CachingHostAllocator.h>
-#pragma GCC diagnostic pop
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 namespace torch_rpc_ext::agent::device {
 
 const uint64_t* Sums::add(const Region& region) {
@@ -25,12 +17,7 @@ const uint64_t* Sums::add(const Region& region) {
     return nullptr;
   }
   ++count_;
-  // Torch does not know that a device writes there.
-  const auto& memory = memory_.data_ptr();
-  at::getHostAllocator(kType)->record_event(
-      memory.get(),
-      memory.get_context(),
-      c10::impl::VirtualGuardImpl(kType).getStream(region.device()));
+  keepFor(memory_, region.device());
   return sum;
 }
 
