@@ -39,7 +39,7 @@ struct IpcNote {
     uint8_t device = 0;
     cuda::MemoryExport memory;
     std::vector<uint32_t> storages;
-    std::optional<cuda::MemoryExport> sum;
+    std::optional<cuda::MemoryExport> sum = std::nullopt;
   };
 
   uint64_t token = 0;
