@@ -107,7 +107,7 @@ def receive(exported: bytes, event: bytes) -> tuple[float, float]:
     return least, greatest
 
 
-def test_memory_that_is_freed_while_a_peer_has_it_open(driver: Any) -> None:
+def test_memory_that_is_freed_while_another_process_has_it_open(driver: Any) -> None:
     """The peer's mapping stays good to read; the next tensor there has another buffer id."""
     exporter = native().MemoryExporter(driver)
     with a_peer() as peer:
