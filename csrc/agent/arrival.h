@@ -9,7 +9,7 @@
 
 namespace torch_rpc_ext::agent {
 
-// Owns: what arrives, until it is decoded.
+// Owns: what arrives until it is decoded, then the message.
 struct UcxAgent::Arrival {
   transport::ConnectionPtr connection;
   std::unique_ptr<transport::Incoming> incoming;
@@ -17,6 +17,10 @@ struct UcxAgent::Arrival {
   std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
+  std::optional<PendingCall> call; // of a response
+  // Made by decoded(): current while it was, and what it is.
+  device::Streams streams;
+  std::optional<base::Result<c10::intrusive_ptr<rpc::Message>>> message;
 
   const wire::CallHeader& header() const {
     return decoder->header();

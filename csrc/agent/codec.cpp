@@ -4,7 +4,6 @@
 #include "agent/integrity.h"
 #include "agent/tensor_decoder.h"
 #include "agent/wire_dtype.h"
-#include "base/checksum.h"
 
 #include <algorithm>
 #include <cstring>
@@ -72,14 +71,9 @@ Result<bool> Encoder::depart(
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
-          if (auto failed = beside->depart(key, departing_, departure_)) {
+          if (auto failed = beside->depart(
+                  key, {options_.checked}, departing_, departure_)) {
             return failed;
-          }
-        }
-        for (const device::Departing& departing : departing_) {
-          if (departing.entry->beside) { // as it is: nothing is sent of it
-            departing.entry->dtype = wire::WireDtype::kFloat32;
-            departing.entry->bytes.size = departing.storage.nbytes();
           }
         }
         device::stage(departing_, {launcher, options_.checked}, staged_);
@@ -139,22 +133,6 @@ Error Encoder::write(Encoded& encoded) {
   encoded.parcel = std::move(departure_.parcel);
   departing_.clear();
   return {};
-}
-
-std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
-  if (!options_.checked) {
-    return {};
-  }
-  std::vector<uint64_t> sums{base::checksum(frame.payload)};
-  auto computed = staged_.sums.begin(); // in the order of the storages
-  for (const wire::StorageEntry& storage : frame.storages) {
-    if (computed != staged_.sums.end() && computed->entry == &storage) {
-      sums.push_back(*computed++->sum);
-    } else {
-      sums.push_back(storage.beside ? 0 : base::checksum(storage.bytes));
-    }
-  }
-  return sums;
 }
 
 Result<Encoded> encode(
@@ -409,9 +387,15 @@ Error Decoder::placeStorages(
       onHost[i] = std::move(taken.value());
     }
   }
-  auto placed = device::unstage(arriving, launcher);
-  for (size_t i = 0; i < placed.size(); ++i) {
-    storages[arrivingAt[i]] = std::move(placed[i]);
+  device::Sums sums(view_.hasSums() ? launcher : nullptr, arriving.size());
+  auto placed =
+      device::unstage(arriving, {launcher, view_.hasSums() ? &sums : nullptr});
+  pending_.hold(sums.memory());
+  if (auto error = compareLater(placed, arriving, arrivingAt, launcher)) {
+    return error;
+  }
+  for (size_t i = 0; i < placed.storages.size(); ++i) {
+    storages[arrivingAt[i]] = std::move(placed.storages[i]);
   }
   return view_.hasBeside() ? placeBeside(beside, storages) : Error();
 }
@@ -429,7 +413,8 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
   auto cursor = view_.storages();
   for (size_t i = 0; cursor.next(storage); ++i) {
     if (storage.beside) {
-      expected.push_back({device::deviceAt(storage.place), storage.size});
+      expected.push_back(
+          {device::deviceAt(storage.place), storage.size, storage.dtype});
       places.push_back(i);
     }
   }
@@ -439,8 +424,9 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
     return arrived.error();
   }
   for (size_t i = 0; i < places.size(); ++i) {
-    storages[places[i]] = std::move(arrived.value()[i]);
+    storages[places[i]] = std::move(arrived.value().storages[i]);
   }
+  compareLater(arrived.value(), expected, places);
   return {};
 }
 
@@ -466,8 +452,13 @@ Error Decoder::decode(
     const auto* bytes = static_cast<const char*>(view_.payload().data);
     payload_.assign(bytes, bytes + view_.payloadSize());
   }
-  if (auto error =
-          checkSums(view_, {payload_.data(), payload_.size()}, bulk_)) {
+  if (auto error = checkSums(
+          view_,
+          {payload_.data(), payload_.size()},
+          bulk_,
+          [&](const wire::StorageView& storage) {
+            return isSummedLater(storage, launcher);
+          })) {
     return error;
   }
   Storages storages;

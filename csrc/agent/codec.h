@@ -3,6 +3,7 @@
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
+#include "agent/integrity.h"
 #include "agent/tensor_encoder.h"
 #include "base/buffer.h"
 #include "base/error.h"
@@ -18,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 // Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
@@ -70,8 +72,7 @@ struct EncodeOptions {
   // Storages, and the payload, of up to so many bytes are copied into the head,
   // larger ones go as bulk.
   uint64_t inlineThreshold = 0;
-  // What storages of float32 tensors travel as, those beside the frame
-  // excepted.
+  // What storages of float32 tensors travel as.
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;
@@ -191,6 +192,11 @@ class Decoder {
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
       device::ReceivingWay* beside = nullptr,
       device::Launcher* launcher = nullptr);
+  // After finish(): checksums that devices are still computing. To be compared
+  // before anybody sees the message.
+  PendingSums takePendingSums() {
+    return std::move(pending_);
+  }
 
  private:
   explicit Decoder(wire::CallFrameView view) : view_(view) {}
@@ -207,6 +213,19 @@ class Decoder {
       Storages& storages,
       Storages& onHost);
   base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
+  // Whether its checksum is computed on its device, once it is there.
+  bool isSummedLater(
+      const wire::StorageView& storage,
+      device::Launcher* launcher) const;
+  base::Error compareLater(
+      const device::Unstaged& placed,
+      const std::vector<device::Arriving>& arriving,
+      const std::vector<size_t>& arrivingAt,
+      device::Launcher* launcher);
+  void compareLater(
+      const device::Arrived& arrived,
+      const std::vector<device::Expected>& expected,
+      const std::vector<size_t>& places);
   // A storage for the CPU, as the sender had it.
   base::Result<c10::Storage> onHostAsWas(
       const wire::StorageView& storage,
@@ -222,6 +241,7 @@ class Decoder {
   std::vector<c10::Storage> bulk_; // pinned, for a device
   memory::BufferCache* cache_ = nullptr; // from allocate() on
   bool allocated_ = false;
+  PendingSums pending_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -37,27 +37,35 @@ std::string tensorOver(const wire::CallFrameView& frame, uint32_t storage) {
   return "storage " + std::to_string(storage);
 }
 
-base::Error
-changed(const std::string& what, uint64_t size, uint64_t here, uint64_t sent) {
+base::Error changed(
+    const std::string& what,
+    uint64_t size,
+    uint64_t here,
+    const std::string& where,
+    uint64_t there) {
   return {
       base::ErrorKind::kCorrupted,
       what + " of the message " + kChangedOnTheWay + ": its " +
           std::to_string(size) + " bytes have the checksum " + inHex(here) +
-          " here and had " + inHex(sent) + " at the sender"};
+          " here and had " + inHex(there) + " " + where};
 }
+
+constexpr const char* kAtSender = "at the sender";
 
 } // namespace
 
 base::Error checkSums(
     const wire::CallFrameView& frame,
     base::ConstSpan payload,
-    c10::ArrayRef<c10::Storage> bulk) {
+    c10::ArrayRef<c10::Storage> bulk,
+    const std::function<bool(const wire::StorageView&)>& isLater) {
   if (!frame.hasSums()) {
     return {};
   }
   const uint64_t sum = base::checksum(payload);
   if (sum != frame.payloadSum()) {
-    return changed("the payload", payload.size, sum, frame.payloadSum());
+    return changed(
+        "the payload", payload.size, sum, kAtSender, frame.payloadSum());
   }
   wire::StorageView storage;
   auto cursor = frame.storages();
@@ -71,9 +79,58 @@ base::Error checkSums(
       bytes = {bulk[next].data(), bulk[next].nbytes()};
       ++next;
     }
-    const uint64_t here = base::checksum(bytes);
-    if (here != storage.sum) {
-      return changed(tensorOver(frame, i), bytes.size, here, storage.sum);
+    if (isLater(storage)) {
+      continue;
+    }
+    if (auto error = checkSum(frame, i, bytes, storage.sum)) {
+      return error;
+    }
+  }
+  return {};
+}
+
+base::Error checkSum(
+    const wire::CallFrameView& frame,
+    uint32_t storage,
+    base::ConstSpan bytes,
+    uint64_t sent) {
+  const uint64_t here = base::checksum(bytes);
+  return here == sent
+      ? base::Error()
+      : changed(tensorOver(frame, storage), bytes.size, here, kAtSender, sent);
+}
+
+void PendingSums::add(
+    const wire::CallFrameView& frame,
+    uint32_t storage,
+    uint64_t bytes,
+    const uint64_t* here,
+    Other sent) {
+  // Named now: the frame may be gone when they are compared.
+  sums_.push_back({tensorOver(frame, storage), kAtSender, bytes, here, sent});
+}
+
+void PendingSums::addBlock(
+    c10::Device to,
+    uint64_t bytes,
+    const uint64_t* here,
+    Other there) {
+  const bool fromHost = std::holds_alternative<uint64_t>(there);
+  sums_.push_back(
+      {"a block of small tensors for " + to.str(),
+       fromHost ? "before it was copied there" : kAtSender,
+       bytes,
+       here,
+       there});
+}
+
+base::Error PendingSums::compare() const {
+  for (const Sum& sum : sums_) {
+    const auto* const later = std::get_if<const uint64_t*>(&sum.there);
+    const uint64_t there =
+        later != nullptr ? **later : std::get<uint64_t>(sum.there);
+    if (*sum.here != there) {
+      return changed(sum.what, sum.bytes, *sum.here, sum.where, there);
     }
   }
   return {};

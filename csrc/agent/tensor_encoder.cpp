@@ -1,17 +1,13 @@
 #include "agent/tensor_encoder.h"
 
 #include "agent/dtype.h"
-#include "agent/host_storage.h"
-#include "agent/wire_dtype.h"
 #include "wire/limits.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 namespace torch_rpc_ext::agent {
@@ -28,9 +24,6 @@ namespace {
 // this large, of which at most half is used, is not worth its way.
 constexpr uint64_t kMinCompactBytes = 8 * 1024;
 constexpr uint64_t kMinCompactRatio = 2;
-
-// Up to here a scan over the storages is faster than a hash table.
-constexpr size_t kMaxScan = 16;
 
 // The keys that an ordinary strided tensor of a backend may carry. Any other
 // one means that its bytes are not all there is to it.
@@ -139,6 +132,9 @@ Error TensorEncoder::addCompact(
   if (whole >= kMinCompactBytes) {
     const uint64_t useful = tensor.numel() * tensor.itemsize();
     if (whole / kMinCompactRatio >= useful) {
+      if (!tensor.device().is_cpu()) {
+        return addExcerpt(tensor, requiresGrad);
+      }
       c10::NoGradGuard noGrad;
       return addStrided(tensor.clone(), requiresGrad, Held::kNo);
     }
@@ -166,23 +162,47 @@ Error TensorEncoder::addStrided(
   if (!index.ok()) {
     return index.error();
   }
-  exact_[index.value()] |= addsExact_ || tensor.scalar_type() != c10::kFloat;
-  TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
-  record.dtype = static_cast<uint8_t>(tensor.scalar_type());
-  record.flags |=
-      (tensor.is_conj() ? wire::kConj : 0) | (tensor.is_neg() ? wire::kNeg : 0);
-  record.aux = index.value();
-  record.offset = tensor.storage_offset();
-  addShape(record, tensor.sizes(), tensor.strides());
-  const auto reach = wire::reach(
-      record.offset, std::span(dims_.data() + dims, dims_.size() - dims));
-  const uint64_t available = storages_[index.value()].bytes.size;
-  if (!reach || !fits(*reach, tensor.scalar_type(), available)) {
+  addRecord(
+      tensor,
+      requiresGrad,
+      index.value(),
+      tensor.storage_offset(),
+      tensor.strides());
+  return checkReach(
+      tensor.storage_offset(),
+      std::span(dims_.data() + dims, dims_.size() - dims),
+      tensor.scalar_type(),
+      storages_[index.value()].bytes.size);
+}
+
+Error TensorEncoder::checkReach(
+    int64_t offset,
+    std::span<const wire::Dim> dims,
+    c10::ScalarType dtype,
+    uint64_t available) const {
+  const auto reach = wire::reach(offset, dims);
+  if (!reach || !fits(*reach, dtype, available)) {
     return fail(
         "reaches beyond the " + std::to_string(available) +
         " bytes of its storage");
   }
   return {};
+}
+
+void TensorEncoder::addRecord(
+    const at::Tensor& tensor,
+    bool requiresGrad,
+    uint32_t storage,
+    int64_t offset,
+    c10::IntArrayRef strides) {
+  exact_[storage] |= addsExact_ || tensor.scalar_type() != c10::kFloat;
+  TensorRecord record = makeRecord(TensorLayout::kStrided, requiresGrad);
+  record.dtype = static_cast<uint8_t>(tensor.scalar_type());
+  record.flags |=
+      (tensor.is_conj() ? wire::kConj : 0) | (tensor.is_neg() ? wire::kNeg : 0);
+  record.aux = storage;
+  record.offset = offset;
+  addShape(record, tensor.sizes(), strides);
 }
 
 Error TensorEncoder::addSparse(const at::Tensor& tensor) {
@@ -270,142 +290,6 @@ void TensorEncoder::addShape(
   for (size_t i = 0; i < sizes.size(); ++i) {
     dims_.push_back({sizes[i], strides.empty() ? 0 : strides[i]});
   }
-}
-
-Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
-  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
-  const auto next = static_cast<uint32_t>(keys_.size());
-  if (next <= kMaxScan) {
-    for (uint32_t i = 0; i < next; ++i) {
-      if (keys_[i] == key) {
-        return i;
-      }
-    }
-    if (next == kMaxScan) {
-      for (uint32_t i = 0; i < next; ++i) {
-        index_.emplace(keys_[i], i);
-      }
-    }
-  } else if (const auto found = index_.find(key); found != index_.end()) {
-    return found->second;
-  }
-
-  const size_t size = storage.nbytes();
-  wire::DevicePlace place = wire::kHostPlace;
-  if (route_.map != nullptr || !storage.device().is_cpu()) {
-    auto mapped = route_.placeOf(storage.device());
-    if (!mapped.ok()) {
-      return mapped.error();
-    }
-    place = mapped.value();
-  }
-  if (!storage.device().is_cpu()) {
-    departing_.emplace_back(next, storage);
-    addEntry(storage, {nullptr, size}, size > inlineThreshold_, place);
-    return next;
-  }
-  const void* data = storage.data();
-  if (data == nullptr && size != 0) {
-    return fail("has no data (a wrapper subclass, or a freed storage)");
-  }
-  const bool bulk = size > inlineThreshold_;
-  if (bulk) {
-    const at::DataPtr& pointer = storage.data_ptr();
-    if (pointer.get_context() == nullptr && pointer.get_deleter() == nullptr) {
-      // Made by from_blob() over memory of somebody who may free it as soon as
-      // the call returns.
-      owners_.emplace_back(
-          c10::Storage::use_byte_size_t(),
-          size,
-          c10::GetCPUAllocator()->allocate(size));
-      void* const copy = owners_.back().mutable_data();
-      std::memcpy(copy, data, size);
-      data = copy;
-    } else {
-      owners_.push_back(storage);
-    }
-  }
-  addEntry(storage, {data, size}, bulk, place);
-  return next;
-}
-
-void TensorEncoder::addEntry(
-    const c10::Storage& storage,
-    base::ConstSpan bytes,
-    bool bulk,
-    wire::DevicePlace place) {
-  const c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
-  const size_t index = keys_.size();
-  storages_.push_back({bytes, bulk, /*beside=*/false, place});
-  keys_.push_back(key);
-  exact_.push_back(false);
-  if (index >= kMaxScan) {
-    index_.emplace(key, static_cast<uint32_t>(index));
-  }
-}
-
-// The storages that parts of sparse tensors are in.
-std::vector<bool> TensorEncoder::checkedStorages() const {
-  std::vector<bool> checked(storages_.size());
-  uint32_t parts = 0;
-  for (const auto& record : records_) {
-    if (parts > 0) {
-      --parts;
-      checked[record.aux] = true;
-    } else {
-      parts = wire::partsOf(record.layout);
-    }
-  }
-  return checked;
-}
-
-Error TensorEncoder::narrow(wire::WireDtype dtype, memory::BufferCache* cache) {
-  if (dtype == wire::WireDtype::kFloat32) {
-    return {};
-  }
-  for (size_t i = 0; i < storages_.size(); ++i) {
-    const size_t size = storages_[i].bytes.size;
-    if (exact_[i] || size == 0 || size % sizeof(float) != 0) {
-      continue;
-    }
-    if (auto error = narrowOne(i, dtype, cache)) {
-      return error;
-    }
-  }
-  return {};
-}
-
-Error TensorEncoder::narrowOne(
-    size_t index,
-    wire::WireDtype dtype,
-    memory::BufferCache* cache) {
-  wire::StorageEntry& entry = storages_[index];
-  const base::ConstSpan floats = entry.bytes;
-  entry.dtype = dtype;
-  entry.bytes.size /= wire::widening(dtype);
-  entry.bulk = entry.bytes.size > inlineThreshold_;
-  if (floats.data == nullptr) {
-    return {}; // on a device, where it is narrowed
-  }
-  auto memory = allocateOnHost(cache, entry.bytes.size);
-  if (!memory.ok()) {
-    return memory.error();
-  }
-  owners_.push_back(std::move(memory.value()));
-  void* const bytes = owners_.back().mutable_data();
-  agent::narrow(floats, dtype, {bytes, entry.bytes.size});
-  entry.bytes.data = bytes;
-  return {};
-}
-
-std::vector<device::Departing> TensorEncoder::takeDeparting() {
-  std::vector<device::Departing> result;
-  result.reserve(departing_.size());
-  const std::vector<bool> checked = checkedStorages();
-  for (auto& [index, storage] : departing_) {
-    result.push_back({std::move(storage), &storages_[index], checked[index]});
-  }
-  return result;
 }
 
 } // namespace torch_rpc_ext::agent

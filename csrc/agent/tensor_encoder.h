@@ -59,6 +59,18 @@ class TensorEncoder {
   addCompact(const at::Tensor& tensor, bool requiresGrad, Held held);
   base::Error
   addStrided(const at::Tensor& tensor, bool requiresGrad, Held held);
+  base::Error addExcerpt(const at::Tensor& tensor, bool requiresGrad);
+  void addRecord(
+      const at::Tensor& tensor,
+      bool requiresGrad,
+      uint32_t storage,
+      int64_t offset,
+      c10::IntArrayRef strides);
+  base::Error checkReach(
+      int64_t offset,
+      std::span<const wire::Dim> dims,
+      c10::ScalarType dtype,
+      uint64_t available) const;
   base::Error addPart(const at::Tensor& tensor);
   base::Error addSparse(const at::Tensor& tensor);
   base::Error addQuantized(const at::Tensor& tensor);
@@ -68,7 +80,7 @@ class TensorEncoder {
       c10::IntArrayRef strides);
   base::Result<uint32_t> addStorage(const c10::Storage& storage);
   void addEntry(
-      const c10::Storage& storage,
+      const c10::StorageImpl* key,
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
@@ -81,7 +93,8 @@ class TensorEncoder {
   const device::Route route_; // refers to what lives until the last add()
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
-  c10::SmallVector<const c10::StorageImpl*, 8> keys_; // of storages_
+  // Of storages_; null for a part of one.
+  c10::SmallVector<const c10::StorageImpl*, 8> keys_;
   // Of storages_: there is a tensor over it that is not float32, or that has to
   // arrive as it is.
   c10::SmallVector<bool, 8> exact_;
@@ -91,7 +104,7 @@ class TensorEncoder {
   c10::SmallVector<wire::Dim, 16> dims_;
   std::vector<c10::Storage> owners_;
   // On devices, each with its number in storages_.
-  std::vector<std::pair<uint32_t, c10::Storage>> departing_;
+  std::vector<std::pair<uint32_t, device::Region>> departing_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -226,9 +226,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
 
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
+  void completeLater(std::shared_ptr<Arrival> arrival);
+  void serveLater(std::shared_ptr<Arrival> arrival);
 
   // Server side.
-  void serve(Arrival& arrival);
+  void serve(const std::shared_ptr<Arrival>& arrival);
   void serveBarrier(
       const transport::ConnectionPtr& connection,
       uint64_t callId,
@@ -271,9 +273,12 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       device::IpcMessage kind,
       std::vector<char> payload);
   void serveIpc(Arrival& arrival);
-  base::Result<c10::intrusive_ptr<rpc::Message>> decode(
-      Arrival& arrival,
-      const device::Streams& streams);
+  base::Result<c10::intrusive_ptr<rpc::Message>> decode(Arrival& arrival);
+  // Makes Arrival::message. False while devices compute its checksums: `again`
+  // runs when they have been compared.
+  bool decoded(
+      const std::shared_ptr<Arrival>& arrival,
+      std::function<void()> again);
   base::Error encodeFromDevices(
       const c10::intrusive_ptr<rpc::Message>& message,
       const EncodeOptions& options,
@@ -304,7 +309,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       uint64_t callId,
       Encoded encoded,
       const transport::ConnectionPtr& connection);
-  void complete(Arrival& arrival, PendingCall call);
+  void complete(const std::shared_ptr<Arrival>& arrival);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
   void failLater(PendingCall call, const base::Error& error);
@@ -350,8 +355,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::condition_variable callCountChanged_;
 
   device::Tables devices_;
-  device::SameProcess sameProcess_;
   device::Launcher launcher_;
+  device::SameProcess sameProcess_{launcher_};
   device::EventWaiter deviceEvents_;
   const std::shared_ptr<device::Ipc> ipc_; // after what it links to
   std::atomic<bool> stopped_{false};

@@ -109,16 +109,59 @@ void UcxAgent::serveIpc(Arrival& arrival) {
 // ---- calls -----------------------------------------------------------------
 
 base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
-    Arrival& arrival,
-    const device::Streams& streams) {
+    Arrival& arrival) {
+  if (arrival.error) {
+    return arrival.error;
+  }
   if (!arrival.decoder->hasDevices()) {
     return arrival.decoder->finish();
   }
   if (arrival.beside != nullptr) {
     trimLater();
   }
-  const device::StreamScope scope(streams);
+  const device::StreamScope scope(arrival.streams);
   return arrival.decoder->finish(arrival.beside.get(), &launcher_);
+}
+
+bool UcxAgent::decoded(
+    const std::shared_ptr<Arrival>& arrival,
+    std::function<void()> again) {
+  if (arrival->message) {
+    return true;
+  }
+  if (arrival->decoder->hasDevices() ||
+      arrival->header().kind == wire::CallKind::kRequest) {
+    arrival->streams = device::poolStreams(devices_.devices());
+  }
+  arrival->message = decode(*arrival);
+  auto sums = arrival->decoder->takePendingSums();
+  if (!arrival->message->ok()) {
+    return true;
+  }
+  arrival->incoming.reset();
+  arrival->beside.reset();
+  if (sums.empty()) {
+    return true;
+  }
+  device::Events events;
+  try {
+    events = device::record(arrival->streams);
+  } catch (const c10::Error& error) {
+    arrival->message =
+        base::Error(base::ErrorKind::kSystem, error.what_without_backtrace());
+    return true;
+  }
+  deviceEvents_.whenComplete(
+      std::move(events),
+      [arrival,
+       sums = std::make_shared<PendingSums>(std::move(sums)),
+       again = std::move(again)](const base::Error& error) {
+        if (const base::Error wrong = error ? error : sums->compare()) {
+          arrival->message = wrong;
+        }
+        again();
+      });
+  return false;
 }
 
 base::Error UcxAgent::encodeFromDevices(

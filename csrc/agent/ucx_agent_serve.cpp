@@ -230,16 +230,11 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
   if (arrival->header().kind == wire::CallKind::kResponse) {
     // Taken here and not by the completion: what has arrived stays arrived,
     // also when the peer closes the connection in the next moment.
-    auto call = pending_.take(arrival->header().callId);
-    if (!call) {
+    arrival->call = pending_.take(arrival->header().callId);
+    if (!arrival->call) {
       return; // timed out meanwhile
     }
-    executor_.submitCompletion(
-        base::makeTask([this,
-                        arrival = std::move(arrival),
-                        call = std::move(*call)]() mutable {
-          complete(*arrival, std::move(call));
-        }));
+    completeLater(std::move(arrival));
   } else if (arrival->header().messageType == kBarrierRequestType) {
     // Never waits for a free thread: it is what ends the group.
     executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
@@ -255,32 +250,36 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
     }));
   } else {
     arrival->at = PendingCall::Clock::now();
-    executor_.submitRequest(
-        base::makeTask(
-            [this, arrival = std::move(arrival)] { serve(*arrival); }));
+    serveLater(std::move(arrival));
   }
+}
+
+void UcxAgent::completeLater(std::shared_ptr<Arrival> arrival) {
+  executor_.submitCompletion(
+      base::makeTask(
+          [this, arrival = std::move(arrival)] { complete(arrival); }));
+}
+
+void UcxAgent::serveLater(std::shared_ptr<Arrival> arrival) {
+  executor_.submitRequest(
+      base::makeTask([this, arrival = std::move(arrival)] { serve(arrival); }));
 }
 
 // ---- responses -------------------------------------------------------------
 
-void UcxAgent::complete(Arrival& arrival, PendingCall call) {
-  if (arrival.error) {
-    fail(std::move(call), arrival.error);
+void UcxAgent::complete(const std::shared_ptr<Arrival>& arrival) {
+  if (!decoded(arrival, [this, arrival] { completeLater(arrival); })) {
     return;
   }
-  const auto streams = arrival.decoder->hasDevices()
-      ? device::poolStreams(devices_.devices())
-      : device::Streams();
-  auto message = decode(arrival, streams);
+  PendingCall& call = *arrival->call;
+  auto& message = *arrival->message;
   if (!message.ok()) {
     logDamage(call.worker, message.error());
     fail(std::move(call), message.error());
     return;
   }
-  arrival.incoming.reset();
-  arrival.beside.reset();
   // The future remembers what is queued on the current streams.
-  const device::StreamScope scope(streams);
+  const device::StreamScope scope(arrival->streams);
   finish(std::move(call), std::move(message.value()));
 }
 
@@ -291,22 +290,24 @@ void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
   counters_.gilWait.add(wait);
 }
 
-void UcxAgent::serve(Arrival& arrival) {
+void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
+  const auto started = PendingCall::Clock::now();
+  if (!decoded(arrival, [this, arrival] { serveLater(arrival); })) {
+    return;
+  }
   Served served{
       .asker =
-          {arrival.connection,
-           arrival.header().callId,
-           arrival.header().answer,
-           arrival.decoder->isChecked()},
-      .arrived = arrival.at,
-      .started = PendingCall::Clock::now()};
+          {arrival->connection,
+           arrival->header().callId,
+           arrival->header().answer,
+           arrival->decoder->isChecked()},
+      .arrived = arrival->at,
+      .started = started};
   counters_.queue.add(served.started - served.arrived);
-  const auto streams = device::poolStreams(devices_.devices());
-  auto message = arrival.error
-      ? base::Result<c10::intrusive_ptr<rpc::Message>>(arrival.error)
-      : decode(arrival, streams);
+  const device::Streams& streams = arrival->streams;
+  auto& message = *arrival->message;
   if (!message.ok()) {
-    logDamage(peers_.nameOf(arrival.connection.get()), message.error());
+    logDamage(peers_.nameOf(arrival->connection.get()), message.error());
     reply(
         served.asker,
         rpc::createExceptionResponse(
@@ -315,9 +316,7 @@ void UcxAgent::serve(Arrival& arrival) {
             static_cast<int64_t>(served.asker.callId)));
     return;
   }
-  arrival.incoming.reset();
-  arrival.decoder.reset();
-  arrival.beside.reset();
+  arrival->decoder.reset();
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
 

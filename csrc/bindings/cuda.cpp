@@ -383,12 +383,10 @@ void bindKernels(py::module_& m) {
              const PyLayout& source,
              const PyLayout& destination,
              const std::string& cast) {
-            check(self.strided(
-                device,
-                toStream(stream),
-                toLayout(source),
-                toLayout(destination),
-                toCast(cast)));
+            const auto copy = unwrap(
+                cuda::planStrided(
+                    toLayout(source), toLayout(destination), toCast(cast)));
+            check(self.strided(device, toStream(stream), copy, toCast(cast)));
           },
           py::arg("device"),
           py::arg("stream"),

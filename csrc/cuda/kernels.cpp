@@ -13,11 +13,6 @@ constexpr unsigned kThreads = 256;
 constexpr uint64_t kMaxBlocks = 4096;
 constexpr int64_t kChunkElements = 1 << 16;
 
-std::string withCast(const char* kernel, Cast cast) {
-  return cast == Cast::kNone ? kernel
-                             : std::string(kernel) + "_" + toString(cast);
-}
-
 uint64_t blocksFor(uint64_t threads) {
   return (threads + kThreads - 1) / kThreads;
 }
@@ -51,7 +46,7 @@ base::Error Kernels::segments(
     StreamHandle stream,
     std::span<const Segment> segments,
     Cast cast) {
-  const std::string name = withCast("segments", cast);
+  const std::string name = segmentsName(cast);
   auto function = find(device, name);
   if (!function.ok()) {
     return function.error();
@@ -104,20 +99,12 @@ base::Error Kernels::launchTable(
 base::Error Kernels::strided(
     int device,
     StreamHandle stream,
-    const Layout& source,
-    const Layout& destination,
+    const StridedCopy& copy,
     Cast cast) {
-  auto plan = planStrided(source, destination, cast);
-  if (!plan.ok()) {
-    return plan.error();
-  }
-  const StridedCopy& copy = plan.value();
   if (copy.elements == 0) {
     return {};
   }
-  const std::string name = cast == Cast::kNone
-      ? "strided_" + std::to_string(copy.width)
-      : withCast("strided", cast);
+  const std::string name = stridedName(copy, cast);
   auto function = find(device, name);
   if (!function.ok()) {
     return function.error();

@@ -48,12 +48,11 @@ class Kernels {
       std::span<const Segment> segments,
       Cast cast = Cast::kNone);
 
-  // Copies or casts between two layouts. kUnsupported as planStrided().
+  // Copies or casts as planStrided() has found for this cast.
   base::Error strided(
       int device,
       StreamHandle stream,
-      const Layout& source,
-      const Layout& destination,
+      const StridedCopy& copy,
       Cast cast = Cast::kNone);
 
   // Writes the checksum of the bytes (kernels/integrity.py) to the int64 at

@@ -161,4 +161,14 @@ planStrided(const Layout& source, const Layout& destination, Cast cast) {
   return copy;
 }
 
+std::string segmentsName(Cast cast) {
+  return cast == Cast::kNone ? "segments"
+                             : std::string("segments_") + toString(cast);
+}
+
+std::string stridedName(const StridedCopy& copy, Cast cast) {
+  return "strided_" +
+      (cast == Cast::kNone ? std::to_string(copy.width) : toString(cast));
+}
+
 } // namespace torch_rpc_ext::cuda

@@ -10,7 +10,7 @@
 #include <vector>
 
 // From tensors to the arguments of kernels, as torch_rpc_ext/kernels/plan.py
-// and table.py have it (tests/unit/test_cuda_plan.py compares them).
+// and table.py have it (tests/unit/test_cuda_kernels.py compares them).
 namespace torch_rpc_ext::cuda {
 
 inline constexpr uint64_t kBlockAlignment = 16; // of tensors in a block
@@ -74,5 +74,9 @@ struct StridedCopy {
 // kUnsupported if more than kMaxDims dimensions are left: let torch copy.
 base::Result<StridedCopy>
 planStrided(const Layout& source, const Layout& destination, Cast cast);
+
+// The kernels' names.
+std::string segmentsName(Cast cast);
+std::string stridedName(const StridedCopy& copy, Cast cast);
 
 } // namespace torch_rpc_ext::cuda

@@ -189,10 +189,10 @@ Error checkStorage(uint64_t word, uint64_t bytes) {
   if (bytes > kMaxStorageBytes / factor) {
     return exceeds("storage size", bytes, kMaxStorageBytes / factor);
   }
-  if (factor != 1 && ((word & kBesideBit) != 0 || bytes % factor != 0)) {
+  if (bytes % factor != 0) {
     return invalid(
         "a storage of " + std::to_string(bytes) +
-        " bytes, or one beside the frame, has 2 bytes for each element");
+        " bytes has 2 bytes for each element");
   }
   return {};
 }
@@ -249,6 +249,7 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
       return invalid("another number of checksums than of storages");
     }
     total += (frame.sums.size() + 1) * kSumBytes;
+    total += hasBeside(frame) ? kSumBytes : 0;
   }
   if (total > kMaxFrameBytes) {
     return exceeds("frame size", total, kMaxFrameBytes);
@@ -359,6 +360,9 @@ Result<base::Buffer> encode(const CallFrame& frame) {
   if (hasBeside(frame)) {
     writer.u64(frame.note.size);
     writer.bytes(frame.note);
+    if (!frame.sums.empty()) {
+      writer.u64(base::checksum(frame.note));
+    }
   }
   if (writer.failed() || writer.remaining() != 0) {
     return invalid("size was computed wrongly (a bug)");
@@ -589,6 +593,14 @@ Error CallFrameView::parseNote(ByteReader& reader) {
     return exceeds("note size", size, kMaxNoteBytes);
   }
   note_ = reader.bytes(size);
+  if (!hasSums_ || reader.failed()) {
+    return {};
+  }
+  const uint64_t here = base::checksum(note_);
+  const uint64_t sent = reader.u64();
+  if (here != sent && !reader.failed()) {
+    return {ErrorKind::kCorrupted, "call frame: its note changed on its way"};
+  }
   return {};
 }
 

@@ -24,7 +24,8 @@
 //                        to 55: 0 for the receiver's CPU, else 1 + index of the
 //                        receiver's CUDA device; bits 56 and 57: WireDtype, the
 //                        receiver widens the bytes to twice as many, which is
-//                        what the records are about; the other bits are 0
+//                        what the records are about; the other bits are 0. What
+//                        travels beside the frame has as many bytes there
 //   8 S+8  checksums     if there are: of the payload, then of the bytes of
 //   each
 //                        storage as they travel, 0 for those beside the frame
@@ -36,6 +37,7 @@
 //   8      note          number of bytes of the note; it and its number are
 //                        there only if a storage has bit 62
 //   var    note          what the way beside the frame says, opaque here
+//   8      note checksum of these bytes, if there are checksums
 //
 // Bulk travels beside the frame (transport::Connection::send): first the
 // payload if it is bulk, then the bulk storages in table order.
@@ -76,7 +78,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 3;
+inline constexpr uint8_t kVersion = 4;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 
@@ -130,7 +132,7 @@ struct StorageEntry {
   bool bulk = false;
   bool beside = false; // not together with bulk, nor for the CPU
   DevicePlace place = kHostPlace;
-  WireDtype dtype = WireDtype::kFloat32; // of `bytes`; not beside
+  WireDtype dtype = WireDtype::kFloat32; // of `bytes`
 };
 
 struct Dim {

@@ -158,7 +158,7 @@ void writeFrames() {
   const StorageEntry narrowed[] = {
       {fuzz::spanOf(bytes), false, false, 0, WireDtype::kBfloat16},
       {{nullptr, 1 << 20}, true, false, 2, WireDtype::kFloat16},
-      {{nullptr, 64}, false, true, 8}};
+      {{nullptr, 64}, false, true, 8, WireDtype::kBfloat16}};
   frame.storages = narrowed;
   frame.header.kind = CallKind::kRequest;
   frame.header.answer = WireDtype::kFloat16;
@@ -188,6 +188,7 @@ void writeIpc() {
   note.events.push_back({1, {}});
   note.runs.push_back({0, memoryOf(800), {1}});
   note.runs.push_back({1, memoryOf(8 + 8 + 16 + 24), {0, 2, 3}});
+  note.runs.back().sum = memoryOf(8);
   const base::Buffer bytes = note.write();
   write(
       "ipc_messages",

@@ -4,6 +4,7 @@ C++."""
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,95 @@ def receive(exported: bytes, event: bytes) -> tuple[float, float]:
     least, greatest = target.min().item(), target.max().item()
     mapping.release()
     return least, greatest
+
+
+def test_memory_that_is_freed_while_another_process_has_it_open(driver: Any) -> None:
+    """The peer's mapping stays good to read; the next tensor there has another buffer id."""
+    exporter = native().MemoryExporter(driver)
+    with a_peer() as peer:
+        tensor = torch.full((FLOATS,), 5.0, device="cuda")
+        torch.cuda.synchronize()
+        old = exporter.export(0, tensor.data_ptr(), tensor.nbytes)
+        assert peer.ask(("open", old)) == 5.0
+        del tensor
+        torch.cuda.empty_cache()  # gives it back to the driver
+        assert peer.ask(("read", None)) == 5.0
+        tensor = torch.full((FLOATS,), 6.0, device="cuda")
+        torch.cuda.synchronize()
+        new = exporter.export(0, tensor.data_ptr(), tensor.nbytes)
+        describe = native().describe_export
+        assert describe(new)["buffer_id"] != describe(old)["buffer_id"]
+        assert peer.ask(("open", new)) == 6.0
+
+
+def test_a_stream_that_waits_for_the_event_of_a_process_that_is_killed(driver: Any) -> None:
+    """It goes on, or reports an error: it does not wait for ever."""
+    with a_peer() as peer:
+        event = peer.ask(("record", None))  # after minutes of work
+        native().EventImporter(driver).wait(PEER, 0, event, 0, stream())
+        reached = torch.cuda.Event()
+        reached.record()
+        time.sleep(0.5)
+        waited = not reached.query()
+        peer.process.kill()
+        peer.process.join()
+        deadline = time.monotonic() + 60
+        try:
+            while not reached.query():
+                assert time.monotonic() < deadline, "the stream still waits for a dead process"
+                time.sleep(0.01)
+            outcome = "it goes on"
+        except RuntimeError as error:
+            outcome = f"CUDA reports {error}"
+        print(f"waited before: {waited}; after the end of the event's process: {outcome}")
+    assert waited, "the stream did not wait while the process lived"
+
+
+class a_peer:  # noqa: N801
+    """Another process that serves() until the block ends."""
+
+    def __enter__(self) -> a_peer:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        return self
+
+    def ask(self, request: tuple[str, Any]) -> Any:
+        """Returns its answer."""
+        self.pipe.send(request)
+        assert self.pipe.poll(120), f"no answer to {request[0]}"
+        return self.pipe.recv()
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(pipe: Any) -> None:
+    torch.cuda.init()
+    cuda = native()
+    driver = cuda.load()
+    importer, events = cuda.MemoryImporter(driver), cuda.EventPool(driver)
+    held: dict[str, Any] = {}
+    while True:
+        what, exported = pipe.recv()
+        if what == "record":
+            for _ in range(100):
+                torch.cuda._sleep(10_000_000_000)
+            held["event"] = events.record(0, stream())
+            pipe.send(held["event"].handle)
+            continue
+        if what == "open":
+            if "mapping" in held:
+                held.pop("mapping").release()
+            held["mapping"] = importer.open(PEER, 0, exported)
+            held["offset"] = cuda.describe_export(exported)["offset"]
+        target = torch.zeros(FLOATS, device="cuda")
+        source = held["mapping"].address + held["offset"]
+        cuda.copy(driver, 0, target.data_ptr(), source, target.nbytes, stream())
+        least, greatest = target.min().item(), target.max().item()
+        pipe.send(least if least == greatest else (least, greatest))
 
 
 def test_gather_strided_cast_and_checksum_from_cpp(driver: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import rpc
 
 from tests.process.group import Group
+from tests.support import netns
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -107,6 +108,71 @@ def many() -> None:
 
 def test_500_tensors(pair: Group) -> None:
     pair.run(many)
+
+
+# ---- other machines: skipped where there is only one plain GPU ----------------
+
+
+def across() -> None:
+    until_ipc()
+    for start in range(3):
+        tensor = torch.arange(float(FLOATS), device="cuda:0")
+        torch.cuda._sleep(100_000_000)
+        tensor += start
+        got = rpc.rpc_sync("worker1", on_second, args=(tensor,))
+        assert torch.equal(got, torch.arange(float(FLOATS), device="cuda:0") + start + 1)
+
+
+def on_second(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.device == torch.device("cuda:1")
+    return tensor + 1
+
+
+def test_gpus_that_cannot_access_each_other() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("cuda:0 and cuda:1 can access each other")
+    with Group(2, options=[{"device_maps": {"worker1": {"cuda:0": "cuda:1"}}}, {}]) as group:
+        group.run(across)
+
+
+def staged_because(text: str) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for size in (3, FLOATS):
+            tensor = torch.arange(float(size), device="cuda:0")
+            assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(tensor, 1)), tensor + 1)
+        way, why = ways("worker1")
+        if way == "staged" and text in why:
+            assert metric("sent_bytes") == 0
+            return
+    raise AssertionError(f"the way is {way}, since {why}")
+
+
+def test_a_mig_slice() -> None:
+    """CUDA_VISIBLE_DEVICES=MIG-... in the environment, as `nvidia-smi -L` names one."""
+    if "MIG" not in torch.cuda.get_device_name(0):
+        pytest.skip("cuda:0 is no MIG slice")
+    with Group(2, options=[{"device_maps": {"worker1": MAP}}, {}]) as group:
+        group.run(staged_because, "is a MIG slice")
+
+
+def test_containers() -> None:
+    """Workers in namespaces of their own, as two containers of one machine."""
+    try:
+        with netns.two_hosts() as hosts:
+            address = hosts[0].ipv4
+            with Group(
+                2,
+                hosts=hosts,
+                options=[{"device_maps": {"worker1": MAP}}, {}],
+                init_method=f"tcp://{address}:29512",
+                env={"MASTER_ADDR": address, "MASTER_PORT": "29512"},
+            ) as group:
+                group.run(staged_because, "another")
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
 
 
 def memory_comes_and_goes() -> None:

@@ -256,6 +256,21 @@ def test_a_call_to_oneself_stays_on_devices(cuda_pair: Group, size: int) -> None
     assert counts["device_to_device"] == 2 and counts["synchronizations"] == 0
 
 
+def part_to_oneself() -> dict[str, int]:
+    table = ramp(300_000, "cuda:0").view(300, 1000)
+    with fake_cuda.counted() as counts:
+        future = rpc.rpc_async("worker0", overwrite, args=(table.t()[3],))
+        column = table.t()[3].cpu()
+        assert torch.equal(future.wait().cpu(), -torch.ones(300))
+    assert torch.equal(column, torch.arange(300_000.0).view(300, 1000).t()[3])
+    return counts
+
+
+def test_a_part_of_a_storage_to_oneself(cuda_pair: Group) -> None:
+    """One copy of the part there, and one back."""
+    assert cuda_pair.run(part_to_oneself)["device_to_device"] == 2
+
+
 def breaks(error: str) -> None:
     tensor = ramp(10, "cuda:0")
     torch.equal(tensor.cpu(), tensor.cpu())

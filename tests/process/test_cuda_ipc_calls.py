@@ -209,6 +209,35 @@ def views_and_kinds() -> None:
     assert torch.equal(rpc.rpc_sync("worker1", plus, args=(column, 1)).cpu(), column.cpu() + 1)
 
 
+def parts_that_are_freed() -> None:
+    """Columns and rows, of storages that the sender frees at once."""
+    sent = metric("sent_bytes")
+    futures = []
+    for start in range(10):
+        table = (ramp(300_000, "cuda:0") + start).view(300, 1000)
+        parts = [table.t()[3], table[7], table.t()[:200], table[:100]]
+        futures.append(rpc.rpc_async("worker1", numbers_of, args=(parts,)))
+        del table, parts
+    junk = [torch.full((300_000,), -1.0).to("cuda:0") for _ in range(10)]
+    for start, future in enumerate(futures):
+        table = (torch.arange(300_000.0) + start).view(300, 1000)
+        want = [table.t()[3], table[7], table.t()[:200], table[:100]]
+        devices, got = future.wait()
+        assert devices == {"cuda:1"}
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    del junk
+    elements = 300 + 1000 + 200 * 300 + 100 * 1000
+    assert metric("sent_bytes") - sent == 10 * 4 * elements
+
+
+def numbers_of(tensors: Sequence[torch.Tensor]) -> tuple[set[str], list[torch.Tensor]]:
+    return {str(tensor.device) for tensor in tensors}, [tensor.cpu() for tensor in tensors]
+
+
+def test_parts_of_storages(ipc_pair: Group) -> None:
+    ipc_pair.run(parts_that_are_freed)
+
+
 def sums_of(tensors: Sequence[torch.Tensor]) -> list[tuple[str, float]]:
     return [(str(tensor.device), tensor.cpu().double().sum().item()) for tensor in tensors]
 

@@ -89,7 +89,6 @@ def test_lies_about_the_dtype() -> None:
     for text, wrong in (
         ("unknown dtype", word | 3 << DTYPE_SHIFT),
         ("a storage of 15 bytes", word - 1),
-        ("or one beside the frame", word | BESIDE_BIT | 1 << 48),
         ("exceeds the limit", (1 << 46) | BULK_BIT | BFLOAT16 << DTYPE_SHIFT),
         ("reaches over 8 elements", word & ~(3 << DTYPE_SHIFT)),
         ("reserved", word | 1 << 58),
@@ -172,6 +171,29 @@ def test_what_changed_is_named() -> None:
         sums = f"0x{wire.checksum(changed[i]):016x} here and had 0x{wire.checksum(bulk[i]):016x}"
         with pytest.raises(ValueError, match=f"{name} of the message .*{sums}"):
             decode(head, changed)
+
+
+def beside(head: bytes, note: bytes, inline_bytes: int) -> bytes:
+    """The same frame with its one storage beside it, for cuda:0, and a note."""
+    head = with_word(head, word_of(head) | BESIDE_BIT | 1 << 48)
+    payload = head[-inline_bytes - len(b"payload") : -inline_bytes]
+    description = head[: -inline_bytes - len(payload) - 8]
+    sums = [struct.pack("<Q", wire.checksum(part)) for part in (description, note)]
+    return description + sums[0] + payload + struct.pack("<Q", len(note)) + note + sums[1]
+
+
+def test_the_note_of_what_is_beside_the_frame_is_checked() -> None:
+    """Narrow storages may be there too. What is good is only refused for its device."""
+    head, _ = encode(torch.randn(8), dtype=BFLOAT16, checked=True)
+    good = beside(head, b"a note", 16)
+    with pytest.raises(ValueError, match="meant for cuda:0, which RPC does not use here"):
+        decode(good, [])
+    for bit in range(8 * (len(good) - 14), 8 * len(good)):
+        with pytest.raises(ValueError, match="its note changed on its way"):
+            decode(flipped(good, bit), [])
+    for size in range(1, 22):
+        with pytest.raises(ValueError, match="cut off|truncated|bytes"):
+            decode(good[:-size], [])
 
 
 def test_swapped_bulk_is_noticed() -> None:

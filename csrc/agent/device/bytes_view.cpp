@@ -5,7 +5,8 @@ namespace torch_rpc_ext::agent::device {
 at::Tensor viewOf(
     const c10::Storage& storage,
     size_t offset,
-    size_t size,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides,
     c10::ScalarType dtype) {
   const auto key = storage.device().is_cpu() ? c10::DispatchKey::CPU
                                              : c10::DispatchKey::CUDA;
@@ -13,14 +14,20 @@ at::Tensor viewOf(
       c10::Storage(storage),
       c10::DispatchKeySet(key),
       c10::scalarTypeToTypeMeta(dtype));
-  const size_t element = c10::elementSize(dtype);
-  const int64_t sizes[] = {static_cast<int64_t>(size / element)};
-  const int64_t strides[] = {1};
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
-      c10::IntArrayRef(sizes),
-      c10::IntArrayRef(strides),
-      static_cast<int64_t>(offset / element));
+      sizes, strides, static_cast<int64_t>(offset / c10::elementSize(dtype)));
   return tensor;
+}
+
+at::Tensor viewOf(
+    const c10::Storage& storage,
+    size_t offset,
+    size_t size,
+    c10::ScalarType dtype) {
+  const int64_t sizes[] = {
+      static_cast<int64_t>(size / c10::elementSize(dtype))};
+  const int64_t strides[] = {1};
+  return viewOf(storage, offset, sizes, strides, dtype);
 }
 
 } // namespace torch_rpc_ext::agent::device

@@ -15,6 +15,14 @@ at::Tensor viewOf(
     size_t size,
     c10::ScalarType dtype);
 
+// The same with any sizes and strides, in elements.
+at::Tensor viewOf(
+    const c10::Storage& storage,
+    size_t offset,
+    c10::IntArrayRef sizes,
+    c10::IntArrayRef strides,
+    c10::ScalarType dtype);
+
 inline at::Tensor
 bytesOf(const c10::Storage& storage, size_t offset, size_t size) {
   return viewOf(storage, offset, size, c10::kByte);

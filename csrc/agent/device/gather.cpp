@@ -29,10 +29,11 @@ cuda::Cast castOf(WireDtype dtype, Direction direction) {
   return cuda::Cast::kNone;
 }
 
+// Those that are runs of bytes.
 std::vector<Slice> ofDtype(const std::vector<Slice>& slices, WireDtype dtype) {
   std::vector<Slice> some;
   for (const Slice& slice : slices) {
-    if (slice.dtype == dtype) {
+    if (slice.dtype == dtype && slice.scattered == nullptr) {
       some.push_back(slice);
     }
   }
@@ -49,13 +50,12 @@ bool launch(
   std::vector<cuda::Segment> runs;
   runs.reserve(slices.size());
   for (const Slice& slice : slices) {
-    const auto address = reinterpret_cast<cuda::Address>(slice.storage.data());
+    const cuda::Address address = slice.address();
     if (slice.narrowed() && address % sizeof(float) != 0) {
       return false; // no memory of torch's allocator
     }
-    const uint64_t elements = slice.narrowed()
-        ? slice.storage.nbytes() / sizeof(float)
-        : slice.size();
+    const uint64_t elements =
+        slice.narrowed() ? slice.bytes / sizeof(float) : slice.bytes;
     const cuda::Address place = begin + slice.offset;
     runs.push_back(
         direction == Direction::kGather
@@ -72,10 +72,12 @@ void copyByTorch(
   std::vector<at::Tensor> storages;
   std::vector<at::Tensor> places;
   for (const Slice& slice : slices) {
-    const size_t size = slice.storage.nbytes();
     const bool narrowed = slice.narrowed();
-    storages.push_back(
-        viewOf(slice.storage, 0, size, narrowed ? c10::kFloat : c10::kByte));
+    storages.push_back(viewOf(
+        slice.storage,
+        slice.begin,
+        slice.bytes,
+        narrowed ? c10::kFloat : c10::kByte));
     places.push_back(viewOf(
         block,
         slice.offset,
@@ -107,6 +109,47 @@ void copy(
   }
 }
 
+cuda::Layout layoutOf(
+    cuda::Address address,
+    const std::vector<int64_t>& sizes,
+    const std::vector<int64_t>& strides,
+    size_t elementBytes) {
+  cuda::Layout layout{address, elementBytes, sizes, strides};
+  for (int64_t& stride : layout.strides) {
+    stride *= static_cast<int64_t>(elementBytes);
+  }
+  return layout;
+}
+
+// One that is scattered, into the block: without a temporary in between.
+void pack(const Slice& slice, const c10::Storage& block, Launcher* launcher) {
+  const Scattered& from = *slice.scattered;
+  const c10::ScalarType dtype =
+      slice.narrowed() ? toTorch(slice.dtype) : from.dtype;
+  if (launcher != nullptr && block.device() == slice.device() &&
+      launcher->strided(
+          block.device(),
+          layoutOf(
+              slice.address(),
+              from.sizes,
+              from.strides,
+              c10::elementSize(from.dtype)),
+          layoutOf(
+              reinterpret_cast<cuda::Address>(block.data()) + slice.offset,
+              from.sizes,
+              from.packedStrides,
+              c10::elementSize(dtype)),
+          castOf(slice.dtype, Direction::kGather))) {
+    return;
+  }
+  const c10::NoGradGuard noGrad;
+  viewOf(block, slice.offset, from.sizes, from.packedStrides, dtype)
+      .copy_(
+          viewOf(
+              slice.storage, slice.begin, from.sizes, from.strides, from.dtype),
+          /*non_blocking=*/true);
+}
+
 } // namespace
 
 void gather(
@@ -114,6 +157,11 @@ void gather(
     const c10::Storage& block,
     Launcher* launcher) {
   copy(slices, block, Direction::kGather, launcher);
+  for (const Slice& slice : slices) {
+    if (slice.scattered != nullptr) {
+      pack(slice, block, launcher);
+    }
+  }
 }
 
 void scatter(

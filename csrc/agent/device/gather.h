@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/device/launcher.h"
+#include "agent/device/region.h"
 #include "wire/call_frame.h"
 
 #include <c10/core/Device.h>
@@ -11,16 +12,16 @@
 namespace torch_rpc_ext::agent::device {
 
 // Many storages of one device and one block of bytes there, back and forth: by
-// one launch of a kernel for each dtype, or by torch in a few. Queued on the
-// current stream; both may throw c10::Error.
+// one launch of a kernel for each dtype, or by torch in a few; elements that
+// are scattered take one each. Queued on the current stream; both may throw
+// c10::Error.
 
 // Fewer are copied one by one.
 inline constexpr size_t kMinGathered = 4;
 
-// A storage's begin in the block, where it has this dtype; multiples of 16 so
+// A region's begin in the block, where it has this dtype; multiples of 16 so
 // that every element is aligned.
-struct Slice {
-  c10::Storage storage;
+struct Slice : Region {
   size_t offset = 0;
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
 
@@ -28,7 +29,7 @@ struct Slice {
     return dtype != wire::WireDtype::kFloat32;
   }
   size_t size() const { // in the block
-    return storage.nbytes() / wire::widening(dtype);
+    return bytes / wire::widening(dtype);
   }
 };
 
@@ -37,12 +38,13 @@ constexpr size_t aligned(size_t end) {
   return (end + 15) / 16 * 16;
 }
 
-// Copies all storages into their places in `block`. `launcher` may be null.
+// Copies all regions into their places in `block`. `launcher` may be null, and
+// the block is on another device only if torch is to copy.
 void gather(
     const std::vector<Slice>& slices,
     const c10::Storage& block,
     Launcher* launcher);
-// The other way.
+// The other way, to whole storages.
 void scatter(
     const c10::Storage& block,
     const std::vector<Slice>& slices,

@@ -3,6 +3,7 @@
 #include "agent/device/gather.h"
 #include "agent/device/ipc.h"
 #include "agent/device/staging.h"
+#include "agent/device/sums.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -15,8 +16,6 @@ namespace torch_rpc_ext::agent::device {
 using base::Error;
 using base::ErrorKind;
 using base::Result;
-using MappingPtr = std::shared_ptr<const cuda::Mapping>;
-
 namespace {
 
 Error invalid(const std::string& text) {
@@ -51,7 +50,8 @@ class IpcReceiving::Copies {
       events_.whenComplete(
           record(streams),
           [owner = std::move(owner_),
-           mappings = std::move(mappings_)](const Error&) {});
+           mappings = std::move(mappings_),
+           ofSums = std::move(ofSums_)](const Error&) {});
     } catch (const std::exception&) {
       // The device is lost, and nothing copies any more.
     }
@@ -85,18 +85,20 @@ class IpcReceiving::Copies {
     return {};
   }
 
+  // On the current stream of `device`; `to` is there, or in pinned memory.
   Error copy(
-      const c10::Storage& to,
+      const c10::Device& device,
+      cuda::Address to,
       const MappingPtr& from,
       const cuda::MemoryExport& memory) {
-    auto stream = handleOf(impl_.getStream(to.device()));
+    auto stream = handleOf(impl_.getStream(device));
     if (!stream.ok()) {
       return stream.error();
     }
     return cuda::copyAsync(
         *driver_->driver,
-        to.device().index(),
-        addressOf(to),
+        device.index(),
+        to,
         from->address() + memory.offset,
         memory.bytes,
         stream.value());
@@ -120,8 +122,14 @@ class IpcReceiving::Copies {
   void add(MappingPtr mapping) {
     mappings_.push_back(std::move(mapping));
   }
+  void addOfSum(MappingPtr mapping) {
+    ofSums_.push_back(std::move(mapping));
+  }
   const MappingPtr& mapping(size_t run) const {
     return mappings_[run];
+  }
+  const MappingPtr& ofSum(size_t run) const {
+    return ofSums_[run];
   }
 
  private:
@@ -131,6 +139,7 @@ class IpcReceiving::Copies {
   const c10::impl::VirtualGuardImpl impl_{kType};
   std::vector<c10::Device> targets_;
   std::vector<MappingPtr> mappings_; // one for each run
+  std::vector<MappingPtr> ofSums_; // as well; null without a checksum
 };
 
 IpcReceiving::IpcReceiving(
@@ -147,69 +156,155 @@ IpcReceiving::~IpcReceiving() {
   ipc_->release(connection_, token_);
 }
 
+auto IpcReceiving::open(
+    uint8_t device,
+    const cuda::MemoryExport& memory,
+    Copies& copies) -> Result<MappingPtr> {
+  auto gpu = copies.gpuOf(*peer_, device);
+  if (!gpu.ok()) {
+    return gpu.error();
+  }
+  auto mapping = copies.driver().importer.open(peer_->key, gpu.value(), memory);
+  if (!mapping.ok()) {
+    const Error& error = mapping.error();
+    const std::string why = "memory of cuda:" + std::to_string(device) +
+        " of worker \"" + peer_->name + "\" cannot be opened: " + error.message;
+    if (error.kind != ErrorKind::kOverloaded) {
+      ipc_->refuse(connection_, device, why);
+    }
+    return Error(error.kind, why);
+  }
+  return MappingPtr(mapping.value());
+}
+
 Error IpcReceiving::openAll(const IpcNote& note, Copies& copies) {
   for (const auto& run : note.runs) {
-    auto gpu = copies.gpuOf(*peer_, run.device);
-    if (!gpu.ok()) {
-      return gpu.error();
-    }
-    auto mapping =
-        copies.driver().importer.open(peer_->key, gpu.value(), run.memory);
+    auto mapping = open(run.device, run.memory, copies);
     if (!mapping.ok()) {
-      const Error& error = mapping.error();
-      const std::string why = "memory of cuda:" + std::to_string(run.device) +
-          " of worker \"" + peer_->name +
-          "\" cannot be opened: " + error.message;
-      if (error.kind != ErrorKind::kOverloaded) {
-        ipc_->refuse(connection_, run.device, why);
-      }
-      return {error.kind, why};
+      return mapping.error();
     }
-    copies.add(mapping.value());
+    copies.add(std::move(mapping.value()));
+    if (!run.sum) {
+      copies.addOfSum(nullptr);
+      continue;
+    }
+    auto ofSum = open(run.device, *run.sum, copies);
+    if (!ofSum.ok()) {
+      return ofSum.error();
+    }
+    copies.addOfSum(std::move(ofSum.value()));
   }
   return {};
 }
 
-Result<std::vector<c10::Storage>> IpcReceiving::copyAll(
+// The checksums of a run, as the sender's device and this one have computed
+// them. Nothing where no kernel can be launched.
+class IpcReceiving::RunSums {
+ public:
+  RunSums(const IpcNote& note, Launcher* launcher)
+      : most_(note.runs.size()), here_(launcher, most_), launcher_(launcher) {}
+
+  Error add(
+      const IpcNote& note,
+      size_t number,
+      const c10::Storage& whole,
+      Copies& copies,
+      Arrived& arrived) {
+    const auto& run = note.runs[number];
+    const c10::Device device = whole.device();
+    if (!run.sum || launcher_ == nullptr || !launcher_->hasChecksum(device)) {
+      return {};
+    }
+    if (!sent_) {
+      sent_ = pinned(most_ * sizeof(uint64_t));
+      arrived.held.push_back(sent_);
+    }
+    auto* const sent = static_cast<uint64_t*>(sent_.mutable_data()) + number;
+    if (auto error = copies.copy(
+            device,
+            reinterpret_cast<cuda::Address>(sent),
+            copies.ofSum(number),
+            *run.sum)) {
+      return error;
+    }
+    keepFor(sent_, device);
+    if (const uint64_t* const here = here_.add(whole)) {
+      arrived.sums.push_back({run.storages, run.memory.bytes, here, sent});
+    }
+    return {};
+  }
+  void finish(Arrived& arrived) const {
+    arrived.held.push_back(here_.memory());
+  }
+
+ private:
+  const size_t most_;
+  Sums here_;
+  Launcher* const launcher_;
+  c10::Storage sent_; // pinned
+};
+
+Error IpcReceiving::copyRun(
+    const IpcNote& note,
+    size_t number,
+    const std::vector<Expected>& expected,
+    Copies& copies,
+    RunSums& sums,
+    Arrived& arrived) {
+  const auto& run = note.runs[number];
+  const c10::Device target = expected[run.storages.front()].device;
+  if (auto error = copies.order(note, *peer_, target)) {
+    return error;
+  }
+  c10::Storage whole = allocate(target, run.memory.bytes);
+  if (auto error = copies.copy(
+          target, addressOf(whole), copies.mapping(number), run.memory)) {
+    return error;
+  }
+  if (auto error = sums.add(note, number, whole, copies, arrived)) {
+    return error;
+  }
+  const Expected& first = expected[run.storages.front()];
+  if (run.storages.size() == 1 && first.dtype == wire::WireDtype::kFloat32) {
+    arrived.storages[run.storages.front()] = std::move(whole);
+    return {};
+  }
+  std::vector<Slice> slices;
+  size_t end = 0;
+  for (const uint32_t storage : run.storages) {
+    const Expected& one = expected[storage];
+    if (one.device != target) {
+      return invalid("a run for several devices");
+    }
+    arrived.storages[storage] = allocate(target, one.sizeHere());
+    if (one.size != 0) {
+      slices.push_back({arrived.storages[storage], aligned(end), one.dtype});
+    }
+    end = aligned(end) + one.size;
+  }
+  if (!slices.empty()) {
+    scatter(whole, slices, ipc_->launcher());
+  }
+  return {};
+}
+
+Result<Arrived> IpcReceiving::copyAll(
     const IpcNote& note,
     const std::vector<Expected>& expected,
     Copies& copies) {
-  std::vector<c10::Storage> result(expected.size());
+  Arrived arrived;
+  arrived.storages.resize(expected.size());
+  RunSums sums(note, ipc_->launcher());
   for (size_t i = 0; i < note.runs.size(); ++i) {
-    const auto& run = note.runs[i];
-    const c10::Device target = expected[run.storages.front()].device;
-    if (auto error = copies.order(note, *peer_, target)) {
+    if (auto error = copyRun(note, i, expected, copies, sums, arrived)) {
       return error;
-    }
-    c10::Storage whole = allocate(target, run.memory.bytes);
-    if (auto error = copies.copy(whole, copies.mapping(i), run.memory)) {
-      return error;
-    }
-    if (run.storages.size() == 1) {
-      result[run.storages.front()] = std::move(whole);
-      continue;
-    }
-    std::vector<Slice> slices;
-    size_t end = 0;
-    for (const uint32_t storage : run.storages) {
-      if (expected[storage].device != target) {
-        return invalid("a run for several devices");
-      }
-      const size_t size = expected[storage].size;
-      result[storage] = allocate(target, size);
-      if (size != 0) {
-        slices.push_back({result[storage], aligned(end)});
-      }
-      end = aligned(end) + size;
-    }
-    if (!slices.empty()) {
-      scatter(whole, slices, ipc_->launcher());
     }
   }
-  return result;
+  sums.finish(arrived);
+  return arrived;
 }
 
-Result<std::vector<c10::Storage>> IpcReceiving::arrive(
+Result<Arrived> IpcReceiving::arrive(
     const MessageKey& /*key*/,
     base::ConstSpan bytes,
     const std::vector<Expected>& expected) {

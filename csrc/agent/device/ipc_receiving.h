@@ -2,6 +2,7 @@
 
 #include "agent/device/ipc_wire.h"
 #include "agent/device/way.h"
+#include "cuda/ipc_import.h"
 #include "transport/transport.h"
 
 #include <cstdint>
@@ -29,18 +30,29 @@ class IpcReceiving final : public ReceivingWay,
       uint64_t token);
   ~IpcReceiving() override;
 
-  base::Result<std::vector<c10::Storage>> arrive(
+  base::Result<Arrived> arrive(
       const MessageKey& key,
       base::ConstSpan note,
       const std::vector<Expected>& expected) override;
 
  private:
+  using MappingPtr = std::shared_ptr<const cuda::Mapping>;
   class Copies;
+  class RunSums;
 
-  base::Result<std::vector<c10::Storage>> copyAll(
+  base::Result<Arrived> copyAll(
       const IpcNote& note,
       const std::vector<Expected>& expected,
       Copies& copies);
+  base::Error copyRun(
+      const IpcNote& note,
+      size_t number,
+      const std::vector<Expected>& expected,
+      Copies& copies,
+      RunSums& sums,
+      Arrived& arrived);
+  base::Result<MappingPtr>
+  open(uint8_t device, const cuda::MemoryExport& memory, Copies& copies);
   base::Error openAll(const IpcNote& note, Copies& copies);
 
   const std::shared_ptr<Ipc> ipc_;

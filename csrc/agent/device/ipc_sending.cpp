@@ -17,9 +17,9 @@ using base::Error;
 bool IpcSending::takes(const Departing& departing) const {
   // Memory that nobody frees may be of somebody who frees it after the call.
   return departing.entry->place != wire::kHostPlace && !departing.isChecked &&
-      departing.storage.nbytes() != 0 &&
+      departing.bytes != 0 &&
       departing.storage.data_ptr().get_deleter() != nullptr &&
-      devices_.contains(departing.storage.device().index());
+      devices_.contains(departing.device().index());
 }
 
 void IpcSending::logOnce(const Error& error) {
@@ -31,12 +31,9 @@ void IpcSending::logOnce(const Error& error) {
   }
 }
 
-std::optional<cuda::MemoryExport> IpcSending::exported(
-    const c10::Storage& storage) {
+std::optional<cuda::MemoryExport> IpcSending::exported(const Region& region) {
   auto memory = driver_->exporter.exportMemory(
-      storage.device().index(),
-      reinterpret_cast<cuda::Address>(storage.data()),
-      storage.nbytes());
+      region.device().index(), region.address(), region.bytes);
   if (!memory.ok()) {
     logOnce(memory.error());
     return std::nullopt;
@@ -48,9 +45,12 @@ void IpcSending::addAlone(
     const Storages& storages,
     size_t index,
     std::vector<Run>& runs) {
-  const c10::Storage& storage = storages[index].storage;
-  if (auto memory = exported(storage)) {
-    runs.push_back({{index}, storage, *memory});
+  const Departing& departing = storages[index];
+  if (departing.scattered != nullptr ||
+      departing.entry->dtype != wire::WireDtype::kFloat32) {
+    addBlock(storages, {index}, runs);
+  } else if (auto memory = exported(departing)) {
+    runs.push_back({{index}, departing, *memory});
   }
 }
 
@@ -64,13 +64,21 @@ void IpcSending::addGathered(
     }
     return;
   }
+  addBlock(storages, members, runs);
+}
+
+void IpcSending::addBlock(
+    const Storages& storages,
+    const std::vector<size_t>& members,
+    std::vector<Run>& runs) {
   std::vector<Slice> slices;
   size_t end = 0;
   for (const size_t index : members) {
-    slices.push_back({storages[index].storage, aligned(end)});
-    end = slices.back().offset + slices.back().storage.nbytes();
+    const Departing& departing = storages[index];
+    slices.push_back({departing, aligned(end), departing.entry->dtype});
+    end = slices.back().offset + slices.back().size();
   }
-  const c10::Device device = slices.front().storage.device();
+  const c10::Device device = slices.front().device();
   c10::Storage block = allocate(device, end);
   const auto memory = exported(block);
   if (!memory) {
@@ -98,14 +106,34 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
     if (departing.entry->bulk) {
       addAlone(storages, i, runs);
     } else {
-      small[{departing.storage.device().index(), departing.entry->place}]
-          .push_back(i);
+      small[{departing.device().index(), departing.entry->place}].push_back(i);
     }
   }
   for (const auto& [_, members] : small) {
     addGathered(storages, members, runs);
   }
   return runs;
+}
+
+// Checksums of all runs, on their devices, where kernels can be launched.
+void IpcSending::addSums(std::vector<Run>& runs, IpcParcels::Content& content) {
+  std::map<int, c10::Storage> blocks;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    Run& run = runs[i];
+    const c10::Device device = run.region.device();
+    if (!launcher_->hasChecksum(device)) {
+      continue;
+    }
+    c10::Storage& block = blocks[device.index()];
+    if (!block) {
+      block = allocate(device, runs.size() * sizeof(uint64_t));
+      content.storages.push_back(block);
+    }
+    const Region place(block, i * sizeof(uint64_t), sizeof(uint64_t));
+    if (launcher_->checksum(run.region, place.address())) {
+      run.sum = exported(place);
+    }
+  }
 }
 
 Error IpcSending::recordEvents(
@@ -115,7 +143,7 @@ Error IpcSending::recordEvents(
   const c10::impl::VirtualGuardImpl impl(kType);
   std::set<int> recorded;
   for (const Run& run : runs) {
-    const c10::Device device = run.storage.device();
+    const c10::Device device = run.region.device();
     if (!recorded.insert(device.index()).second) {
       continue;
     }
@@ -136,14 +164,18 @@ Error IpcSending::recordEvents(
 
 Error IpcSending::depart(
     const MessageKey& /*key*/,
+    const DepartOptions& options,
     Storages& storages,
     Departure& departure) {
-  const std::vector<Run> runs = makeRuns(storages);
+  std::vector<Run> runs = makeRuns(storages);
   if (runs.empty()) {
     return {};
   }
   IpcNote note;
   IpcParcels::Content content;
+  if (options.checked) {
+    addSums(runs, content);
+  }
   if (auto error = recordEvents(runs, note, content)) {
     logOnce(error);
     return {};
@@ -163,17 +195,18 @@ Error IpcSending::depart(
       storages[i].entry->beside = true;
       storages[i].entry->bulk = false;
       numbers[i] = next++;
-      bytes += storages[i].storage.nbytes();
+      bytes += storages[i].entry->bytes.size;
     }
   }
   for (const Run& run : runs) {
     auto& written = note.runs.emplace_back();
-    written.device = static_cast<uint8_t>(run.storage.device().index());
+    written.device = static_cast<uint8_t>(run.region.device().index());
     written.memory = run.memory;
+    written.sum = run.sum;
     for (const size_t index : run.members) {
       written.storages.push_back(numbers[index]);
     }
-    content.storages.push_back(run.storage);
+    content.storages.push_back(run.region.storage);
   }
   note.token = parcels_->newToken();
   departure.note = note.write();

@@ -18,8 +18,10 @@ namespace torch_rpc_ext::agent::device {
 
 // Leaves tensors where they are, for one peer to copy them by CUDA IPC. Small
 // ones are gathered into one block, so that hundreds need one handle and one
-// copy. The frame need not wait for the devices: the peer's streams do. What
-// cannot be exported is staged.
+// copy, and float32 is cast if it is to travel as a narrower dtype. Checksums
+// are computed by the device, into memory that the peer reads too. The frame
+// need not wait for the devices: the peer's streams do. What cannot be exported
+// is staged.
 //
 // Owns: nothing; what departs belongs to the parcels.
 class IpcSending final : public SendingWay {
@@ -40,6 +42,7 @@ class IpcSending final : public SendingWay {
 
   base::Error depart(
       const MessageKey& key,
+      const DepartOptions& options,
       std::vector<Departing>& storages,
       Departure& departure) override;
 
@@ -47,8 +50,9 @@ class IpcSending final : public SendingWay {
   // Some of the storages, to be copied together.
   struct Run {
     std::vector<size_t> members; // indices
-    c10::Storage storage; // theirs if it is one, else a block
+    Region region; // theirs if it is one as it is, else a block
     cuda::MemoryExport memory;
+    std::optional<cuda::MemoryExport> sum = std::nullopt;
   };
   using Storages = std::vector<Departing>;
 
@@ -59,7 +63,12 @@ class IpcSending final : public SendingWay {
       const Storages& storages,
       const std::vector<size_t>& members,
       std::vector<Run>& runs);
-  std::optional<cuda::MemoryExport> exported(const c10::Storage& storage);
+  void addBlock(
+      const Storages& storages,
+      const std::vector<size_t>& members,
+      std::vector<Run>& runs);
+  std::optional<cuda::MemoryExport> exported(const Region& region);
+  void addSums(std::vector<Run>& runs, IpcParcels::Content& content);
   base::Error recordEvents(
       const std::vector<Run>& runs,
       IpcNote& note,

@@ -19,7 +19,7 @@ namespace {
 
 constexpr size_t kHandleBytes = sizeof(cuda::IpcEventHandle);
 constexpr size_t kEventBytes = 1 + kHandleBytes;
-constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes;
+constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes + 1;
 constexpr size_t kTrialBytes = 1 + 8 + cuda::MemoryExport::kWireBytes;
 constexpr size_t kMaxWhyBytes = 400;
 
@@ -56,6 +56,24 @@ std::string printable(ConstSpan bytes) {
   std::replace_if(
       text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
   return text;
+}
+
+Error readSum(ByteReader& reader, IpcNote::Run& run) {
+  const uint8_t hasSum = reader.u8();
+  if (reader.failed() || hasSum > 1) {
+    return cutOff("a note");
+  }
+  if (hasSum == 0) {
+    return {};
+  }
+  auto memory = cuda::MemoryExport::read(reader);
+  if (!memory.ok()) {
+    return memory.error();
+  }
+  run.sum = memory.value();
+  return run.sum->bytes == sizeof(uint64_t)
+      ? Error()
+      : invalid("a checksum of " + std::to_string(run.sum->bytes) + " bytes");
 }
 
 Result<IpcNote::Run> readRun(
@@ -102,6 +120,9 @@ Result<IpcNote::Run> readRun(
         "a run of " + std::to_string(run.memory.bytes) +
         " bytes for storages of " + std::to_string(end));
   }
+  if (auto error = readSum(reader, run)) {
+    return error;
+  }
   return run;
 }
 
@@ -110,7 +131,8 @@ Result<IpcNote::Run> readRun(
 base::Buffer IpcNote::write() const {
   size_t size = 8 + 4 + events.size() * kEventBytes + 4;
   for (const Run& run : runs) {
-    size += kRunBytes + run.storages.size() * 4;
+    size += kRunBytes + run.storages.size() * 4 +
+        (run.sum ? cuda::MemoryExport::kWireBytes : 0);
   }
   base::Buffer buffer(size);
   ByteWriter writer(buffer);
@@ -127,6 +149,10 @@ base::Buffer IpcNote::write() const {
     run.memory.write(writer);
     for (const uint32_t storage : run.storages) {
       writer.u32(storage);
+    }
+    writer.u8(run.sum ? 1 : 0);
+    if (run.sum) {
+      run.sum->write(writer);
     }
   }
   return buffer;

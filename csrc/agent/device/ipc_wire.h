@@ -7,6 +7,7 @@
 #include "cuda/probe.h"
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -25,8 +26,10 @@ namespace torch_rpc_ext::agent::device {
 //   var    runs          device of the sender (1); number of storages n (4), 1
 //                        or more; cuda::MemoryExport of their bytes; n times
 //                        the number of a storage (4) among those of the frame
-//                        that travel beside it. Several storages follow each
-//                        other, each from a multiple of 16 bytes on.
+//                        that travel beside it; whether there is a checksum
+//                        (1), and then cuda::MemoryExport of where its 8 bytes
+//                        will be. Several storages follow each other, each from
+//                        a multiple of 16 bytes on.
 struct IpcNote {
   struct Event {
     uint8_t device = 0;
@@ -36,6 +39,7 @@ struct IpcNote {
     uint8_t device = 0;
     cuda::MemoryExport memory;
     std::vector<uint32_t> storages;
+    std::optional<cuda::MemoryExport> sum = std::nullopt;
   };
 
   uint64_t token = 0;

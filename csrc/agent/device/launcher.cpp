@@ -11,12 +11,6 @@ namespace {
 
 constexpr const char* kChecksum = "checksum";
 
-std::string nameOf(cuda::Cast cast) {
-  return cast == cuda::Cast::kNone
-      ? "segments"
-      : std::string("segments_") + cuda::toString(cast);
-}
-
 std::optional<cuda::StreamHandle> currentStream(c10::Device device) {
   const auto handle = compat::nativeHandle(
       c10::impl::VirtualGuardImpl(kType).getStream(device));
@@ -48,7 +42,7 @@ bool Launcher::segments(
     c10::Device device,
     std::span<const cuda::Segment> runs,
     cuda::Cast cast) {
-  cuda::Kernels* const kernels = kernelsFor(device, nameOf(cast));
+  cuda::Kernels* const kernels = kernelsFor(device, cuda::segmentsName(cast));
   if (kernels == nullptr) {
     return false;
   }
@@ -58,8 +52,31 @@ bool Launcher::segments(
   return stream && !kernels->segments(device.index(), *stream, runs, cast);
 }
 
-bool Launcher::checksum(const c10::Storage& storage, uint64_t* sum) {
-  const c10::Device device = storage.device();
+bool Launcher::strided(
+    c10::Device device,
+    const cuda::Layout& source,
+    const cuda::Layout& destination,
+    cuda::Cast cast) {
+  auto plan = cuda::planStrided(source, destination, cast);
+  if (!plan.ok()) {
+    return false; // too many dimensions, or elements that are not aligned
+  }
+  cuda::Kernels* const kernels =
+      kernelsFor(device, cuda::stridedName(plan.value(), cast));
+  if (kernels == nullptr) {
+    return false;
+  }
+  const auto stream = currentStream(device);
+  return stream &&
+      !kernels->strided(device.index(), *stream, plan.value(), cast);
+}
+
+bool Launcher::hasChecksum(c10::Device device) {
+  return kernelsFor(device, kChecksum) != nullptr;
+}
+
+bool Launcher::checksum(const Region& region, cuda::Address sum) {
+  const c10::Device device = region.device();
   cuda::Kernels* const kernels = kernelsFor(device, kChecksum);
   if (kernels == nullptr) {
     return false;
@@ -67,11 +84,7 @@ bool Launcher::checksum(const c10::Storage& storage, uint64_t* sum) {
   const auto stream = currentStream(device);
   return stream &&
       !kernels->checksum(
-          device.index(),
-          *stream,
-          reinterpret_cast<cuda::Address>(storage.data()),
-          storage.nbytes(),
-          reinterpret_cast<cuda::Address>(sum));
+          device.index(), *stream, region.address(), region.bytes, sum);
 }
 
 cuda::Kernels* Launcher::kernelsFor(

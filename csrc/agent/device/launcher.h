@@ -1,9 +1,10 @@
 #pragma once
 
+#include "agent/device/region.h"
 #include "agent/device/streams.h"
 #include "cuda/kernels.h"
 
-#include <c10/core/Storage.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <map>
@@ -35,9 +36,19 @@ class Launcher {
       std::span<const cuda::Segment> runs,
       cuda::Cast cast);
 
-  // Writes the checksum of a storage of a device to `sum`, in pinned memory.
-  // False where somebody else has to.
-  bool checksum(const c10::Storage& storage, uint64_t* sum);
+  // Copies or casts between two layouts on `device` by one launch. False where
+  // torch has to.
+  bool strided(
+      c10::Device device,
+      const cuda::Layout& source,
+      const cuda::Layout& destination,
+      cuda::Cast cast);
+
+  // Writes the checksum of bytes of a device to the eight bytes at `sum`, there
+  // or in pinned memory. False where somebody else has to.
+  bool checksum(const Region& region, cuda::Address sum);
+  // Whether that kernel can be launched there.
+  bool hasChecksum(c10::Device device);
 
  private:
   // Null where it cannot be launched.

@@ -1,5 +1,6 @@
 #include "agent/device/same_process.h"
 
+#include "agent/device/gather.h"
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 
@@ -17,6 +18,7 @@ struct SameProcess::Copies final : Parcel {
 
 base::Error SameProcess::depart(
     const MessageKey& key,
+    const DepartOptions& /*options*/,
     std::vector<Departing>& storages,
     Departure& departure) {
   auto copies = std::make_shared<Copies>();
@@ -27,16 +29,21 @@ base::Error SameProcess::depart(
     if (target.is_cpu()) {
       continue;
     }
-    const size_t size = departing.storage.nbytes();
+    const size_t size = departing.bytes;
     c10::Storage copy = allocate(target, size);
-    copyBytes(copy, 0, departing.storage, 0, size);
+    if (departing.scattered == nullptr) {
+      copyBytes(copy, 0, departing.storage, departing.begin, size);
+    } else if (size != 0) {
+      gather({{departing}}, copy, &launcher_);
+    }
     // Nobody waits for the copy, and nobody holds what it reads.
     impl.recordDataPtrOnStream(
-        departing.storage.data_ptr(),
-        impl.getStream(departing.storage.device()));
+        departing.storage.data_ptr(), impl.getStream(departing.device()));
     copies->storages.push_back(std::move(copy));
     departing.entry->beside = true;
     departing.entry->bulk = false;
+    departing.entry->dtype = wire::WireDtype::kFloat32; // nothing travels
+    departing.entry->bytes.size = size;
     if (std::find(devices.begin(), devices.end(), target) == devices.end()) {
       devices.push_back(target);
     }
@@ -56,7 +63,7 @@ base::Error SameProcess::depart(
   return {};
 }
 
-base::Result<std::vector<c10::Storage>> SameProcess::arrive(
+base::Result<Arrived> SameProcess::arrive(
     const MessageKey& key,
     base::ConstSpan /*note*/,
     const std::vector<Expected>& expected) {
@@ -80,7 +87,7 @@ base::Result<std::vector<c10::Storage>> SameProcess::arrive(
     impl.recordDataPtrOnStream(
         storage.data_ptr(), impl.getStream(storage.device()));
   }
-  return std::move(copies->storages);
+  return Arrived{std::move(copies->storages)};
 }
 
 } // namespace torch_rpc_ext::agent::device

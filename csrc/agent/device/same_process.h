@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/launcher.h"
 #include "agent/device/way.h"
 
 #include <functional>
@@ -14,14 +15,17 @@ namespace torch_rpc_ext::agent::device {
 // Owns: nothing; what departs belongs to its parcel.
 class SameProcess final : public SendingWay, public ReceivingWay {
  public:
+  explicit SameProcess(Launcher& launcher) : launcher_(launcher) {}
+
   base::Error depart(
       const MessageKey& key,
+      const DepartOptions& options,
       std::vector<Departing>& storages,
       Departure& departure) override;
   bool writesOnTargets() const override {
     return true;
   }
-  base::Result<std::vector<c10::Storage>> arrive(
+  base::Result<Arrived> arrive(
       const MessageKey& key,
       base::ConstSpan note,
       const std::vector<Expected>& expected) override;
@@ -37,6 +41,7 @@ class SameProcess final : public SendingWay, public ReceivingWay {
     }
   };
 
+  Launcher& launcher_;
   std::mutex mutex_;
   std::unordered_map<MessageKey, std::weak_ptr<Copies>, Hash> copies_;
 };

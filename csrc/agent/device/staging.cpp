@@ -26,6 +26,14 @@ c10::Storage pinned(size_t size) {
       at::getHostAllocator(kType)->allocate(size));
 }
 
+void keepFor(const c10::Storage& pinned, c10::Device device) {
+  const auto& memory = pinned.data_ptr();
+  at::getHostAllocator(kType)->record_event(
+      memory.get(),
+      memory.get_context(),
+      c10::impl::VirtualGuardImpl(kType).getStream(device));
+}
+
 c10::Storage allocate(c10::Device device, size_t size) {
   return at::empty(
              {static_cast<int64_t>(size)},
@@ -58,10 +66,10 @@ size_t blockSize(const std::vector<Slice>& slices) {
 
 void append(
     std::vector<Slice>& slices,
-    const c10::Storage& storage,
+    const Region& region,
     wire::WireDtype dtype) {
   const size_t offset = slices.empty() ? 0 : aligned(blockSize(slices));
-  slices.push_back({storage, offset, dtype});
+  slices.push_back({region, offset, dtype});
 }
 
 // Whether each is copied on its own, without a block.
@@ -70,7 +78,9 @@ bool copiedSingly(const std::vector<Slice>& slices) {
       std::none_of(
              slices.begin(),
              slices.end(),
-             [](const Slice& slice) { return slice.narrowed(); });
+             [](const Slice& slice) {
+               return slice.narrowed() || slice.scattered != nullptr;
+             });
 }
 
 void toHost(
@@ -79,82 +89,49 @@ void toHost(
     Launcher* launcher) {
   if (copiedSingly(slices)) {
     for (const Slice& slice : slices) {
-      copyBytes(host, slice.offset, slice.storage, 0, slice.size());
+      copyBytes(host, slice.offset, slice.storage, slice.begin, slice.size());
     }
     return;
   }
   const size_t size = blockSize(slices);
-  const c10::Storage block = allocate(slices.front().storage.device(), size);
+  const c10::Storage block = allocate(slices.front().device(), size);
   gather(slices, block, launcher);
   copyBytes(host, 0, block, 0, size);
 }
 
-void toDevice(
+// Returns where the checksum of what has arrived will be; null without.
+const uint64_t* toDevice(
     const c10::Storage& host,
     const std::vector<Slice>& slices,
-    Launcher* launcher) {
-  if (copiedSingly(slices)) {
+    const UnstageOptions& options) {
+  if (copiedSingly(slices) && (options.sums == nullptr || slices.size() == 1)) {
     for (const Slice& slice : slices) {
       copyBytes(slice.storage, 0, host, slice.offset, slice.size());
     }
-    return;
+    return options.sums == nullptr ? nullptr : options.sums->add(slices[0]);
   }
   const size_t size = blockSize(slices);
-  const c10::Storage block = allocate(slices.front().storage.device(), size);
+  const c10::Storage block = allocate(slices.front().device(), size);
   copyBytes(block, 0, host, 0, size);
-  scatter(block, slices, launcher);
+  const uint64_t* const sum =
+      options.sums == nullptr ? nullptr : options.sums->add(block);
+  scatter(block, slices, options.launcher);
+  return sum;
 }
 
 char* at(const c10::Storage& host, size_t offset) {
   return static_cast<char*>(host.mutable_data()) + offset;
 }
 
-// Has a device compute checksums, of what it is about to copy to the host.
-class Summing {
- public:
-  Summing(const StageOptions& options, size_t most, Staged& staged)
-      : launcher_(options.checked ? options.launcher : nullptr),
-        most_(most),
-        staged_(staged) {}
-
-  void add(const wire::StorageEntry& entry, const c10::Storage& storage) {
-    if (launcher_ == nullptr) {
-      return;
-    }
-    if (next_ == nullptr) {
-      memory_ = pinned(most_ * sizeof(uint64_t));
-      next_ = static_cast<uint64_t*>(memory_.mutable_data());
-      staged_.held.push_back(memory_);
-    }
-    if (!launcher_->checksum(storage, next_)) {
-      return;
-    }
-    staged_.sums.push_back({&entry, next_++});
-    // Torch does not know that a device writes there.
-    const auto& memory = memory_.data_ptr();
-    at::getHostAllocator(kType)->record_event(
-        memory.get(),
-        memory.get_context(),
-        c10::impl::VirtualGuardImpl(kType).getStream(storage.device()));
-  }
-
- private:
-  Launcher* const launcher_;
-  const size_t most_;
-  Staged& staged_;
-  c10::Storage memory_;
-  uint64_t* next_ = nullptr;
-};
-
-// The bytes of a large storage, as they travel: itself unless it is narrowed.
-c10::Storage
-asSent(const Departing& departing, size_t size, Launcher* launcher) {
+// The bytes of a large one, as they travel: where they are, unless they are
+// narrowed or scattered.
+Region asSent(const Departing& departing, size_t size, Launcher* launcher) {
   const wire::WireDtype dtype = departing.entry->dtype;
-  if (dtype == wire::WireDtype::kFloat32) {
-    return departing.storage;
+  if (dtype == wire::WireDtype::kFloat32 && departing.scattered == nullptr) {
+    return departing;
   }
-  const c10::Storage block = allocate(departing.storage.device(), size);
-  gather({{departing.storage, 0, dtype}}, block, launcher);
+  const c10::Storage block = allocate(departing.device(), size);
+  gather({{departing, 0, dtype}}, block, launcher);
   return block;
 }
 
@@ -166,7 +143,7 @@ void stage(
     Staged& staged) {
   Groups groups;
   std::map<c10::DeviceIndex, std::vector<wire::StorageEntry*>> entries;
-  Summing summing(options, storages.size(), staged);
+  Sums sums(options.checked ? options.launcher : nullptr, storages.size());
   for (Departing& departing : storages) {
     wire::StorageEntry& entry = *departing.entry;
     const size_t size = entry.bytes.size;
@@ -174,16 +151,21 @@ void stage(
       continue;
     }
     if (entry.bulk) {
-      const c10::Storage sent = asSent(departing, size, options.launcher);
-      summing.add(entry, sent);
+      const Region sent = asSent(departing, size, options.launcher);
+      if (const uint64_t* const sum = sums.add(sent)) {
+        staged.sums.push_back({&entry, sum});
+      }
       staged.held.push_back(pinned(size));
-      copyBytes(staged.held.back(), 0, sent, 0, size);
+      copyBytes(staged.held.back(), 0, sent.storage, sent.begin, size);
       entry.bytes.data = staged.held.back().data();
     } else {
-      const auto index = departing.storage.device().index();
-      append(groups[index], departing.storage, entry.dtype);
+      const auto index = departing.device().index();
+      append(groups[index], departing, entry.dtype);
       entries[index].push_back(&entry);
     }
+  }
+  if (sums.memory()) {
+    staged.held.push_back(sums.memory());
   }
   for (const auto& [index, slices] : groups) {
     staged.held.push_back(pinned(blockSize(slices)));
@@ -195,25 +177,29 @@ void stage(
   }
 }
 
-std::vector<c10::Storage> unstage(
+Unstaged unstage(
     const std::vector<Arriving>& storages,
-    Launcher* launcher) {
-  std::vector<c10::Storage> result;
-  result.reserve(storages.size());
+    const UnstageOptions& options) {
+  Unstaged result;
+  result.storages.reserve(storages.size());
   Groups groups;
   std::map<c10::DeviceIndex, std::vector<const c10::Storage*>> sources;
-  for (const Arriving& arriving : storages) {
+  for (size_t i = 0; i < storages.size(); ++i) {
+    const Arriving& arriving = storages[i];
     const size_t size = arriving.host.nbytes();
-    result.push_back(
+    result.storages.push_back(
         allocate(arriving.device, size * wire::widening(arriving.dtype)));
+    const c10::Storage& target = result.storages.back();
     if (size == 0) {
       continue;
     }
     if (arriving.isPinned) {
-      toDevice(arriving.host, {{result.back(), 0, arriving.dtype}}, launcher);
+      const uint64_t* const sum =
+          toDevice(arriving.host, {{target, 0, arriving.dtype}}, options);
+      result.sums.push_back({i, arriving.device, arriving.host, sum});
     } else {
       const auto index = arriving.device.index();
-      append(groups[index], result.back(), arriving.dtype);
+      append(groups[index], target, arriving.dtype);
       sources[index].push_back(&arriving.host);
     }
   }
@@ -223,7 +209,8 @@ std::vector<c10::Storage> unstage(
       const c10::Storage& from = *sources[index][i];
       std::memcpy(at(host, slices[i].offset), from.data(), from.nbytes());
     }
-    toDevice(host, slices, launcher);
+    const uint64_t* const sum = toDevice(host, slices, options);
+    result.sums.push_back({std::nullopt, slices[0].device(), host, sum});
   }
   return result;
 }

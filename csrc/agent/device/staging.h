@@ -1,11 +1,13 @@
 #pragma once
 
 #include "agent/device/launcher.h"
+#include "agent/device/sums.h"
 #include "agent/device/way.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
+#include <optional>
 #include <vector>
 
 namespace torch_rpc_ext::agent::device {
@@ -16,6 +18,10 @@ namespace torch_rpc_ext::agent::device {
 // Pinned memory of torch's allocator, which keeps it from its next use until
 // the copies queued with it are over.
 c10::Storage pinned(size_t size);
+
+// Has torch's allocator keep it until what is queued on the current stream of a
+// device is over: torch does not know what others than it copy.
+void keepFor(const c10::Storage& pinned, c10::Device device);
 
 // Memory of a device, for its current stream.
 c10::Storage allocate(c10::Device device, size_t size);
@@ -60,10 +66,28 @@ struct Arriving {
   wire::WireDtype dtype = wire::WireDtype::kFloat32; // of the host's bytes
 };
 
-// Returns them on their devices, in order. Those that are not pinned are not
-// looked at again. `launcher` may be null.
-std::vector<c10::Storage> unstage(
+struct UnstageOptions {
+  Launcher* launcher = nullptr; // may be null
+  Sums* sums = nullptr; // null for an arrival without checksums
+};
+
+struct Unstaged {
+  // On their devices, in order.
+  std::vector<c10::Storage> storages;
+  // Of what was copied from pinned memory, which is a storage or, without an
+  // index, the block of all that were not pinned.
+  struct Sum {
+    std::optional<size_t> index;
+    c10::Device device;
+    c10::Storage host;
+    const uint64_t* sum = nullptr; // null if no kernel could be launched
+  };
+  std::vector<Sum> sums;
+};
+
+// Those that are not pinned are not looked at again.
+Unstaged unstage(
     const std::vector<Arriving>& storages,
-    Launcher* launcher);
+    const UnstageOptions& options);
 
 } // namespace torch_rpc_ext::agent::device

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/region.h"
 #include "agent/device/streams.h"
 #include "base/buffer.h"
 #include "base/error.h"
@@ -13,9 +14,8 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// A storage on a device, on its way into a frame.
-struct Departing {
-  c10::Storage storage;
+// What goes from a device into a frame, as a storage there.
+struct Departing : Region {
   wire::StorageEntry* entry = nullptr;
   // The receiver looks at its bytes, on the host (indices of sparse tensors).
   bool isChecked = false;
@@ -37,10 +37,35 @@ struct Departure {
   base::Buffer note; // for the frame
 };
 
+// What the receiver is to be told of what departs.
+struct DepartOptions {
+  bool checked = false; // checksums, where the way has some
+};
+
 // A storage that the frame says to travel beside it.
 struct Expected {
   c10::Device device; // one of those that RPC uses here
-  uint64_t size = 0;
+  uint64_t size = 0; // as it travels
+  wire::WireDtype dtype = wire::WireDtype::kFloat32;
+
+  uint64_t sizeHere() const {
+    return size * wire::widening(dtype);
+  }
+};
+
+// What has come beside a frame.
+struct Arrived {
+  std::vector<c10::Storage> storages; // in the order of the frame
+  // Checksums that are computed while that is copied: to be compared when what
+  // is queued is over. Of one storage, or of a block of several.
+  struct Sum {
+    std::vector<uint32_t> storages; // numbers of them
+    uint64_t bytes = 0;
+    const uint64_t* here = nullptr;
+    const uint64_t* sent = nullptr;
+  };
+  std::vector<Sum> sums;
+  std::vector<c10::Storage> held; // where they are
 };
 
 // Which message it is, among those of two workers.
@@ -61,9 +86,11 @@ class SendingWay {
   virtual ~SendingWay() = default;
 
   // Takes those storages that it can, and sets StorageEntry::beside of each and
-  // clears `bulk`. May throw c10::Error.
+  // clears `bulk`. They travel as the dtype of their entries, unless it changes
+  // that. May throw c10::Error.
   virtual base::Error depart(
       const MessageKey& key,
+      const DepartOptions& options,
       std::vector<Departing>& storages,
       Departure& departure) = 0;
 
@@ -82,7 +109,7 @@ class ReceivingWay {
   // The storages that were taken, in the order of the frame, for the current
   // streams. Fails with kInvalid for a message that brought none, or others
   // than `expected`. May throw c10::Error.
-  virtual base::Result<std::vector<c10::Storage>> arrive(
+  virtual base::Result<Arrived> arrive(
       const MessageKey& key,
       base::ConstSpan note,
       const std::vector<Expected>& expected) = 0;

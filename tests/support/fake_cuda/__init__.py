@@ -25,7 +25,7 @@ from torch.utils import cpp_extension
 from tests.support import cxx
 
 _HERE = Path(__file__).parent
-_SOURCES = ("runtime.cpp", "guard.cpp", "kernels.cpp")
+_SOURCES = ("runtime.cpp", "guard.cpp", "kernels.cpp", "sparse.cpp")
 #: So late is each kernel and copy unless a test says otherwise, s.
 DELAY = 0.002
 

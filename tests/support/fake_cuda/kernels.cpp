@@ -119,8 +119,13 @@ at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor& host = from.is_cpu() ? from : to;
   const c10::Stream stream = streamOf(from.is_cpu() ? to : from);
   const at::Tensor source = from.expand_as(to);
-  launch(stream, [to = Argument(to), from = Argument(source)] {
+  const bool damages = from.is_cpu() && runtime.settings.damaged > 0;
+  runtime.settings.damaged -= damages ? 1 : 0;
+  launch(stream, [to = Argument(to), from = Argument(source), damages] {
     to.onCpu().copy_(from.onCpu());
+    if (damages) {
+      *static_cast<uint8_t*>(to.data) ^= 1;
+    }
   });
   const at::DataPtr& memory = host.storage().data_ptr();
   if (nonBlocking && isPinned(memory)) {
@@ -278,6 +283,9 @@ TORCH_LIBRARY(fake_cuda, m) {
   });
   m.def("set_memory(int bytes) -> ()", [](int64_t value) {
     Runtime::get().settings.memoryBytes = value;
+  });
+  m.def("set_damaged(int copies) -> ()", [](int64_t value) {
+    Runtime::get().settings.damaged = value;
   });
   m.def("set_broken(bool broken) -> ()", [](bool value) {
     Runtime::get().settings.broken = value;

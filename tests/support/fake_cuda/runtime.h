@@ -36,6 +36,7 @@ struct Settings {
   std::atomic<int64_t> delayMicroseconds{0}; // of each kernel and copy
   std::atomic<int64_t> memoryBytes{INT64_MAX}; // of all devices together
   std::atomic<bool> broken{false}; // every event reports an error
+  std::atomic<int64_t> damaged{0}; // so many copies to devices change a byte
 };
 
 inline constexpr int kPoolStreams = 32;
