@@ -271,6 +271,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       device::IpcMessage kind,
       std::vector<char> payload);
   void serveIpc(Arrival& arrival);
+  transport::Incoming::Arrived landEarly(Arrival& arrival);
   base::Result<c10::intrusive_ptr<rpc::Message>> decode(
       Arrival& arrival,
       const device::Streams& streams);
@@ -350,6 +351,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::condition_variable callCountChanged_;
 
   device::Tables devices_;
+  // Messages that take memory of devices before they are served.
+  const std::shared_ptr<std::atomic<int>> landings_ =
+      std::make_shared<std::atomic<int>>(0);
   device::SameProcess sameProcess_;
   device::Launcher launcher_;
   device::EventWaiter deviceEvents_;

@@ -192,12 +192,14 @@ void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
     return;
   }
   trimLater();
+  auto arrived = landEarly(*arrival);
   incoming->receive(
       std::move(spans.value()),
       [this, arrival = std::move(arrival)](const base::Error& error) {
         arrival->error = error;
         dispatch(arrival);
-      });
+      },
+      std::move(arrived));
 }
 
 void UcxAgent::trimLater() {
@@ -268,9 +270,10 @@ void UcxAgent::complete(Arrival& arrival, PendingCall call) {
     fail(std::move(call), arrival.error);
     return;
   }
-  const auto streams = arrival.decoder->hasDevices()
-      ? device::poolStreams(devices_.devices())
-      : device::Streams();
+  if (arrival.decoder->hasDevices() && arrival.streams.empty()) {
+    arrival.streams = device::poolStreams(devices_.devices());
+  }
+  const device::Streams& streams = arrival.streams;
   auto message = decode(arrival, streams);
   if (!message.ok()) {
     logDamage(call.worker, message.error());
@@ -301,7 +304,10 @@ void UcxAgent::serve(Arrival& arrival) {
       .arrived = arrival.at,
       .started = PendingCall::Clock::now()};
   counters_.queue.add(served.started - served.arrived);
-  const auto streams = device::poolStreams(devices_.devices());
+  if (arrival.streams.empty()) {
+    arrival.streams = device::poolStreams(devices_.devices());
+  }
+  const device::Streams& streams = arrival.streams;
   auto message = arrival.error
       ? base::Result<c10::intrusive_ptr<rpc::Message>>(arrival.error)
       : decode(arrival, streams);

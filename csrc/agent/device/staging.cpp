@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 namespace torch_rpc_ext::agent::device {
 
@@ -48,6 +49,9 @@ void copyBytes(
 }
 
 namespace {
+
+// Below this the frame would leave hardly earlier.
+constexpr uint64_t kMinBytesInPieces = 2 * kPieceBytes;
 
 // DeviceIndex -> slices of the block of that device.
 using Groups = std::map<c10::DeviceIndex, std::vector<Slice>>;
@@ -109,6 +113,10 @@ char* at(const c10::Storage& host, size_t offset) {
   return static_cast<char*>(host.mutable_data()) + offset;
 }
 
+c10::Stream currentStream(const c10::Storage& storage) {
+  return c10::impl::VirtualGuardImpl(kType).getStream(storage.device());
+}
+
 // Has a device compute checksums, of what it is about to copy to the host.
 class Summing {
  public:
@@ -133,9 +141,7 @@ class Summing {
     // Torch does not know that a device writes there.
     const auto& memory = memory_.data_ptr();
     at::getHostAllocator(kType)->record_event(
-        memory.get(),
-        memory.get_context(),
-        c10::impl::VirtualGuardImpl(kType).getStream(storage.device()));
+        memory.get(), memory.get_context(), currentStream(storage));
   }
 
  private:
@@ -158,6 +164,50 @@ asSent(const Departing& departing, size_t size, Launcher* launcher) {
   return block;
 }
 
+uint64_t sizeOf(const std::vector<Departing*>& large) {
+  uint64_t bytes = 0;
+  for (const Departing* departing : large) {
+    bytes += departing->entry->bytes.size;
+  }
+  return bytes;
+}
+
+// Copies piece by piece. One piece can be several storages, as small ones have
+// no need of an event each.
+void fill(
+    const std::vector<Departing*>& large,
+    Launcher* launcher,
+    Staged& staged) {
+  uint64_t offset = 0;
+  uint64_t unmarked = 0;
+  std::vector<c10::Storage> held;
+  for (size_t i = 0; i < large.size(); ++i) {
+    wire::StorageEntry& entry = *large[i]->entry;
+    const size_t size = entry.bytes.size;
+    const c10::Storage sent = asSent(*large[i], size, launcher);
+    const c10::Storage host = pinned(size);
+    const bool isLastOfDevice = i + 1 == large.size() ||
+        large[i + 1]->storage.device() != sent.device();
+    held.insert(held.end(), {large[i]->storage, sent, host});
+    for (size_t at = 0; at < size; at += kPieceBytes) {
+      const size_t piece = std::min(kPieceBytes, size - at);
+      copyBytes(host, at, sent, at, piece);
+      unmarked += piece;
+      if (unmarked >= kPieceBytes || (isLastOfDevice && at + piece == size)) {
+        // The same storages are behind pieces to come.
+        staged.filling->add(
+            currentStream(sent), std::exchange(unmarked, 0), held);
+        if (at + piece == size) {
+          held.clear();
+        }
+      }
+    }
+    entry.bytes.data = host.data();
+    staged.held.push_back(host);
+    staged.filled.push_back({&entry, std::exchange(offset, offset + size)});
+  }
+}
+
 } // namespace
 
 void stage(
@@ -166,24 +216,24 @@ void stage(
     Staged& staged) {
   Groups groups;
   std::map<c10::DeviceIndex, std::vector<wire::StorageEntry*>> entries;
-  Summing summing(options, storages.size(), staged);
+  std::vector<Departing*> large;
   for (Departing& departing : storages) {
     wire::StorageEntry& entry = *departing.entry;
-    const size_t size = entry.bytes.size;
-    if (entry.beside || size == 0) {
+    if (entry.beside || entry.bytes.size == 0) {
       continue;
     }
     if (entry.bulk) {
-      const c10::Storage sent = asSent(departing, size, options.launcher);
-      summing.add(entry, sent);
-      staged.held.push_back(pinned(size));
-      copyBytes(staged.held.back(), 0, sent, 0, size);
-      entry.bytes.data = staged.held.back().data();
+      large.push_back(&departing);
     } else {
       const auto index = departing.storage.device().index();
       append(groups[index], departing.storage, entry.dtype);
       entries[index].push_back(&entry);
     }
+  }
+  const bool inPieces = options.inPieces && !options.checked &&
+      sizeOf(large) >= kMinBytesInPieces;
+  if (inPieces) {
+    staged.filling = std::make_shared<PinnedFilling>();
   }
   for (const auto& [index, slices] : groups) {
     staged.held.push_back(pinned(blockSize(slices)));
@@ -192,6 +242,23 @@ void stage(
     for (size_t i = 0; i < slices.size(); ++i) {
       entries[index][i]->bytes.data = at(host, slices[i].offset);
     }
+    if (inPieces) {
+      staged.filling->add(currentStream(slices.front().storage), 0, {host});
+    }
+  }
+  if (inPieces) {
+    fill(large, options.launcher, staged);
+    return;
+  }
+  Summing summing(options, large.size(), staged);
+  for (const Departing* departing : large) {
+    wire::StorageEntry& entry = *departing->entry;
+    const size_t size = entry.bytes.size;
+    const c10::Storage sent = asSent(*departing, size, options.launcher);
+    summing.add(entry, sent);
+    staged.held.push_back(pinned(size));
+    copyBytes(staged.held.back(), 0, sent, 0, size);
+    entry.bytes.data = staged.held.back().data();
   }
 }
 
@@ -203,6 +270,10 @@ std::vector<c10::Storage> unstage(
   Groups groups;
   std::map<c10::DeviceIndex, std::vector<const c10::Storage*>> sources;
   for (const Arriving& arriving : storages) {
+    if (arriving.landed) {
+      result.push_back(arriving.landed);
+      continue;
+    }
     const size_t size = arriving.host.nbytes();
     result.push_back(
         allocate(arriving.device, size * wire::widening(arriving.dtype)));

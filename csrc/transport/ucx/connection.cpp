@@ -1,6 +1,7 @@
 #include "transport/ucx/connection.h"
 
 #include "base/log.h"
+#include "transport/ucx/bulk_chunks.h"
 #include "transport/ucx/context.h"
 #include "transport/ucx/sealed_bulk.h"
 #include "transport/ucx/status.h"
@@ -120,6 +121,10 @@ bool UcxConnection::sharesMemory() const {
       cmaUsable_;
 }
 
+bool UcxConnection::sendsPieces() const {
+  return state_.load() == ConnectionState::kOpen && !sharesMemory();
+}
+
 PathInfo UcxConnection::path() const {
   PathInfo info;
   context_->worker().runLocked([&] {
@@ -160,14 +165,15 @@ void UcxConnection::fetch(
     uint32_t first,
     const std::vector<BulkEntry>& from,
     const std::vector<base::MutableSpan>& into,
-    Callback callback) {
+    Callback callback,
+    Incoming::Arrived arrived) {
   // Written once, before the first frame was delivered.
   const bool readable = cmaUsable_ &&
       std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
                           return entry.address != 0 || entry.size == 0;
                         });
   if (!readable) {
-    pull(transfer, first, into, std::move(callback));
+    pull(transfer, first, into, std::move(callback), std::move(arrived));
     return;
   }
   std::vector<uint64_t> addresses;
@@ -201,7 +207,8 @@ void UcxConnection::pull(
     uint64_t transfer,
     uint32_t first,
     const std::vector<base::MutableSpan>& into,
-    Callback callback) {
+    Callback callback,
+    Incoming::Arrived arrived) {
   auto bulk = context_->bulk();
   if (!bulk.ok()) {
     callback(bulk.error());
@@ -232,7 +239,8 @@ void UcxConnection::pull(
             request.tag,
             into,
             std::move(ended))
-      : bulk.value()->receive(request.tag, into, std::move(ended));
+      : bulk.value()->receive(
+            request.tag, into, std::move(ended), std::move(arrived));
   id->store(receive);
   context_->worker().post(
       base::makeTask(
@@ -244,7 +252,7 @@ void UcxConnection::pull(
                   }));
               return;
             }
-            self->pulls_.insert(receive);
+            self->pulls_.emplace(receive, transfer);
             self->sendActive(
                 {.kind = FrameKind::kPull,
                  .token = self->peer_.token,
@@ -277,17 +285,7 @@ void UcxConnection::done(
           }
           return;
         }
-        base::Buffer text(
-            error ? std::min<size_t>(error.message.size(), 512) : 0);
-        if (text.size() != 0) {
-          std::memcpy(text.data(), error.message.data(), text.size());
-        }
-        self->sendActive(
-            {.kind = FrameKind::kDone,
-             .count = static_cast<uint32_t>(error.kind),
-             .token = self->peer_.token,
-             .transfer = transfer},
-            std::move(text));
+        self->sendReason(FrameKind::kDone, transfer, error);
       }));
 }
 
@@ -382,6 +380,22 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
   context_->worker().needProgress();
 }
 
+void UcxConnection::sendReason(
+    FrameKind kind,
+    uint64_t transfer,
+    const base::Error& error) {
+  base::Buffer text(error ? std::min<size_t>(error.message.size(), 512) : 0);
+  if (text.size() != 0) {
+    std::memcpy(text.data(), error.message.data(), text.size());
+  }
+  sendActive(
+      {.kind = kind,
+       .count = static_cast<uint32_t>(error.kind),
+       .token = peer_.token,
+       .transfer = transfer},
+      std::move(text));
+}
+
 void UcxConnection::acknowledge() {
   acknowledgesSoon_ = false;
   acknowledgements_.insert(
@@ -415,7 +429,8 @@ void UcxConnection::sendNow(Unsent frame) {
   }
   const auto entryOf = [this](const BulkSpan& span) {
     BulkEntry entry{.size = span.size};
-    if (exposesMemory_) {
+    // What is being filled has to be asked for.
+    if (exposesMemory_ && span.filling == nullptr) {
       entry.address = reinterpret_cast<uint64_t>(span.data);
       if (span.region.id != 0) {
         entry.region = span.region.id;
@@ -439,7 +454,7 @@ void UcxConnection::sendNow(Unsent frame) {
     header.kind = FrameKind::kBigFrame;
     bigFrame = std::move(data);
     const BulkEntry entry =
-        entryOf({base::ConstSpan{bigFrame.data(), bigFrame.size()}});
+        entryOf(BulkSpan{{bigFrame.data(), bigFrame.size()}});
     data = base::Buffer(sizeof(entry));
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
@@ -465,7 +480,10 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
          "the peer asked for bulk spans that do not exist"});
     return;
   }
-  transfers_.sendBegins(id);
+  if (!transfers_.sendBegins(id)) {
+    fail({base::ErrorKind::kInvalid, "the peer asked for the same bulk again"});
+    return;
+  }
   const auto begin = all->begin() + pull.firstSpan;
   context_->worker().defer(
       base::makeTask([self = shared_from_this(),
@@ -473,31 +491,63 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
                       pull,
                       spans = Transfers::Spans(begin, begin + pull.spanCount)] {
         self->sendBulk(pull, spans, [self, id](const base::Error& error) {
-          self->context_->worker().post(base::makeTask([self, id, error] {
-            self->transfers_.sendEnds(id, error);
-          }));
+          self->context_->worker().post(base::makeTask(
+              [self, id, error] { self->sendEnded(id, error); }));
         });
       }));
 }
 
 void UcxConnection::sendBulk(
     const PullRequest& pull,
-    std::vector<base::ConstSpan> spans,
+    const std::vector<BulkSpan>& spans,
     Callback callback) {
   auto bulk = context_->bulk();
   if (!bulk.ok()) {
     callback(bulk.error());
-  } else if (bulkSendKey_.empty()) {
-    bulk.value()->send(
-        pull.bulkAddress, pull.tag, std::move(spans), std::move(callback));
-  } else {
+  } else if (!bulkSendKey_.empty()) {
     sendSealed(
         bulk.value(),
         context_->runner(),
         bulkSendKey_,
         pull,
-        std::move(spans),
+        spans,
         std::move(callback));
+  } else if (anyFilling(spans)) {
+    sendAsFilled(
+        bulk.value(),
+        pull,
+        spans,
+        [self = shared_from_this()] { return self->closed(); },
+        std::move(callback));
+  } else {
+    bulk.value()->send(
+        pull.bulkAddress,
+        pull.tag,
+        {spans.begin(), spans.end()},
+        std::move(callback));
+  }
+}
+
+// UCX has let go of all that was sent: what the peer still waits for, it can
+// cancel.
+void UcxConnection::sendEnded(uint64_t id, const base::Error& error) {
+  if (error && state_ == ConnectionState::kOpen) {
+    sendReason(FrameKind::kAbort, id, error);
+  }
+  transfers_.sendEnds(id, error);
+}
+
+void UcxConnection::onAbort(uint64_t transfer, const base::Error& why) {
+  for (const auto& [id, of] : pulls_) {
+    if (of == transfer) {
+      context_->worker().defer(
+          base::makeTask([self = shared_from_this(), id = id, why] {
+            auto bulk = self->context_->bulk();
+            if (bulk.ok()) {
+              bulk.value()->cancel(id, why);
+            }
+          }));
+    }
   }
 }
 
@@ -536,7 +586,7 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
     context_->worker().defer(
         base::makeTask([self, pulls = std::move(pulls_), error] {
           auto bulk = self->context_->bulk();
-          for (const uint64_t id : pulls) {
+          for (const auto& [id, transfer] : pulls) {
             bulk.value()->cancel(id, error);
           }
         }));
