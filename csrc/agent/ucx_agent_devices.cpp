@@ -117,8 +117,7 @@ transport::Incoming::Arrived UcxAgent::landEarly(Arrival& arrival) {
     return nullptr;
   }
   arrival.streams = device::poolStreams(devices_.devices());
-  auto landing =
-      std::make_shared<device::Landing>(arrival.streams, landings_);
+  auto landing = std::make_shared<device::Landing>(arrival.streams, landings_);
   arrival.decoder->landOn(landing);
   if (landing->empty()) {
     return nullptr;
@@ -174,8 +173,7 @@ base::Error UcxAgent::encodeFromDevices(
     ready(encoder->finish());
     return {};
   }
-  auto goOn = [encoder,
-               ready = std::move(ready)](const base::Error& error) {
+  auto goOn = [encoder, ready = std::move(ready)](const base::Error& error) {
     ready(error ? base::Result<Encoded>(error) : encoder->finish());
   };
   if (const auto filling = encoder->filling()) {

@@ -147,7 +147,8 @@ class Connection {
     return false;
   }
 
-  // Bulk leaves piece by piece, and may be filled meanwhile (BulkSpan::filling).
+  // Bulk leaves piece by piece, and may be filled meanwhile
+  // (BulkSpan::filling).
   virtual bool sendsPieces() const {
     return false;
   }

@@ -15,8 +15,8 @@ namespace {
 void logFailure(const std::exception& error) {
   base::log(
       base::LogLevel::kDebug,
-      std::string("a tensor is copied to its device only when it is complete: "
-                  ) +
+      std::string(
+          "a tensor is copied to its device only when it is complete: ") +
           error.what());
 }
 

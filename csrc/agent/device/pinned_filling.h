@@ -3,7 +3,7 @@
 #include "agent/device/event_waiter.h"
 #include "agent/device/streams.h"
 #include "base/error.h"
-#include "transport/transport.h"
+#include "transport/fill_level.h"
 
 #include <c10/core/Storage.h>
 
@@ -11,8 +11,6 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
-#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent::device {
@@ -25,7 +23,7 @@ inline constexpr size_t kPieceBytes = size_t{4} << 20;
 //
 // Owns: the events, and what the copies read and write until they are over.
 // Thread: add() and start() the one that queues the copies; whenFilled() any.
-class PinnedFilling final : public transport::Filling,
+class PinnedFilling final : public transport::FillLevel,
                             public std::enable_shared_from_this<PinnedFilling> {
  public:
   // What has been queued on `stream` fills `bytes` more. `held` is what it
@@ -43,8 +41,6 @@ class PinnedFilling final : public transport::Filling,
     return firstBytes_;
   }
 
-  void whenFilled(uint64_t bytes, transport::Callback then) override;
-
  private:
   struct Piece {
     Events events;
@@ -53,17 +49,12 @@ class PinnedFilling final : public transport::Filling,
   };
 
   void awaitNext();
-  void reached(uint64_t end, const base::Error& error);
+  void pieceEnds(uint64_t end, const base::Error& error);
 
   EventWaiter* waiter_ = nullptr;
-  uint64_t queued_ = 0;
   uint64_t firstBytes_ = 0;
-
-  std::mutex mutex_;
-  std::deque<Piece> pieces_;
-  uint64_t filled_ = 0;
-  base::Error error_;
-  std::vector<std::pair<uint64_t, transport::Callback>> waiting_;
+  uint64_t queued_ = 0;
+  std::deque<Piece> pieces_; // from start() on of the thread of `waiter_`
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -74,10 +74,8 @@ class LoopbackIncoming final : public Incoming {
   void refuse(const base::Error& why) override {
     answer(why);
   }
-  void receive(
-      std::vector<base::MutableSpan> into,
-      Callback callback,
-      Arrived) override {
+  void receive(std::vector<base::MutableSpan> into, Callback callback, Arrived)
+      override {
     for (size_t i = 0; i < into.size(); ++i) {
       if (into[i].size != 0) {
         std::memcpy(into[i].data, bulk_[i].data, into[i].size);

@@ -24,7 +24,8 @@ constexpr size_t kMaxBroken = 64;
 
 // The kind of error that a kDone or kAbort names.
 base::ErrorKind toKind(uint32_t number) {
-  return number != 0 && number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
+  return number != 0 &&
+          number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
       ? static_cast<base::ErrorKind>(number)
       : base::ErrorKind::kRefused;
 }

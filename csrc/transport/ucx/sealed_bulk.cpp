@@ -94,8 +94,9 @@ class Sending : public std::enable_shared_from_this<Sending> {
             self->laneEnds();
             return;
           }
-          self->runner_.submit(base::makeTask(
-              [self, lane, index] { self->sealAndSend(lane, index); }));
+          self->runner_.submit(base::makeTask([self, lane, index] {
+            self->sealAndSend(lane, index);
+          }));
         });
   }
 
