@@ -21,7 +21,7 @@ namespace torch_rpc_ext::agent::device {
 // Thread: any, but add(), which comes first.
 class Landing {
  public:
-  // `count` is one higher while it lives.
+  // Copies are queued on `streams`; `count` is one higher while it lives.
   Landing(Streams streams, std::shared_ptr<std::atomic<int>> count);
   ~Landing();
   Landing(const Landing&) = delete;
@@ -34,16 +34,12 @@ class Landing {
     return places_.empty();
   }
 
-  // Of the streams that the copies are queued on; take() is for them.
-  const Streams& streams() const {
-    return streams_;
-  }
-
   // A part of a `host` is there.
   void arrived(base::MutableSpan part);
 
-  // What `host` has become on its device, when all of it has arrived; empty if
-  // it was not added. Queues what is left to copy, and may throw c10::Error.
+  // What `host` has become on its device, for the streams, when all of it has
+  // arrived; empty if there was no memory for it, or a copy failed. Queues what
+  // is left to copy, and may throw c10::Error.
   c10::Storage take(const c10::Storage& host);
 
  private:
