@@ -15,6 +15,7 @@ struct UcxAgent::Arrival {
   std::unique_ptr<transport::Incoming> incoming;
   std::optional<Decoder> decoder;
   std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
+  device::Streams streams; // for its devices, once chosen
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
   std::optional<PendingCall> call; // of a response

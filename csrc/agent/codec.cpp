@@ -76,7 +76,10 @@ Result<bool> Encoder::depart(
             return failed;
           }
         }
-        device::stage(departing_, {launcher, options_.checked}, staged_);
+        device::stage(
+            departing_,
+            {launcher, options_.checked, options_.inPieces},
+            staged_);
         return {};
       })) {
     return error;
@@ -120,9 +123,14 @@ Error Encoder::write(Encoded& encoded) {
     encoded.totalBytes += frame.payload.size;
   }
   encoded.mappable = !frame.payloadBulk;
+  auto filled = staged_.filled.begin(); // in the order of the storages
   for (const auto& storage : frame.storages) {
     if (storage.bulk) {
       encoded.bulk.push_back({storage.bytes});
+      if (filled != staged_.filled.end() && filled->entry == &storage) {
+        encoded.bulk.back().filling = staged_.filling;
+        encoded.bulk.back().fillingOffset = filled++->offset;
+      }
       encoded.totalBytes += storage.bytes.size;
       encoded.mappable = encoded.mappable && storage.place == wire::kHostPlace;
     }
@@ -312,6 +320,23 @@ Error Decoder::allocateBulk(
   return {};
 }
 
+void Decoder::landOn(std::shared_ptr<device::Landing> landing) {
+  wire::StorageView storage;
+  auto bulk = bulk_.begin();
+  for (auto cursor = view_.storages(); cursor.next(storage);) {
+    if (!storage.bulk) {
+      continue;
+    }
+    const c10::Storage& host = *bulk++;
+    if (storage.place != wire::kHostPlace &&
+        storage.dtype == wire::WireDtype::kFloat32 &&
+        storage.size >= device::kPieceBytes) {
+      landing->add(host, device::deviceAt(storage.place));
+    }
+  }
+  landing_ = landing->empty() ? nullptr : std::move(landing);
+}
+
 Result<c10::Storage> Decoder::onHostAsWas(
     const wire::StorageView& storage,
     c10::Storage bulk) {
@@ -375,7 +400,11 @@ Error Decoder::placeStorages(
     const c10::Storage host =
         storage.bulk ? std::move(*bulk++) : borrow(storage.bytes);
     arriving.push_back(
-        {device::deviceAt(storage.place), host, storage.bulk, storage.dtype});
+        {device::deviceAt(storage.place),
+         host,
+         storage.bulk,
+         landing_ && storage.bulk ? landing_->take(host) : c10::Storage(),
+         storage.dtype});
     arrivingAt.push_back(i);
     if (storage.dtype == wire::WireDtype::kFloat32) {
       onHost[i] = host;
@@ -387,6 +416,7 @@ Error Decoder::placeStorages(
       onHost[i] = std::move(taken.value());
     }
   }
+  landing_.reset();
   device::Sums sums(view_.hasSums() ? launcher : nullptr, arriving.size());
   auto placed =
       device::unstage(arriving, {launcher, view_.hasSums() ? &sums : nullptr});

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device/landing.h"
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 #include "agent/device/way.h"
@@ -77,6 +78,8 @@ struct EncodeOptions {
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;
   bool checked = false; // with checksums
+  // Bulk from devices may leave while the rest is copied (device/staging.h).
+  bool inPieces = false;
   // Memory for what is narrowed here; null for torch's.
   memory::BufferCache* cache = nullptr;
 };
@@ -112,6 +115,11 @@ class Encoder {
   base::Result<bool> depart(
       device::SendingWay* beside,
       device::Launcher* launcher);
+  // Not null: bulk is on its way to the host in pieces, and finish() need only
+  // wait for the first bytes of it.
+  const std::shared_ptr<device::PinnedFilling>& filling() const {
+    return staged_.filling;
+  }
   // At most once.
   base::Result<Encoded> finish();
 
@@ -180,6 +188,11 @@ class Decoder {
       device::Devices devices,
       const Adopt& adopt = nullptr);
 
+  // Lets bulk for devices be copied there while the rest arrives, on the
+  // streams of `landing`, which finish() is called with then. After
+  // allocate().
+  void landOn(std::shared_ptr<device::Landing> landing);
+
   // Whether the sender has sent checksums.
   bool isChecked() const {
     return view_.hasSums();
@@ -239,6 +252,7 @@ class Decoder {
   wire::CallFrameView view_;
   std::vector<char> payload_; // when it is bulk
   std::vector<c10::Storage> bulk_; // pinned, for a device
+  std::shared_ptr<device::Landing> landing_; // or null
   memory::BufferCache* cache_ = nullptr; // from allocate() on
   bool allocated_ = false;
   PendingSums pending_;

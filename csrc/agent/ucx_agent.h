@@ -273,6 +273,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       device::IpcMessage kind,
       std::vector<char> payload);
   void serveIpc(Arrival& arrival);
+  transport::Incoming::Arrived landEarly(Arrival& arrival);
   base::Result<c10::intrusive_ptr<rpc::Message>> decode(Arrival& arrival);
   // Makes Arrival::message. False while devices compute its checksums: `again`
   // runs when they have been compared.
@@ -355,6 +356,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::condition_variable callCountChanged_;
 
   device::Tables devices_;
+  // Messages that take memory of devices before they are served.
+  const std::shared_ptr<std::atomic<int>> landings_ =
+      std::make_shared<std::atomic<int>>(0);
   device::Launcher launcher_;
   device::SameProcess sameProcess_{launcher_};
   device::EventWaiter deviceEvents_;

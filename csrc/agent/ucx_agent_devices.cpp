@@ -11,6 +11,9 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
+// More messages would take the memory of functions that are being served.
+constexpr int kMaxLandings = 4;
+
 // What comes beside the frame is written on the receiver's devices.
 void addTargets(const device::Route& route, std::vector<c10::Device>& devices) {
   const size_t sources = devices.size();
@@ -108,6 +111,20 @@ void UcxAgent::serveIpc(Arrival& arrival) {
 
 // ---- calls -----------------------------------------------------------------
 
+transport::Incoming::Arrived UcxAgent::landEarly(Arrival& arrival) {
+  if (!arrival.decoder->hasDevices() || !arrival.connection->sendsPieces() ||
+      landings_->load() >= kMaxLandings) {
+    return nullptr;
+  }
+  arrival.streams = device::poolStreams(devices_.devices());
+  auto landing = std::make_shared<device::Landing>(arrival.streams, landings_);
+  arrival.decoder->landOn(landing);
+  if (landing->empty()) {
+    return nullptr;
+  }
+  return [landing](base::MutableSpan part) { landing->arrived(part); };
+}
+
 base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
     Arrival& arrival) {
   if (arrival.error) {
@@ -129,8 +146,9 @@ bool UcxAgent::decoded(
   if (arrival->message) {
     return true;
   }
-  if (arrival->decoder->hasDevices() ||
-      arrival->header().kind == wire::CallKind::kRequest) {
+  if (arrival->streams.empty() &&
+      (arrival->decoder->hasDevices() ||
+       arrival->header().kind == wire::CallKind::kRequest)) {
     arrival->streams = device::poolStreams(devices_.devices());
   }
   arrival->message = decode(*arrival);
@@ -191,7 +209,7 @@ base::Error UcxAgent::encodeFromDevices(
       return departed.error();
     }
     waits = departed.value();
-    if (waits) {
+    if (waits && encoder->filling() == nullptr) {
       events = device::record(streams);
     }
   }
@@ -199,12 +217,17 @@ base::Error UcxAgent::encodeFromDevices(
     ready(encoder->finish());
     return {};
   }
-  deviceEvents_.whenComplete(
-      std::move(events),
-      [encoder = std::move(encoder),
-       ready = std::move(ready)](const base::Error& error) {
-        ready(error ? base::Result<Encoded>(error) : encoder->finish());
-      });
+  auto goOn = [encoder, ready = std::move(ready)](const base::Error& error) {
+    ready(error ? base::Result<Encoded>(error) : encoder->finish());
+  };
+  if (const auto filling = encoder->filling()) {
+    // Not before: a device that has failed is mostly found out here, and then
+    // there is no frame that would have to be taken back.
+    filling->whenFilled(filling->firstBytes(), std::move(goOn));
+    filling->start(deviceEvents_);
+  } else {
+    deviceEvents_.whenComplete(std::move(events), std::move(goOn));
+  }
   return {};
 }
 

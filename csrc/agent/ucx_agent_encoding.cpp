@@ -16,6 +16,7 @@ EncodeOptions UcxAgent::requestOptions(
       .inlineThreshold = options_.inlineBytes,
       .answer = callDtype(),
       .checked = options_.integrity,
+      .inPieces = connection->sendsPieces(),
       .cache = cache_.get()};
   if (!connection->loopsBack()) { // nothing of it travels
     options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
@@ -30,6 +31,7 @@ EncodeOptions UcxAgent::answerOptions(const Asker& asker) {
       .kind = wire::CallKind::kResponse,
       .inlineThreshold = options_.inlineBytes,
       .checked = asker.checked || options_.integrity,
+      .inPieces = asker.connection->sendsPieces(),
       .cache = cache_.get()};
   if (asker.connection->loopsBack()) {
     return options;

@@ -192,12 +192,14 @@ void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
     return;
   }
   trimLater();
+  auto arrived = landEarly(*arrival);
   incoming->receive(
       std::move(spans.value()),
       [this, arrival = std::move(arrival)](const base::Error& error) {
         arrival->error = error;
         dispatch(arrival);
-      });
+      },
+      std::move(arrived));
 }
 
 void UcxAgent::trimLater() {

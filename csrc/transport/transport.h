@@ -31,17 +31,35 @@ namespace torch_rpc_ext::transport {
 
 using Callback = std::function<void(const base::Error&)>;
 
+// Bulk that is still being written when it is handed to send(): in order, and
+// not by the transport.
+// Thread: any.
+class Filling {
+ public:
+  virtual ~Filling() = default;
+
+  // Runs `then` once the first `bytes` of it are there, or with the error that
+  // keeps them from it: at once, or later on a thread that must not be kept.
+  virtual void whenFilled(uint64_t bytes, Callback then) = 0;
+};
+
 // A bulk buffer to be sent. One with a region the receiver may keep, and write
 // to, instead of copying it: the sender will not look at it again before it has
 // it back.
 struct BulkSpan : base::ConstSpan {
-  memory::SharedRegion region;
+  memory::SharedRegion region = {};
   // Keeps the region: the receiver may give it back (`returned`), and then it
   // is used here on.
-  std::shared_ptr<void> owner;
+  std::shared_ptr<void> owner = nullptr;
   // The region is one of the receiver's own, which it has sent over this
   // connection.
   bool returned = false;
+  // Null: all of it is there. Else its byte i is once the first
+  // `fillingOffset` + i + 1 of the filling are. Only for a connection that
+  // sendsPieces(). The callback of send() gets the error of a filling that
+  // fails, and so does the receiver.
+  std::shared_ptr<Filling> filling = nullptr;
+  uint64_t fillingOffset = 0;
 };
 
 class Connection;
@@ -82,12 +100,17 @@ class Incoming {
     return {};
   }
 
+  // A part of `into` that is there before the rest is.
+  using Arrived = std::function<void(base::MutableSpan part)>;
+
   // Moves the bulk into `into` (same count and sizes as bulkSizes(), null data
   // for what was adopted). At most once. The callback may fire before the call
-  // returns.
+  // returns. `arrived`, which may be null, hears of parts where the transport
+  // brings bulk in parts: not of all, and maybe still after the callback.
   virtual void receive(
       std::vector<base::MutableSpan> into,
-      Callback callback) = 0;
+      Callback callback,
+      Arrived arrived) = 0;
 };
 
 // One path to one peer Context. Thread: any.
@@ -121,6 +144,12 @@ class Connection {
 
   // The peer can map shared memory of this process (BulkSpan::region).
   virtual bool sharesMemory() const {
+    return false;
+  }
+
+  // Bulk leaves piece by piece, and may be filled meanwhile
+  // (BulkSpan::filling).
+  virtual bool sendsPieces() const {
     return false;
   }
 

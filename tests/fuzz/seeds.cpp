@@ -10,6 +10,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <utility>
 #include <vector>
 
 using namespace torch_rpc_ext;
@@ -31,17 +32,18 @@ void write(const char* target, const char* name, const std::string& bytes) {
 }
 
 void writeHeaders() {
-  for (const auto kind : {FrameKind::kOpen, FrameKind::kFrame}) {
+  const std::pair<FrameKind, const char*> kinds[] = {
+      {FrameKind::kOpen, "open"},
+      {FrameKind::kFrame, "frame"},
+      {FrameKind::kAbort, "abort"}};
+  for (const auto& [kind, name] : kinds) {
     FrameHeader header;
     header.kind = kind;
     header.count = 2;
     header.token = 0x1122334455667788;
     header.transfer = 3;
     header.acknowledged = kAdopted | 4;
-    write(
-        "frame_header",
-        kind == FrameKind::kOpen ? "open" : "frame",
-        {&header, sizeof(header)});
+    write("frame_header", name, {&header, sizeof(header)});
   }
 }
 

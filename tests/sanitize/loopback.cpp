@@ -41,7 +41,7 @@ class Echo final : public transport::Handler {
     if (incoming->head().size % 2 == 0) {
       return; // refuses the bulk
     }
-    incoming->receive({{bytes.data(), bytes.size()}}, [](auto&) {});
+    incoming->receive({{bytes.data(), bytes.size()}}, [](auto&) {}, nullptr);
     require(bytes[0] == 'b' && bytes[kBulkBytes - 1] == 'b', "the bulk");
   }
   void onClosed(

@@ -16,6 +16,7 @@ BUILD = cxx.ROOT / "build" / "sanitize"
 _NEEDS = {
     "poller": ("base/poller.cpp", "base/timer.cpp"),
     "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp"),
+    "filling": ("transport/fill_level.cpp",),
     "memory": ("memory/buffer_cache.cpp", "transport/ucx/shared_maps.cpp"),
     "loopback": (
         "agent/executor.cpp",

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <utility>
 
 namespace torch_rpc_ext::agent::device {
 
@@ -56,6 +57,9 @@ void copyBytes(
 }
 
 namespace {
+
+// Below this the frame would leave hardly earlier.
+constexpr uint64_t kMinBytesInPieces = 2 * kPieceBytes;
 
 // DeviceIndex -> slices of the block of that device.
 using Groups = std::map<c10::DeviceIndex, std::vector<Slice>>;
@@ -135,6 +139,74 @@ Region asSent(const Departing& departing, size_t size, Launcher* launcher) {
   return block;
 }
 
+c10::Stream currentStream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(kType).getStream(device);
+}
+
+using Large = std::vector<const Departing*>;
+
+uint64_t sizeOf(const Large& large) {
+  uint64_t bytes = 0;
+  for (const Departing* departing : large) {
+    bytes += departing->entry->bytes.size;
+  }
+  return bytes;
+}
+
+void copyWhole(
+    const Large& large,
+    const StageOptions& options,
+    Staged& staged) {
+  Sums sums(options.checked ? options.launcher : nullptr, large.size());
+  for (const Departing* departing : large) {
+    wire::StorageEntry& entry = *departing->entry;
+    const size_t size = entry.bytes.size;
+    const Region sent = asSent(*departing, size, options.launcher);
+    if (const uint64_t* const sum = sums.add(sent)) {
+      staged.sums.push_back({&entry, sum});
+    }
+    staged.held.push_back(pinned(size));
+    copyBytes(staged.held.back(), 0, sent.storage, sent.begin, size);
+    entry.bytes.data = staged.held.back().data();
+  }
+  if (sums.memory()) {
+    staged.held.push_back(sums.memory());
+  }
+}
+
+// One piece can be several storages, as small ones have no need of an event
+// each.
+void copyInPieces(const Large& large, Launcher* launcher, Staged& staged) {
+  uint64_t offset = 0;
+  uint64_t unmarked = 0;
+  std::vector<c10::Storage> held;
+  for (size_t i = 0; i < large.size(); ++i) {
+    wire::StorageEntry& entry = *large[i]->entry;
+    const size_t size = entry.bytes.size;
+    const Region sent = asSent(*large[i], size, launcher);
+    const c10::Storage host = pinned(size);
+    const bool isLastOfDevice =
+        i + 1 == large.size() || large[i + 1]->device() != sent.device();
+    held.insert(held.end(), {large[i]->storage, sent.storage, host});
+    for (size_t at = 0; at < size; at += kPieceBytes) {
+      const size_t piece = std::min(kPieceBytes, size - at);
+      copyBytes(host, at, sent.storage, sent.begin + at, piece);
+      unmarked += piece;
+      if (unmarked >= kPieceBytes || (isLastOfDevice && at + piece == size)) {
+        // The same storages are behind pieces to come.
+        staged.filling->add(
+            currentStream(sent.device()), std::exchange(unmarked, 0), held);
+        if (at + piece == size) {
+          held.clear();
+        }
+      }
+    }
+    entry.bytes.data = host.data();
+    staged.held.push_back(host);
+    staged.filled.push_back({&entry, std::exchange(offset, offset + size)});
+  }
+}
+
 } // namespace
 
 void stage(
@@ -143,29 +215,24 @@ void stage(
     Staged& staged) {
   Groups groups;
   std::map<c10::DeviceIndex, std::vector<wire::StorageEntry*>> entries;
-  Sums sums(options.checked ? options.launcher : nullptr, storages.size());
-  for (Departing& departing : storages) {
+  Large large;
+  for (const Departing& departing : storages) {
     wire::StorageEntry& entry = *departing.entry;
-    const size_t size = entry.bytes.size;
-    if (entry.beside || size == 0) {
+    if (entry.beside || entry.bytes.size == 0) {
       continue;
     }
     if (entry.bulk) {
-      const Region sent = asSent(departing, size, options.launcher);
-      if (const uint64_t* const sum = sums.add(sent)) {
-        staged.sums.push_back({&entry, sum});
-      }
-      staged.held.push_back(pinned(size));
-      copyBytes(staged.held.back(), 0, sent.storage, sent.begin, size);
-      entry.bytes.data = staged.held.back().data();
+      large.push_back(&departing);
     } else {
       const auto index = departing.device().index();
       append(groups[index], departing, entry.dtype);
       entries[index].push_back(&entry);
     }
   }
-  if (sums.memory()) {
-    staged.held.push_back(sums.memory());
+  const bool inPieces = options.inPieces && !options.checked &&
+      sizeOf(large) >= kMinBytesInPieces;
+  if (inPieces) {
+    staged.filling = std::make_shared<PinnedFilling>();
   }
   for (const auto& [index, slices] : groups) {
     staged.held.push_back(pinned(blockSize(slices)));
@@ -174,6 +241,14 @@ void stage(
     for (size_t i = 0; i < slices.size(); ++i) {
       entries[index][i]->bytes.data = at(host, slices[i].offset);
     }
+    if (inPieces) {
+      staged.filling->add(currentStream(slices.front().device()), 0, {host});
+    }
+  }
+  if (inPieces) {
+    copyInPieces(large, options.launcher, staged);
+  } else {
+    copyWhole(large, options, staged);
   }
 }
 
@@ -186,6 +261,16 @@ Unstaged unstage(
   std::map<c10::DeviceIndex, std::vector<const c10::Storage*>> sources;
   for (size_t i = 0; i < storages.size(); ++i) {
     const Arriving& arriving = storages[i];
+    if (arriving.landed) {
+      result.storages.push_back(arriving.landed);
+      result.sums.push_back(
+          {i,
+           arriving.device,
+           arriving.host,
+           options.sums == nullptr ? nullptr
+                                   : options.sums->add(arriving.landed)});
+      continue;
+    }
     const size_t size = arriving.host.nbytes();
     result.storages.push_back(
         allocate(arriving.device, size * wire::widening(arriving.dtype)));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/device/launcher.h"
+#include "agent/device/pinned_filling.h"
 #include "agent/device/sums.h"
 #include "agent/device/way.h"
 
@@ -37,6 +38,9 @@ void copyBytes(
 struct StageOptions {
   Launcher* launcher = nullptr;
   bool checked = false; // with checksums
+  // Much may leave while the devices still copy the rest. Not with checksums:
+  // the frame, which has them, leaves first.
+  bool inPieces = false;
 };
 
 // A checksum that a device writes to pinned memory.
@@ -45,14 +49,24 @@ struct DeviceSum {
   const uint64_t* sum = nullptr;
 };
 
+// Where in the filling a storage begins.
+struct Filled {
+  const wire::StorageEntry* entry = nullptr;
+  uint64_t offset = 0;
+};
+
 struct Staged {
   std::vector<c10::Storage> held; // pinned
+  // Null: all is to be read once what is queued is over. Else: what is small
+  // once the filling has reached its first bytes, and these as it says.
+  std::shared_ptr<PinnedFilling> filling;
+  std::vector<Filled> filled;
   // Of large storages, where devices compute them.
   std::vector<DeviceSum> sums;
 };
 
 // Brings storages from their devices to pinned memory, as the dtype that their
-// entries have; these then refer to it. To be read once what is queued is over.
+// entries have; these then refer to it.
 void stage(
     std::vector<Departing>& storages,
     const StageOptions& options,
@@ -63,6 +77,7 @@ struct Arriving {
   c10::Device device;
   c10::Storage host;
   bool isPinned = false; // else its bytes are copied first
+  c10::Storage landed = {}; // it is on the device already, as it is to be
   wire::WireDtype dtype = wire::WireDtype::kFloat32; // of the host's bytes
 };
 

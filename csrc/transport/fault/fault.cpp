@@ -119,6 +119,9 @@ class FaultConnection final
   bool sharesMemory() const override {
     return inner_->sharesMemory();
   }
+  bool sendsPieces() const override {
+    return inner_->sendsPieces();
+  }
   PathInfo path() const override {
     return inner_->path();
   }

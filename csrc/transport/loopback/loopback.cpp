@@ -74,7 +74,7 @@ class LoopbackIncoming final : public Incoming {
   void refuse(const base::Error& why) override {
     answer(why);
   }
-  void receive(std::vector<base::MutableSpan> into, Callback callback)
+  void receive(std::vector<base::MutableSpan> into, Callback callback, Arrived)
       override {
     for (size_t i = 0; i < into.size(); ++i) {
       if (into[i].size != 0) {

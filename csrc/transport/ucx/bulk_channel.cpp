@@ -14,7 +14,8 @@ struct BulkChannel::Group {
   size_t left = 0; // chunks
   std::vector<void*> requests; // of receives, for cancel()
   uint64_t firstTag = 0;
-  std::vector<size_t> sizes; // of receives, by tag
+  std::vector<base::MutableSpan> chunks; // of receives, by tag
+  Incoming::Arrived arrived;
   base::Error error;
 };
 
@@ -37,7 +38,8 @@ uint64_t BulkChannel::reserveTags(uint64_t chunks) {
 uint64_t BulkChannel::receive(
     uint64_t tag,
     std::vector<base::MutableSpan> into,
-    Callback callback) {
+    Callback callback,
+    Incoming::Arrived arrived) {
   uint64_t id = 0;
   worker_->runLocked([&] {
     auto group = std::make_unique<Group>();
@@ -45,6 +47,7 @@ uint64_t BulkChannel::receive(
     group->channel = this;
     group->id = id;
     group->callback = std::move(callback);
+    group->arrived = std::move(arrived);
     group->left = 1; // held until all are posted
     group->firstTag = tag;
     if (stopped_) {
@@ -55,7 +58,9 @@ uint64_t BulkChannel::receive(
     groups_.emplace(id, std::move(group));
     for (const auto& span : into) {
       for (size_t at = 0; at < span.size; at += kChunkBytes) {
-        raw->sizes.push_back(std::min(kChunkBytes, span.size - at));
+        raw->chunks.push_back(
+            {static_cast<char*>(span.data) + at,
+             std::min(kChunkBytes, span.size - at)});
         ucp_request_param_t params{};
         params.op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
@@ -63,8 +68,8 @@ uint64_t BulkChannel::receive(
         params.user_data = raw;
         void* request = ucp_tag_recv_nbx(
             worker_->get(),
-            static_cast<char*>(span.data) + at,
-            raw->sizes.back(),
+            raw->chunks.back().data,
+            raw->chunks.back().size,
             tag++,
             ~uint64_t{0},
             &params);
@@ -235,9 +240,14 @@ void BulkChannel::onReceived(
   auto* group = static_cast<Group*>(argument);
   if (status == UCS_OK && !group->error) {
     const uint64_t index = info->sender_tag - group->firstTag;
-    if (index >= group->sizes.size() || info->length != group->sizes[index]) {
+    if (index >= group->chunks.size() ||
+        info->length != group->chunks[index].size) {
       group->error = {
           base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
+    } else if (group->arrived) {
+      group->channel->worker_->defer(
+          base::makeTask([arrived = group->arrived,
+                          chunk = group->chunks[index]] { arrived(chunk); }));
     }
   }
   std::erase(group->requests, request);

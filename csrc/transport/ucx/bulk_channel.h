@@ -31,8 +31,12 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   uint64_t reserveTags(uint64_t chunks);
 
   // Posts receives for all chunks of `into`. Returns an id for cancel().
-  uint64_t
-  receive(uint64_t tag, std::vector<base::MutableSpan> into, Callback callback);
+  // `arrived`, which may be null, hears of each chunk, in any order.
+  uint64_t receive(
+      uint64_t tag,
+      std::vector<base::MutableSpan> into,
+      Callback callback,
+      Incoming::Arrived arrived);
   void cancel(uint64_t id, base::Error why);
 
   // Sends all chunks of `spans`; the callback fires when UCX needs them no

@@ -2,7 +2,6 @@
 
 #include "base/log.h"
 #include "transport/ucx/context.h"
-#include "transport/ucx/sealed_bulk.h"
 #include "transport/ucx/status.h"
 
 #include <poll.h>
@@ -29,22 +28,11 @@ const char* toString(ConnectionState state) {
 
 namespace {
 
-// More than this the peer gets back at once.
-constexpr uint64_t kMaxLazyBytes = 16u << 20;
-
 // What an active message needs until UCX has let go of it.
 struct ActiveSend {
   std::shared_ptr<UcxConnection> connection;
   base::Buffer data;
 };
-
-uint64_t plainChunkCount(const std::vector<base::MutableSpan>& into) {
-  uint64_t chunks = 0;
-  for (const auto& span : into) {
-    chunks += chunkCount(span.size);
-  }
-  return chunks;
-}
 
 void onActiveSent(void* request, ucs_status_t status, void* argument) {
   std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
@@ -121,6 +109,10 @@ bool UcxConnection::sharesMemory() const {
       cmaUsable_;
 }
 
+bool UcxConnection::sendsPieces() const {
+  return state_.load() == ConnectionState::kOpen && !sharesMemory();
+}
+
 PathInfo UcxConnection::path() const {
   PathInfo info;
   context_->worker().runLocked([&] {
@@ -154,142 +146,6 @@ PathInfo UcxConnection::path() const {
     info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
   });
   return info;
-}
-
-void UcxConnection::fetch(
-    uint64_t transfer,
-    uint32_t first,
-    const std::vector<BulkEntry>& from,
-    const std::vector<base::MutableSpan>& into,
-    Callback callback) {
-  // Written once, before the first frame was delivered.
-  const bool readable = cmaUsable_ &&
-      std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
-                          return entry.address != 0 || entry.size == 0;
-                        });
-  if (!readable) {
-    pull(transfer, first, into, std::move(callback));
-    return;
-  }
-  std::vector<uint64_t> addresses;
-  addresses.reserve(from.size());
-  for (const auto& entry : from) {
-    addresses.push_back(entry.address);
-  }
-  cmaRead(
-      peer_.process.pid,
-      addresses,
-      into,
-      context_->runner(),
-      std::move(callback));
-}
-
-std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
-  if (!cmaUsable_ || entry.region == 0) {
-    return nullptr;
-  }
-  return context_->maps().map(peer_.process.pid, entry);
-}
-
-std::shared_ptr<void> UcxConnection::takeBack(const BulkEntry& entry) {
-  std::shared_ptr<void> memory;
-  context_->worker().runLocked(
-      [&] { memory = transfers_.lent(entry.region, entry.size); });
-  return memory;
-}
-
-void UcxConnection::pull(
-    uint64_t transfer,
-    uint32_t first,
-    const std::vector<base::MutableSpan>& into,
-    Callback callback) {
-  auto bulk = context_->bulk();
-  if (!bulk.ok()) {
-    callback(bulk.error());
-    return;
-  }
-  PullRequest request;
-  request.firstSpan = first;
-  request.spanCount = static_cast<uint32_t>(into.size());
-  request.bulkAddress = bulk.value()->address();
-  const bool sealed = !bulkReceiveKey_.empty();
-  request.tag = bulk.value()->reserveTags(
-      sealed ? sealedChunkCount(into) : plainChunkCount(into));
-  // The receive may end before its id is known here, so the callback carries a
-  // cell for the id.
-  auto id = std::make_shared<std::atomic<uint64_t>>(0);
-  auto self = shared_from_this();
-  Callback ended =
-      [self, id, callback = std::move(callback)](const base::Error& error) {
-        self->context_->worker().post(
-            base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
-        callback(error);
-      };
-  const uint64_t receive = sealed
-      ? receiveSealed(
-            *bulk.value(),
-            context_->runner(),
-            bulkReceiveKey_,
-            request.tag,
-            into,
-            std::move(ended))
-      : bulk.value()->receive(request.tag, into, std::move(ended));
-  id->store(receive);
-  context_->worker().post(
-      base::makeTask(
-          [self, bulk = bulk.value(), receive, transfer, request]() mutable {
-            if (self->state_ != ConnectionState::kOpen) {
-              self->context_->worker().defer(
-                  base::makeTask([bulk, receive, why = self->ending_] {
-                    bulk->cancel(receive, why);
-                  }));
-              return;
-            }
-            self->pulls_.insert(receive);
-            self->sendActive(
-                {.kind = FrameKind::kPull,
-                 .token = self->peer_.token,
-                 .transfer = transfer},
-                encode(request));
-          }));
-}
-
-void UcxConnection::done(
-    uint64_t transfer,
-    uint64_t bytes,
-    const base::Error& error) {
-  context_->worker().post(
-      base::makeTask([self = shared_from_this(), transfer, bytes, error] {
-        if (self->state_ != ConnectionState::kOpen) {
-          return;
-        }
-        if (!error && bytes <= kMaxLazyBytes) {
-          // A message of its own would wake a thread of the peer for nothing
-          // but this; the answer to the call is often on its way.
-          if ((transfer & kAdopted) != 0) {
-            self->adopted_.push_back(transfer);
-          } else {
-            // Said at once that it was adopted and is over, is one word.
-            std::erase(self->adopted_, transfer | kAdopted);
-            self->acknowledgements_.push_back(transfer);
-          }
-          if (!std::exchange(self->acknowledgesSoon_, true)) {
-            self->context_->acknowledgeSoon(self);
-          }
-          return;
-        }
-        base::Buffer text(
-            error ? std::min<size_t>(error.message.size(), 512) : 0);
-        if (text.size() != 0) {
-          std::memcpy(text.data(), error.message.data(), text.size());
-        }
-        self->sendActive(
-            {.kind = FrameKind::kDone,
-             .count = static_cast<uint32_t>(error.kind),
-             .token = self->peer_.token,
-             .transfer = transfer},
-            std::move(text));
-      }));
 }
 
 void UcxConnection::deliveryEnds() {
@@ -422,7 +278,8 @@ void UcxConnection::sendNow(Unsent frame) {
   }
   const auto entryOf = [this](const BulkSpan& span) {
     BulkEntry entry{.size = span.size};
-    if (exposesMemory_) {
+    // What is being filled has to be asked for.
+    if (exposesMemory_ && span.filling == nullptr) {
       entry.address = reinterpret_cast<uint64_t>(span.data);
       if (span.region.id != 0) {
         entry.region = span.region.id;
@@ -446,74 +303,13 @@ void UcxConnection::sendNow(Unsent frame) {
     header.kind = FrameKind::kBigFrame;
     bigFrame = std::move(data);
     const BulkEntry entry =
-        entryOf({base::ConstSpan{bigFrame.data(), bigFrame.size()}});
+        entryOf(BulkSpan{{bigFrame.data(), bigFrame.size()}});
     data = base::Buffer(sizeof(entry));
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
   header.transfer = transfers_.add(
       std::move(bigFrame), frame.bulk, std::move(frame.callback));
   sendActive(header, std::move(data));
-}
-
-void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
-  auto request = parsePullRequest(data);
-  const Transfers::Spans* const all = transfers_.find(id);
-  if (!request.ok() || all == nullptr) {
-    fail(
-        {base::ErrorKind::kInvalid,
-         "the peer asked for bulk that does not exist"});
-    return;
-  }
-  const PullRequest& pull = request.value();
-  if (pull.firstSpan > all->size() ||
-      pull.spanCount > all->size() - pull.firstSpan) {
-    fail(
-        {base::ErrorKind::kInvalid,
-         "the peer asked for bulk spans that do not exist"});
-    return;
-  }
-  transfers_.sendBegins(id);
-  const auto begin = all->begin() + pull.firstSpan;
-  context_->worker().defer(
-      base::makeTask([self = shared_from_this(),
-                      id,
-                      pull,
-                      spans = Transfers::Spans(begin, begin + pull.spanCount)] {
-        self->sendBulk(pull, spans, [self, id](const base::Error& error) {
-          self->context_->worker().post(base::makeTask([self, id, error] {
-            self->transfers_.sendEnds(id, error);
-          }));
-        });
-      }));
-}
-
-void UcxConnection::sendBulk(
-    const PullRequest& pull,
-    std::vector<base::ConstSpan> spans,
-    Callback callback) {
-  auto bulk = context_->bulk();
-  if (!bulk.ok()) {
-    callback(bulk.error());
-  } else if (bulkSendKey_.empty()) {
-    bulk.value()->send(
-        pull.bulkAddress, pull.tag, std::move(spans), std::move(callback));
-  } else {
-    sendSealed(
-        bulk.value(),
-        context_->runner(),
-        bulkSendKey_,
-        pull,
-        std::move(spans),
-        std::move(callback));
-  }
-}
-
-void UcxConnection::onDone(uint64_t id, base::Error error) {
-  if ((id & kAdopted) != 0) {
-    transfers_.adopted(id & ~kAdopted);
-  } else {
-    transfers_.done(id, std::move(error));
-  }
 }
 
 void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
@@ -544,7 +340,7 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
     context_->worker().defer(
         base::makeTask([self, pulls = std::move(pulls_), error] {
           auto bulk = self->context_->bulk();
-          for (const uint64_t id : pulls) {
+          for (const auto& [id, transfer] : pulls) {
             bulk.value()->cancel(id, error);
           }
         }));

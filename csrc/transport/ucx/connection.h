@@ -11,7 +11,7 @@
 #include <deque>
 #include <memory>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -57,16 +57,18 @@ class UcxConnection final : public Connection,
     return peerDied_.load();
   }
   bool sharesMemory() const override;
+  bool sendsPieces() const override;
   PathInfo path() const override;
 
   // Moves the peer's bulk spans [first, first + into.size()) of `transfer`
-  // here, in the best way there is.
+  // here, in the best way there is. `arrived` as in Incoming::receive().
   void fetch(
       uint64_t transfer,
       uint32_t first,
       const std::vector<BulkEntry>& from,
       const std::vector<base::MutableSpan>& into,
-      Callback callback);
+      Callback callback,
+      Incoming::Arrived arrived);
   // Tells the peer that the memory of `transfer`, `bytes` in all, is its own
   // again: now, or soon when it went well and is little.
   void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
@@ -111,6 +113,8 @@ class UcxConnection final : public Connection,
   }
   void onPull(uint64_t transfer, base::ConstSpan data);
   void onDone(uint64_t transfer, base::Error error);
+  // Bulk that was asked for does not come.
+  void onAbort(uint64_t transfer, const base::Error& why);
   // Ends the connection once, releases everything that the peer cannot read,
   // tells the Handler when it has seen all frames. With `flush`, what was sent
   // leaves first.
@@ -155,13 +159,16 @@ class UcxConnection final : public Connection,
   void deferCallback(Callback callback, base::Error error);
   void sendBulk(
       const PullRequest& pull,
-      std::vector<base::ConstSpan> spans,
+      const std::vector<BulkSpan>& spans,
       Callback callback);
+  void sendEnded(uint64_t transfer, const base::Error& error);
+  void sendReason(FrameKind kind, uint64_t transfer, const base::Error& error);
   void pull(
       uint64_t transfer,
       uint32_t first,
       const std::vector<base::MutableSpan>& into,
-      Callback callback);
+      Callback callback,
+      Incoming::Arrived arrived);
   void watchProcess();
   bool peerLives() const;
   void closeEndpoint(bool flush);
@@ -192,7 +199,8 @@ class UcxConnection final : public Connection,
   std::vector<uint64_t> acknowledgements_; // transfers of the peer's
   std::vector<uint64_t> adopted_; // the same: not to be waited for
   bool acknowledgesSoon_ = false;
-  std::unordered_set<uint64_t> pulls_; // receives on the bulk channel
+  // Receives on the bulk channel, each with the peer's transfer.
+  std::unordered_map<uint64_t, uint64_t> pulls_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -22,9 +22,10 @@ constexpr int kDrainMilliseconds = 1000;
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 constexpr size_t kMaxBroken = 64;
 
-// The kind of error that a kDone names.
+// The kind of error that a kDone or kAbort names.
 base::ErrorKind toKind(uint32_t number) {
-  return number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
+  return number != 0 &&
+          number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
       ? static_cast<base::ErrorKind>(number)
       : base::ErrorKind::kRefused;
 }
@@ -334,6 +335,11 @@ void UcxContext::onConnectionMessage(
           header.count == 0 ? base::Error{}
                             : base::Error{toKind(header.count), toText(data)});
       break;
+    case FrameKind::kAbort:
+      connection->onAbort(
+          header.transfer,
+          {toKind(header.count), "the sender gave it up: " + toText(data)});
+      break;
     case FrameKind::kClose:
       if (header.count == 0) {
         connection->fail(
@@ -450,7 +456,8 @@ void UcxContext::fetchBigFrame(
           connection->done(header.transfer, 0, incoming.error());
         }
         connection->deliveryEnds();
-      });
+      },
+      /*arrived=*/nullptr);
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -83,7 +83,8 @@ Adopted UcxIncoming::adopt(size_t index) {
 
 void UcxIncoming::receive(
     std::vector<base::MutableSpan> into,
-    Callback callback) {
+    Callback callback,
+    Arrived arrived) {
   answered_ = true;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].fd == kReturned && into[i].data != nullptr) {
@@ -138,7 +139,8 @@ void UcxIncoming::receive(
         // The owner first: once the sender knows, it may close.
         callback(error);
         connection->done(error ? transfer & ~kAdopted : transfer, bytes, error);
-      });
+      },
+      std::move(arrived));
 }
 
 base::Result<std::unique_ptr<Incoming>> makeIncoming(

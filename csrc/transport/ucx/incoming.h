@@ -30,7 +30,10 @@ class UcxIncoming final : public Incoming {
   }
   void refuse(const base::Error& why) override;
   Adopted adopt(size_t index) override;
-  void receive(std::vector<base::MutableSpan> into, Callback callback) override;
+  void receive(
+      std::vector<base::MutableSpan> into,
+      Callback callback,
+      Arrived arrived) override;
 
  private:
   class Lease;

@@ -55,7 +55,7 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
   header.acknowledged = reader.u64();
   if (reader.failed() || reader.remaining() != 0 ||
       kind < static_cast<uint16_t>(FrameKind::kOpen) ||
-      kind > static_cast<uint16_t>(FrameKind::kSealed)) {
+      kind > static_cast<uint16_t>(FrameKind::kAbort)) {
     return malformed("frame header");
   }
   header.kind = static_cast<FrameKind>(kind);

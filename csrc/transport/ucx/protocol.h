@@ -12,6 +12,8 @@
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans through UCX
 //   kDone     the receiver  nothing (status 0), or the reason of the refusal
+//   kAbort    the receiver  text: why bulk that it has asked for does not come;
+//                           count is the kind of the error
 //   kClose    the receiver  nothing; count 1: not by choice, it broke
 //   kSealed   the receiver  any of those from kFrame on, encrypted
 //                           (secure_channel.h); `transfer` is its number
@@ -36,7 +38,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 4;
+constexpr uint16_t kProtocolVersion = 5;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -56,12 +58,13 @@ enum class FrameKind : uint16_t {
   kClose,
   kConfirm,
   kSealed,
+  kAbort,
 };
 
 struct FrameHeader {
   uint16_t version = kProtocolVersion;
   FrameKind kind = FrameKind::kFrame;
-  uint32_t count = 0; // bulk spans of a frame; status of kDone; of kClose
+  uint32_t count = 0; // bulk spans of a frame; status of others
   uint64_t token = 0;
   uint64_t transfer = 0; // the sender's number for a frame's bulk, or 0
   uint64_t acknowledged = 0; // a transfer of the receiver's that is done, or 0

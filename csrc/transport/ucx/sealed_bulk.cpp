@@ -1,6 +1,7 @@
 #include "transport/ucx/sealed_bulk.h"
 
 #include "crypto/crypto.h"
+#include "transport/ucx/bulk_chunks.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,11 +18,11 @@ namespace {
 // Staging buffers of one transfer: one is filled while another is on its way.
 constexpr uint64_t kLanes = 2;
 
-template <typename Span>
-std::vector<Span> toChunks(const std::vector<Span>& spans) {
-  std::vector<Span> chunks;
+std::vector<base::MutableSpan> chunksOf(
+    const std::vector<base::MutableSpan>& spans) {
+  std::vector<base::MutableSpan> chunks;
   for (const auto& span : spans) {
-    auto* const begin = const_cast<char*>(static_cast<const char*>(span.data));
+    auto* const begin = static_cast<char*>(span.data);
     for (size_t at = 0; at < span.size; at += kChunkBytes) {
       chunks.push_back({begin + at, std::min(kChunkBytes, span.size - at)});
     }
@@ -33,7 +34,8 @@ base::ConstSpan spanOf(const uint64_t& tag) {
   return {&tag, sizeof(tag)};
 }
 
-// Each lane seals a chunk, sends it, and goes on when that has left.
+// Each lane waits until a chunk is there, seals it, sends it, and goes on when
+// that has left.
 class Sending : public std::enable_shared_from_this<Sending> {
  public:
   Sending(
@@ -41,7 +43,7 @@ class Sending : public std::enable_shared_from_this<Sending> {
       base::TaskRunner& runner,
       std::string key,
       PullRequest pull,
-      const std::vector<base::ConstSpan>& spans,
+      const std::vector<BulkSpan>& spans,
       Callback callback)
       : bulk_(std::move(bulk)),
         runner_(runner),
@@ -79,7 +81,27 @@ class Sending : public std::enable_shared_from_this<Sending> {
       laneEnds();
       return;
     }
-    const base::ConstSpan& chunk = chunks_[index];
+    const Chunk& chunk = chunks_[index];
+    if (chunk.filling == nullptr) {
+      sealAndSend(lane, index);
+      return;
+    }
+    chunk.filling->whenFilled(
+        chunk.filledAt,
+        [self = shared_from_this(), lane, index](const base::Error& error) {
+          if (error) {
+            self->fail(error);
+            self->laneEnds();
+            return;
+          }
+          self->runner_.submit(base::makeTask([self, lane, index] {
+            self->sealAndSend(lane, index);
+          }));
+        });
+  }
+
+  void sealAndSend(const std::shared_ptr<Lane>& lane, uint64_t index) {
+    const Chunk& chunk = chunks_[index];
     const uint64_t tag = pull_.tag + index;
     try {
       if (lane->staging.size() < chunk.size) {
@@ -142,7 +164,7 @@ class Sending : public std::enable_shared_from_this<Sending> {
   base::TaskRunner& runner_;
   const std::string key_;
   const PullRequest pull_;
-  const std::vector<base::ConstSpan> chunks_;
+  const std::vector<Chunk> chunks_;
   std::vector<uint8_t> tags_;
   const Callback callback_;
   std::atomic<uint64_t> next_{0};
@@ -162,7 +184,7 @@ class Opening : public std::enable_shared_from_this<Opening> {
       Callback callback)
       : key_(std::move(key)),
         firstTag_(firstTag),
-        chunks_(toChunks(into)),
+        chunks_(chunksOf(into)),
         tags_(chunks_.size() * crypto::kTagBytes),
         callback_(std::move(callback)) {}
 
@@ -229,7 +251,7 @@ void sendSealed(
     base::TaskRunner& runner,
     std::string key,
     const PullRequest& pull,
-    std::vector<base::ConstSpan> spans,
+    const std::vector<BulkSpan>& spans,
     Callback callback) {
   auto sending = std::make_shared<Sending>(
       std::move(bulk),
@@ -252,13 +274,16 @@ uint64_t receiveSealed(
       std::move(key), firstTag, into, std::move(callback));
   into.push_back(opening->tags());
   return bulk.receive(
-      firstTag, std::move(into), [opening, &runner](const base::Error& error) {
+      firstTag,
+      std::move(into),
+      [opening, &runner](const base::Error& error) {
         if (error) {
           opening->end(error);
         } else {
           opening->start(runner);
         }
-      });
+      },
+      /*arrived=*/nullptr); // not before they are opened
 }
 
 uint64_t sealedChunkCount(const std::vector<base::MutableSpan>& into) {

@@ -23,7 +23,7 @@ void sendSealed(
     base::TaskRunner& runner,
     std::string key,
     const PullRequest& pull,
-    std::vector<base::ConstSpan> spans,
+    const std::vector<BulkSpan>& spans,
     Callback callback);
 
 // Receives into `into` and opens it there; returns what BulkChannel::receive()

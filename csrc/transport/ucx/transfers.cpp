@@ -13,7 +13,8 @@ uint64_t Transfers::add(
   Transfer& transfer = transfers_[id];
   transfer.frame = std::move(frame);
   if (transfer.frame.size() != 0) {
-    transfer.spans.push_back({transfer.frame.data(), transfer.frame.size()});
+    transfer.spans.push_back(
+        {base::ConstSpan{transfer.frame.data(), transfer.frame.size()}});
   }
   for (const BulkSpan& span : bulk) {
     transfer.spans.push_back(span);
@@ -37,8 +38,14 @@ const Transfers::Spans* Transfers::find(uint64_t id) const {
   return it == transfers_.end() ? nullptr : &it->second.spans;
 }
 
-void Transfers::sendBegins(uint64_t id) {
-  ++transfers_.at(id).sends;
+bool Transfers::sendBegins(uint64_t id) {
+  Transfer& transfer = transfers_.at(id);
+  if (transfer.asked == 2) {
+    return false;
+  }
+  ++transfer.asked;
+  ++transfer.sends;
+  return true;
 }
 
 void Transfers::sendEnds(uint64_t id, const base::Error& error) {

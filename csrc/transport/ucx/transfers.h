@@ -19,7 +19,7 @@ namespace torch_rpc_ext::transport::ucx {
 // Thread: under the control worker's lock.
 class Transfers {
  public:
-  using Spans = std::vector<base::ConstSpan>;
+  using Spans = std::vector<BulkSpan>;
 
   explicit Transfers(Worker& worker) : worker_(worker) {}
 
@@ -37,8 +37,9 @@ class Transfers {
   std::shared_ptr<void> lent(uint64_t region, uint64_t size) const;
 
   // Around a send through UCX, which may read the memory until it ends,
-  // whatever the peer says.
-  void sendBegins(uint64_t id);
+  // whatever the peer says. False for one that the peer asks for too often:
+  // the frame, if it is lent, and the bulk are asked for once each.
+  bool sendBegins(uint64_t id);
   void sendEnds(uint64_t id, const base::Error& error);
 
   // The peer keeps the memory for now, and reads nothing of ours.
@@ -65,6 +66,7 @@ class Transfers {
     bool adopted = false;
     base::Error error;
     uint32_t sends = 0;
+    uint32_t asked = 0;
   };
   using Map = std::unordered_map<uint64_t, Transfer>;
   struct Lent {

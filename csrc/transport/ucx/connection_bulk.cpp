@@ -1,0 +1,275 @@
+// UcxConnection, bulk: how a receiver gets it, how a sender hears of that.
+
+#include "transport/ucx/bulk_chunks.h"
+#include "transport/ucx/connection.h"
+#include "transport/ucx/context.h"
+#include "transport/ucx/sealed_bulk.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+namespace {
+
+// More than this the peer gets back at once.
+constexpr uint64_t kMaxLazyBytes = 16u << 20;
+
+uint64_t plainChunkCount(const std::vector<base::MutableSpan>& into) {
+  uint64_t chunks = 0;
+  for (const auto& span : into) {
+    chunks += chunkCount(span.size);
+  }
+  return chunks;
+}
+
+} // namespace
+
+// ---- any thread ------------------------------------------------------------
+
+void UcxConnection::fetch(
+    uint64_t transfer,
+    uint32_t first,
+    const std::vector<BulkEntry>& from,
+    const std::vector<base::MutableSpan>& into,
+    Callback callback,
+    Incoming::Arrived arrived) {
+  // Written once, before the first frame was delivered.
+  const bool readable = cmaUsable_ &&
+      std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
+                          return entry.address != 0 || entry.size == 0;
+                        });
+  if (!readable) {
+    pull(transfer, first, into, std::move(callback), std::move(arrived));
+    return;
+  }
+  std::vector<uint64_t> addresses;
+  addresses.reserve(from.size());
+  for (const auto& entry : from) {
+    addresses.push_back(entry.address);
+  }
+  cmaRead(
+      peer_.process.pid,
+      addresses,
+      into,
+      context_->runner(),
+      std::move(callback));
+}
+
+std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
+  if (!cmaUsable_ || entry.region == 0) {
+    return nullptr;
+  }
+  return context_->maps().map(peer_.process.pid, entry);
+}
+
+std::shared_ptr<void> UcxConnection::takeBack(const BulkEntry& entry) {
+  std::shared_ptr<void> memory;
+  context_->worker().runLocked(
+      [&] { memory = transfers_.lent(entry.region, entry.size); });
+  return memory;
+}
+
+void UcxConnection::pull(
+    uint64_t transfer,
+    uint32_t first,
+    const std::vector<base::MutableSpan>& into,
+    Callback callback,
+    Incoming::Arrived arrived) {
+  auto bulk = context_->bulk();
+  if (!bulk.ok()) {
+    callback(bulk.error());
+    return;
+  }
+  PullRequest request;
+  request.firstSpan = first;
+  request.spanCount = static_cast<uint32_t>(into.size());
+  request.bulkAddress = bulk.value()->address();
+  const bool sealed = !bulkReceiveKey_.empty();
+  request.tag = bulk.value()->reserveTags(
+      sealed ? sealedChunkCount(into) : plainChunkCount(into));
+  // The receive may end before its id is known here, so the callback carries a
+  // cell for the id.
+  auto id = std::make_shared<std::atomic<uint64_t>>(0);
+  auto self = shared_from_this();
+  Callback ended =
+      [self, id, callback = std::move(callback)](const base::Error& error) {
+        self->context_->worker().post(
+            base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
+        callback(error);
+      };
+  const uint64_t receive = sealed
+      ? receiveSealed(
+            *bulk.value(),
+            context_->runner(),
+            bulkReceiveKey_,
+            request.tag,
+            into,
+            std::move(ended))
+      : bulk.value()->receive(
+            request.tag, into, std::move(ended), std::move(arrived));
+  id->store(receive);
+  context_->worker().post(
+      base::makeTask(
+          [self, bulk = bulk.value(), receive, transfer, request]() mutable {
+            if (self->state_ != ConnectionState::kOpen) {
+              self->context_->worker().defer(
+                  base::makeTask([bulk, receive, why = self->ending_] {
+                    bulk->cancel(receive, why);
+                  }));
+              return;
+            }
+            self->pulls_.emplace(receive, transfer);
+            self->sendActive(
+                {.kind = FrameKind::kPull,
+                 .token = self->peer_.token,
+                 .transfer = transfer},
+                encode(request));
+          }));
+}
+
+void UcxConnection::done(
+    uint64_t transfer,
+    uint64_t bytes,
+    const base::Error& error) {
+  context_->worker().post(
+      base::makeTask([self = shared_from_this(), transfer, bytes, error] {
+        if (self->state_ != ConnectionState::kOpen) {
+          return;
+        }
+        if (!error && bytes <= kMaxLazyBytes) {
+          // A message of its own would wake a thread of the peer for nothing
+          // but this; the answer to the call is often on its way.
+          if ((transfer & kAdopted) != 0) {
+            self->adopted_.push_back(transfer);
+          } else {
+            // Said at once that it was adopted and is over, is one word.
+            std::erase(self->adopted_, transfer | kAdopted);
+            self->acknowledgements_.push_back(transfer);
+          }
+          if (!std::exchange(self->acknowledgesSoon_, true)) {
+            self->context_->acknowledgeSoon(self);
+          }
+          return;
+        }
+        self->sendReason(FrameKind::kDone, transfer, error);
+      }));
+}
+
+// ---- under the lock --------------------------------------------------------
+
+void UcxConnection::sendReason(
+    FrameKind kind,
+    uint64_t transfer,
+    const base::Error& error) {
+  base::Buffer text(error ? std::min<size_t>(error.message.size(), 512) : 0);
+  if (text.size() != 0) {
+    std::memcpy(text.data(), error.message.data(), text.size());
+  }
+  sendActive(
+      {.kind = kind,
+       .count = static_cast<uint32_t>(error.kind),
+       .token = peer_.token,
+       .transfer = transfer},
+      std::move(text));
+}
+
+void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
+  auto request = parsePullRequest(data);
+  const Transfers::Spans* const all = transfers_.find(id);
+  if (!request.ok() || all == nullptr) {
+    fail(
+        {base::ErrorKind::kInvalid,
+         "the peer asked for bulk that does not exist"});
+    return;
+  }
+  const PullRequest& pull = request.value();
+  if (pull.firstSpan > all->size() ||
+      pull.spanCount > all->size() - pull.firstSpan) {
+    fail(
+        {base::ErrorKind::kInvalid,
+         "the peer asked for bulk spans that do not exist"});
+    return;
+  }
+  if (!transfers_.sendBegins(id)) {
+    fail({base::ErrorKind::kInvalid, "the peer asked for the same bulk again"});
+    return;
+  }
+  const auto begin = all->begin() + pull.firstSpan;
+  context_->worker().defer(
+      base::makeTask([self = shared_from_this(),
+                      id,
+                      pull,
+                      spans = Transfers::Spans(begin, begin + pull.spanCount)] {
+        self->sendBulk(pull, spans, [self, id](const base::Error& error) {
+          self->context_->worker().post(base::makeTask([self, id, error] {
+            self->sendEnded(id, error);
+          }));
+        });
+      }));
+}
+
+void UcxConnection::sendBulk(
+    const PullRequest& pull,
+    const std::vector<BulkSpan>& spans,
+    Callback callback) {
+  auto bulk = context_->bulk();
+  if (!bulk.ok()) {
+    callback(bulk.error());
+  } else if (!bulkSendKey_.empty()) {
+    sendSealed(
+        bulk.value(),
+        context_->runner(),
+        bulkSendKey_,
+        pull,
+        spans,
+        std::move(callback));
+  } else if (anyFilling(spans)) {
+    sendAsFilled(
+        bulk.value(),
+        pull,
+        spans,
+        [self = shared_from_this()] { return self->closed(); },
+        std::move(callback));
+  } else {
+    bulk.value()->send(
+        pull.bulkAddress,
+        pull.tag,
+        {spans.begin(), spans.end()},
+        std::move(callback));
+  }
+}
+
+// UCX has let go of all that was sent: what the peer still waits for, it can
+// cancel.
+void UcxConnection::sendEnded(uint64_t id, const base::Error& error) {
+  if (error && state_ == ConnectionState::kOpen) {
+    sendReason(FrameKind::kAbort, id, error);
+  }
+  transfers_.sendEnds(id, error);
+}
+
+void UcxConnection::onAbort(uint64_t transfer, const base::Error& why) {
+  for (const auto& [id, of] : pulls_) {
+    if (of == transfer) {
+      context_->worker().defer(
+          base::makeTask([self = shared_from_this(), id = id, why] {
+            auto bulk = self->context_->bulk();
+            if (bulk.ok()) {
+              bulk.value()->cancel(id, why);
+            }
+          }));
+    }
+  }
+}
+
+void UcxConnection::onDone(uint64_t id, base::Error error) {
+  if ((id & kAdopted) != 0) {
+    transfers_.adopted(id & ~kAdopted);
+  } else {
+    transfers_.done(id, std::move(error));
+  }
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,54 @@
+"""Large tensors that leave a GPU, and are copied to it, piece by piece, between two processes that
+use no memory of each other's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process.group import Group
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+MAP = {"cuda:0": "cuda:0"}
+FLOATS = 25_000_000
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Group]:
+    apart = {"use_cma": False, "use_cuda_ipc": False}
+    with Group(2, options=[{"device_maps": {"worker1": MAP}, **apart}, apart]) as group:
+        yield group
+
+
+def late_values() -> None:
+    """The work that makes a tensor is under way when it is sent and freed."""
+    rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(1),))  # the connection is open
+    for start in range(10):
+        tensor = torch.arange(float(FLOATS), device="cuda:0")
+        torch.cuda._sleep(100_000_000)
+        tensor += start
+        future = rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
+        del tensor
+        junk = torch.full((FLOATS,), -1.0, device="cuda:0")
+        want = torch.arange(float(FLOATS), device="cuda:0") + (start + 1)
+        assert torch.equal(future.wait(), want)
+        del junk, want
+
+
+def test_values_are_those_of_the_stream(pair: Group) -> None:
+    pair.run(late_values)
+
+
+def many() -> None:
+    tensors = [torch.randn(FLOATS // 4, device="cuda:0") for _ in range(12)]
+    futures = [rpc.rpc_async("worker1", torch.neg, args=(tensor,)) for tensor in tensors]
+    for tensor, future in zip(tensors, futures, strict=True):
+        assert torch.equal(future.wait(), -tensor)
+
+
+def test_many_at_once(pair: Group) -> None:
+    pair.run(many)

@@ -1,0 +1,362 @@
+"""Large tensors of devices that leave, and are copied on, piece by piece: on the fake devices of
+tests/support/fake_cuda, between workers that cannot read each other's memory.
+
+Each copy is late, so a call of many pieces takes long enough to look at in its middle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process.group import Group
+from tests.process.test_cuda import SAME, assert_ramp, ramp
+from tests.support import fake_cuda
+from tests.support.backend import needs_ucx
+
+pytestmark = [
+    needs_ucx("its CUDA half needs a torch with CUDA, and a GPU"),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a real CUDA"),
+]
+
+MB = 1 << 20
+#: Elements of a tensor of 10 pieces, which are 3 chunks of the transport, the last one a part.
+LARGE = 40 * MB // 4
+MAPS = {"worker1": SAME, "worker0": SAME}
+
+
+@contextlib.contextmanager
+def apart(size: int = 2, **options: Any) -> Iterator[Group]:
+    """Workers whose bulk goes through UCX."""
+    fake_cuda.build()
+    given = {"device_maps": MAPS, "num_worker_threads": 8, "use_cma": False, **options}
+    with Group(size, options=given, init=False) as group:
+        group.run_all(fake_cuda.install)
+        group.init_all()
+        group.run(warm_up)
+        yield group
+
+
+@pytest.fixture(scope="module")
+def far_pair() -> Iterator[Group]:
+    with apart() as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def sealed_pair() -> Iterator[Group]:
+    with apart(encryption="on") as group:
+        yield group
+
+
+def warm_up() -> None:
+    """The first message leaves before it is known what the connection is made of."""
+    rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
+
+
+# ---- what callees run --------------------------------------------------------
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def echo_all(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return tensors
+
+
+def total(tensor: torch.Tensor) -> float:
+    return float(tensor.cpu().double().sum())
+
+
+def copied() -> int:
+    return fake_cuda.counts()["host_to_device"]
+
+
+def slow_result(seconds_until_broken: float) -> torch.Tensor:
+    """One whose pieces are late, and whose device fails meanwhile."""
+    tensor = ramp(LARGE, "cuda:0")
+    tensor.cpu()
+    fake_cuda.set_delay(0.2)
+    if seconds_until_broken > 0:
+        threading.Timer(seconds_until_broken, fake_cuda.ops.set_broken, [True]).start()
+    return tensor
+
+
+def mend() -> None:
+    fake_cuda.ops.set_broken(False)
+    fake_cuda.set_delay(fake_cuda.DELAY)
+
+
+def set_memory(limit: int) -> None:
+    fake_cuda.ops.set_memory(limit)
+
+
+# ---- values ------------------------------------------------------------------
+
+
+def there_and_back(size: int) -> None:
+    for start in range(3):
+        assert_ramp(
+            rpc.rpc_sync("worker1", echo, args=(ramp(size, "cuda:0", start),)), "cuda:0", start
+        )
+
+
+SIZES = pytest.mark.parametrize("size", [2 * MB, 2 * MB + 1, LARGE, LARGE + 12345])
+
+
+@SIZES
+def test_there_and_back(far_pair: Group, size: int) -> None:
+    far_pair.run(there_and_back, size)
+
+
+@SIZES
+def test_there_and_back_encrypted(sealed_pair: Group, size: int) -> None:
+    sealed_pair.run(there_and_back, size)
+
+
+def all_kinds() -> None:
+    """Inline and large, on two devices and the CPU, views of one storage, in one message."""
+    sizes = [10, 300_000, 100, 3 * MB, 5, 2_000_000, 0, 700_000, 1]
+    tensors = []
+    for i, size in enumerate(sizes):
+        tensors.append(ramp(size, f"cuda:{i % 2}", i))
+    tensors.append(torch.arange(3.0 * MB))
+    tensors.append(tensors[3][1:])
+    back = rpc.rpc_sync("worker1", echo_all, args=(tensors,))
+    for i, size in enumerate(sizes):
+        assert len(back[i]) == size
+        assert_ramp(back[i], f"cuda:{i % 2}", i)
+    assert torch.equal(back[len(sizes)], tensors[len(sizes)])
+    assert_ramp(back[len(sizes) + 1], "cuda:1", 4)
+    back[3].add_(1)
+    assert_ramp(back[len(sizes) + 1], "cuda:1", 5)
+
+
+def test_all_kinds_in_one_message(far_pair: Group) -> None:
+    far_pair.run(all_kinds)
+
+
+def many_at_once() -> None:
+    tensors = [ramp(3 * MB, "cuda:0", start) for start in range(8)]
+    futures = [rpc.rpc_async("worker1", plus_one, args=(tensor,)) for tensor in tensors]
+    del tensors
+    for start, future in enumerate(futures):
+        assert_ramp(future.wait(), "cuda:0", start + 1)
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def test_many_at_once_and_freed_at_once(far_pair: Group) -> None:
+    """More than may take memory of the device early."""
+    far_pair.run(many_at_once)
+
+
+def half_the_bytes() -> None:
+    tensor = ramp(1000, "cuda:0").repeat(5 * MB // 1000)
+    assert torch.equal(rpc.rpc_sync("worker1", echo, args=(tensor,)).cpu(), tensor.cpu())
+
+
+def test_narrowed_on_the_way() -> None:
+    with apart(wire_dtype=torch.float16) as group:
+        group.run(half_the_bytes)
+
+
+def test_without_waiting_for_devices(far_pair: Group) -> None:
+    assert far_pair.run(counted_echo) == {"synchronizations": 0, "pageable": 0}
+
+
+def counted_echo() -> dict[str, int]:
+    tensor = ramp(LARGE, "cuda:0")
+    tensor.cpu()
+    with fake_cuda.counted() as counts:
+        rpc.rpc_sync("worker1", echo, args=(tensor,))
+    return {name: counts[name] for name in ("synchronizations", "pageable")}
+
+
+# ---- at the same time --------------------------------------------------------
+
+
+def begin(timeout: float = 30) -> torch.futures.Future[float]:
+    """A call whose pieces take 2 s to leave the device; in its middle, on return."""
+    before = rpc.rpc_sync("worker1", copied)
+    tensor = ramp(LARGE, "cuda:0")
+    tensor.cpu()
+    fake_cuda.set_delay(0.2)
+    future = rpc.rpc_async("worker1", total, args=(tensor,), timeout=timeout)
+    end = time.monotonic() + 20
+    while rpc.rpc_sync("worker1", copied) == before:
+        assert time.monotonic() < end, "nothing arrives"
+        time.sleep(0.01)
+    assert not future.done()
+    return future
+
+
+def overlap(in_pieces: bool) -> None:
+    before = rpc.rpc_sync("worker1", copied)
+    tensor = ramp(LARGE, "cuda:0")
+    want = total(tensor)
+    fake_cuda.set_delay(0.2)
+    try:
+        future = rpc.rpc_async("worker1", total, args=(tensor,))
+        seen = []
+        while not future.done():
+            seen.append(rpc.rpc_sync("worker1", copied) - before)
+            time.sleep(0.02)
+        assert future.wait() == want
+    finally:
+        fake_cuda.set_delay(fake_cuda.DELAY)
+    assert len(seen) > 20, "small calls waited for the large one"
+    some_but_not_all = sum(0 < count < 3 for count in seen)
+    assert (some_but_not_all > 10) == in_pieces, seen
+
+
+def test_copies_of_both_devices_and_the_network_overlap(far_pair: Group) -> None:
+    """The first two of three chunks are on their way to the callee's device, or there, while the
+    last one has yet to leave the caller's."""
+    far_pair.run(overlap, True)
+
+
+def test_checksums_go_first() -> None:
+    with apart(integrity=True) as group:
+        group.run(overlap, False)
+
+
+# ---- what goes wrong in the middle -------------------------------------------
+
+
+def the_caller_breaks() -> None:
+    future = begin()
+    fake_cuda.ops.set_broken(True)
+    with pytest.raises(RuntimeError, match="total on worker .worker1. failed.*illegal memory acc"):
+        future.wait()
+    mend()
+    there_and_back(LARGE)
+
+
+@pytest.mark.parametrize("pair", ["far_pair", "sealed_pair"])
+def test_the_device_of_the_caller_fails(pair: str, request: pytest.FixtureRequest) -> None:
+    body = the_caller_breaks if pair == "far_pair" else the_caller_breaks_unseen
+    request.getfixturevalue(pair).run(body)
+
+
+def the_caller_breaks_unseen() -> None:
+    """Encrypted, nothing of it is copied on before all is there."""
+    tensor = ramp(LARGE, "cuda:0")
+    tensor.cpu()
+    fake_cuda.set_delay(0.2)
+    future = rpc.rpc_async("worker1", total, args=(tensor,))
+    time.sleep(1)
+    fake_cuda.ops.set_broken(True)
+    with pytest.raises(RuntimeError, match="total on worker .worker1. failed.*illegal memory acc"):
+        future.wait()
+    mend()
+    there_and_back(LARGE)
+
+
+def the_callee_breaks() -> None:
+    begin = time.monotonic()
+    text = "slow_result on worker .worker1. failed.*the sender gave it up: .*illegal memory access"
+    with pytest.raises(RuntimeError, match=text):
+        rpc.rpc_sync("worker1", slow_result, args=(1.0,), timeout=30)
+    assert time.monotonic() - begin < 10, "the call ended by its time-out"
+    rpc.rpc_sync("worker1", mend)
+    there_and_back(LARGE)
+
+
+@pytest.mark.parametrize("pair", ["far_pair", "sealed_pair"])
+def test_the_device_of_the_callee_fails(pair: str, request: pytest.FixtureRequest) -> None:
+    """The frame of the answer has left: the caller is told that the rest does not come."""
+    request.getfixturevalue(pair).run(the_callee_breaks)
+
+
+def times_out() -> None:
+    future = begin(timeout=1.2)
+    with pytest.raises(RuntimeError, match="RPC ran for more than set timeout"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="RPC ran for more than set timeout"):
+        rpc.rpc_sync("worker1", slow_result, args=(0.0,), timeout=1)
+    mend()
+    rpc.rpc_sync("worker1", mend)
+    there_and_back(LARGE)
+
+
+def test_a_time_out(far_pair: Group) -> None:
+    far_pair.run(times_out)
+
+
+def no_memory_early() -> None:
+    """A callee without memory says so as it does when it copies all at once."""
+    tensor = ramp(LARGE, "cuda:0")
+    rpc.rpc_sync("worker1", set_memory, args=(MB,))
+    with pytest.raises(RuntimeError, match="could not take the message: CUDA out of memory"):
+        rpc.rpc_sync("worker1", total, args=(tensor,))
+    rpc.rpc_sync("worker1", set_memory, args=(1 << 60,))
+    there_and_back(LARGE)
+
+
+def test_no_memory_on_the_callee(far_pair: Group) -> None:
+    far_pair.run(no_memory_early)
+
+
+def the_callee_dies() -> str:
+    future = begin()
+    with contextlib.suppress(Exception):
+        rpc.rpc_sync("worker1", end_at_once)
+    with pytest.raises(RuntimeError, match="worker1") as caught:
+        future.wait()
+    mend()
+    assert rpc.rpc_sync("worker2", total, args=(torch.ones(3),)) == 3
+    return str(caught.value)
+
+
+def end_at_once() -> None:
+    os._exit(0)
+
+
+def test_the_callee_dies() -> None:
+    with apart(3) as group:
+        group[1].killed = True
+        group.run(the_callee_dies)
+
+
+def begin_only() -> None:
+    begin()
+
+
+def test_the_caller_dies() -> None:
+    with apart(3) as group:
+        group.run(begin_only)
+        group[0].kill()
+        for _ in range(3):
+            assert group[1].run(serves_on, "worker2") == 3
+
+
+def serves_on(other: str) -> float:
+    return rpc.rpc_sync(other, total, args=(torch.ones(3),))
+
+
+def leave_in_the_middle() -> float:
+    future = begin()
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        future.wait()
+    return time.monotonic() - start
+
+
+def test_shutdown_in_the_middle() -> None:
+    with apart(3) as group:
+        assert group.run(leave_in_the_middle) < 10
+        group[0].killed = True  # it has said goodbye
+        assert group[1].run(serves_on, "worker2") == 3
