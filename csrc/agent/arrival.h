@@ -19,8 +19,7 @@ struct UcxAgent::Arrival {
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
   std::optional<PendingCall> call; // of a response
-  // Made by decoded(): current while it was, and what it is.
-  device::Streams streams;
+  // Made by decoded(), on the streams.
   std::optional<base::Result<c10::intrusive_ptr<rpc::Message>>> message;
 
   const wire::CallHeader& header() const {

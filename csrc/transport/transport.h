@@ -70,7 +70,7 @@ struct Adopted {
   // What it can be returned by (BulkSpan::returned), and over which connection.
   // 0: it is this process's own again.
   uint64_t region = 0;
-  std::weak_ptr<Connection> home;
+  std::weak_ptr<Connection> home = {};
 };
 
 // What a Connection is made of, for people: info(), logs, metrics.

@@ -313,6 +313,14 @@ def test_a_copy_to_a_device_that_changes_bytes(
     assert line in checked.workers[int(where[-1])].child.output()
 
 
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+def test_a_chunk_that_changes_while_the_rest_arrives(where: str) -> None:
+    """Between workers that cannot read each other's memory the receiver copies chunk by chunk."""
+    with pair(integrity=True, use_cma=False) as group:
+        group.run(with_damage, 10_000_000, where, None)
+        assert "changed on its way" in group.workers[int(where[-1])].child.output()
+
+
 def test_a_checksum_that_cannot_be_launched_is_computed_by_the_host(checked: Group) -> None:
     checked.run_all(fail_next_launch)
     checked.run(call, None)

@@ -87,7 +87,9 @@ base::Result<Arrived> SameProcess::arrive(
     impl.recordDataPtrOnStream(
         storage.data_ptr(), impl.getStream(storage.device()));
   }
-  return Arrived{std::move(copies->storages)};
+  Arrived arrived;
+  arrived.storages = std::move(copies->storages);
+  return arrived;
 }
 
 } // namespace torch_rpc_ext::agent::device
