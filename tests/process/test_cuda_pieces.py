@@ -193,6 +193,7 @@ def begin(timeout: float = 30) -> torch.futures.Future[float]:
     tensor = ramp(LARGE, "cuda:0")
     tensor.cpu()
     fake_cuda.set_delay(0.2)
+    future: torch.futures.Future[float]
     future = rpc.rpc_async("worker1", total, args=(tensor,), timeout=timeout)
     end = time.monotonic() + 20
     while rpc.rpc_sync("worker1", copied) == before:
@@ -343,7 +344,7 @@ def test_the_caller_dies() -> None:
 
 
 def serves_on(other: str) -> float:
-    return rpc.rpc_sync(other, total, args=(torch.ones(3),))
+    return float(rpc.rpc_sync(other, total, args=(torch.ones(3),)))
 
 
 def leave_in_the_middle() -> float:
