@@ -41,11 +41,14 @@ class Contender:
 
 
 class _Key(NamedTuple):
-    """What a group of workers can be used again for."""
+    """What a group of workers can be used again for.
+
+    Not for another link: a connection keeps the size of the frames that it was made with.
+    """
 
     contender: str
     size: int
-    hosts: bool
+    link: netns.Link | None
 
 
 class Runner:
@@ -144,7 +147,7 @@ class Runner:
         return self._groups[key]
 
     def _new_group(self, key: _Key, contender: Contender) -> Group:
-        hosts = self._hosts if key.hosts else None
+        hosts = self._hosts if key.link is not None else None
         return Group(contender.backend, key.size, hosts=hosts, tree=contender.tree)
 
     def _leave_unneeded(self, cases: Sequence[Case]) -> None:
@@ -162,7 +165,7 @@ class Runner:
 
 
 def _key(case: Case, contender: Contender) -> _Key:
-    return _Key(contender.name, case.size, case.link is not None)
+    return _Key(contender.name, case.size, case.link)
 
 
 def _why_not(case: Case, backend: type[Backend]) -> str:

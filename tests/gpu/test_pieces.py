@@ -3,6 +3,7 @@ use no memory of each other's."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch.distributed import rpc
 
 from tests.process.group import Group
+from tests.process.test_network import group_on
+from tests.support import netns
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -52,3 +55,33 @@ def many() -> None:
 
 def test_many_at_once(pair: Group) -> None:
     pair.run(many)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
+    try:
+        with netns.two_hosts() as two:
+            yield two
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
+
+
+def echoes() -> float:
+    """GB/s of 400 MB there and back, both ways added, the best of ten."""
+    tensor = torch.arange(100_000_000, dtype=torch.int32, device="cuda:0")
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        got = rpc.rpc_sync("worker1", torch.add, args=(tensor, 1))
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        assert torch.equal(got, tensor + 1)
+    return 2 * tensor.nbytes / min(seconds) / 1e9
+
+
+def test_between_two_hosts(hosts: tuple[netns.Host, netns.Host]) -> None:
+    """Prints what the pieces gain: with checksums a message leaves as a whole."""
+    maps = {"worker0": MAP, "worker1": MAP}
+    for whole in (False, True):
+        with group_on(hosts, hosts[0].ipv4, device_maps=maps, integrity=whole) as group:
+            print("whole, with checksums" if whole else "in pieces", group.run(echoes), "GB/s")

@@ -437,7 +437,7 @@ def meet_a_connection_that_broke(to: str) -> None:
 @pytest.mark.parametrize("env", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
 def test_a_connection_that_broke_at_one_end_only(env: dict[str, str], encryption: str) -> None:
     """UCX lets the other end go on sending, to nobody: it has to be told."""
-    faults = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
+    faults: dict[str, Any] = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
     options = [{"encryption": encryption}, {"encryption": encryption, **faults}]
     with Group(2, env=env, options=options) as group:
         group[0].run(meet_a_connection_that_broke, "worker1")

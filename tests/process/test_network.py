@@ -222,7 +222,7 @@ def lose_an_answer(to: str) -> None:
 
 @needs_ucx("upstream's fault injection cannot break one end")
 def test_a_connection_that_broke_at_one_end_only(hosts: Hosts) -> None:
-    faults = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
+    faults: dict[str, Any] = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
     with group_on(hosts, hosts[0].ipv4, **faults) as group:
         group[0].run(lose_an_answer, "worker1")
 
