@@ -58,20 +58,24 @@ def released() -> None:
         time.sleep(0.005)
 
 
-def late_values() -> None:
+def check_late_values(floats: int) -> None:
     """The work that makes a tensor is under way when it is sent and freed."""
-    until_ipc()
-    sent = metric("sent_bytes")
     for start in range(10):
-        tensor = torch.arange(float(FLOATS), device="cuda:0")
+        tensor = torch.arange(float(floats), device="cuda:0")
         torch.cuda._sleep(100_000_000)
         tensor += start
         future = rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
         del tensor
-        junk = torch.full((FLOATS,), -1.0, device="cuda:0")
-        want = torch.arange(float(FLOATS), device="cuda:0") + (start + 1)
+        junk = torch.full((floats,), -1.0, device="cuda:0")
+        want = torch.arange(float(floats), device="cuda:0") + (start + 1)
         assert torch.equal(future.wait(), want)
         del junk, want
+
+
+def late_values() -> None:
+    until_ipc()
+    sent = metric("sent_bytes")
+    check_late_values(FLOATS)
     assert metric("sent_bytes") - sent == 10 * 4 * FLOATS
     released()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import rpc
 
+from tests.gpu.test_ipc_calls import check_late_values
 from tests.process.group import Group
 from tests.process.test_network import group_on
 from tests.support import netns
@@ -28,18 +29,8 @@ def pair() -> Iterator[Group]:
 
 
 def late_values() -> None:
-    """The work that makes a tensor is under way when it is sent and freed."""
     rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(1),))  # the connection is open
-    for start in range(10):
-        tensor = torch.arange(float(FLOATS), device="cuda:0")
-        torch.cuda._sleep(100_000_000)
-        tensor += start
-        future = rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
-        del tensor
-        junk = torch.full((FLOATS,), -1.0, device="cuda:0")
-        want = torch.arange(float(FLOATS), device="cuda:0") + (start + 1)
-        assert torch.equal(future.wait(), want)
-        del junk, want
+    check_late_values(FLOATS)
 
 
 def test_values_are_those_of_the_stream(pair: Group) -> None:
