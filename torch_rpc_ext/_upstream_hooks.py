@@ -122,11 +122,15 @@ def uninstall() -> None:
 
 def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **kwargs: Any) -> Any:
     invoke = _originals.get("invoke_rpc", api._invoke_rpc)
-    future = invoke(to, func, rpc_type, *args, **kwargs)
-    if rpc_type is _SYNC:
-        session = _state.current()
-        if session is not None:
-            session.agent.await_answer(future)
+    set_synchronous = _native.load().set_synchronous
+    # Set back, because it may be a call that pickling the arguments of another one makes.
+    before = set_synchronous(rpc_type is _SYNC)
+    try:
+        future = invoke(to, func, rpc_type, *args, **kwargs)
+    finally:
+        waits = set_synchronous(before)
+    if waits and (session := _state.current()) is not None:
+        session.agent.await_answer(future)
     return future
 
 

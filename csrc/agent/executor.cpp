@@ -302,9 +302,7 @@ Executor::Claim::~Claim() {
   }
 }
 
-void Executor::Leader::wait(
-    const std::function<bool()>& done,
-    const std::function<void()>& interrupted) {
+bool Executor::Leader::wait(const std::function<bool()>& done) {
   // A pool thread that waits inside a user function stays one.
   struct Restore {
     Executor* const executor = threadState.executor;
@@ -315,10 +313,9 @@ void Executor::Leader::wait(
   } restore;
   threadState.executor = &executor_;
   threadState.leads = true;
-  while (threadState.next.task == nullptr && !done()) {
-    if (lead_.wait() == base::Poller::Ended::kTimeout) {
-      interrupted();
-    }
+  bool interrupted = false;
+  while (threadState.next.task == nullptr && !done() && !interrupted) {
+    interrupted = lead_.wait() == base::Poller::Ended::kTimeout;
   }
   threadState.leads = false;
   // From here on it may take long: copies, and the GIL.
@@ -326,6 +323,7 @@ void Executor::Leader::wait(
   while (threadState.next.task != nullptr) {
     executor_.run(std::move(threadState.next));
   }
+  return !interrupted;
 }
 
 bool Executor::stop(int milliseconds) {

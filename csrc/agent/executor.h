@@ -160,10 +160,8 @@ class Executor::Leader {
     return executor_.leaderSignal_;
   }
   // Returns when `done`, or when the claimed task and what followed from it
-  // have run. `interrupted` runs after a signal of the system and may throw.
-  void wait(
-      const std::function<bool()>& done,
-      const std::function<void()>& interrupted);
+  // have run; false after a signal of the system. To be called once.
+  bool wait(const std::function<bool()>& done);
 
  private:
   Executor& executor_;

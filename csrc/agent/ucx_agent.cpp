@@ -10,7 +10,9 @@
 
 #include <unistd.h>
 
+#include <optional>
 #include <thread>
+#include <utility>
 
 namespace torch_rpc_ext::agent {
 
@@ -19,14 +21,52 @@ namespace {
 // How long shutdown() waits for user functions that are still running.
 constexpr int kStopMilliseconds = 1000;
 
-// The call that this thread is handing to its connection right now, or 0.
-thread_local uint64_t callBeingSent = 0;
+// The call that this thread is handing to its connection right now.
+struct BeingSent {
+  uint64_t id = 0; // none
+  // To be filled before it leaves, if this thread waits for the answer.
+  std::optional<Executor::Leader>* leader = nullptr;
+};
+thread_local BeingSent beingSent;
+
+class BeingSentScope {
+ public:
+  explicit BeingSentScope(BeingSent call)
+      : before_(std::exchange(beingSent, call)) {}
+  ~BeingSentScope() {
+    beingSent = before_;
+  }
+  BeingSentScope(const BeingSentScope&) = delete;
+  BeingSentScope& operator=(const BeingSentScope&) = delete;
+
+ private:
+  const BeingSent before_;
+};
+
 // The last call of this thread to another worker.
 struct LastCall {
   const UcxAgent* agent = nullptr;
   uint64_t id = 0;
 };
 thread_local LastCall lastCall;
+// This thread waits for the answer to the call that it makes next.
+thread_local bool synchronous = false;
+
+// Whether the sender of `request` waits at once for the answer.
+bool isAwaited(const rpc::Message& request) {
+  switch (request.type()) {
+    case rpc::MessageType::SCRIPT_RREF_FETCH_CALL:
+    case rpc::MessageType::PYTHON_RREF_FETCH_CALL:
+      return true; // UserRRef::toHere()
+    case rpc::MessageType::SCRIPT_CALL:
+    case rpc::MessageType::PYTHON_CALL:
+    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
+    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+      return synchronous;
+    default:
+      return false;
+  }
+}
 
 // Upstream's callback for the creation of an RRef lets go of the RRef for one
 // type of error only; for any other it throws, and the RRef waits for ever.
@@ -211,7 +251,9 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   } else if (devices_.any()) {
     route.map = devices_.mapTo(to.name_);
   }
+  const bool waits = to.id_ != workerInfo_.id_ && isAwaited(*message);
   base::Error error;
+  std::optional<Executor::Leader> leader;
   try {
     const transport::ConnectionPtr connection = peers_.connection(to.id_);
     const EncodeOptions options = requestOptions(id, to.name_, connection);
@@ -222,9 +264,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
       auto encoded = encode(message, options, route);
       error = encoded.ok() ? base::Error() : encoded.error();
       if (!error) {
-        callBeingSent = id;
+        const BeingSentScope scope({id, waits ? &leader : nullptr});
         sendCall(id, std::move(encoded.value()), connection);
-        callBeingSent = 0;
       }
     }
   } catch (const std::exception&) {
@@ -236,6 +277,11 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     // is made.
     withdraw(id);
     throw std::runtime_error(error.message);
+  }
+  if (leader) {
+    lead(*leader, *future);
+    // After a signal of the system the wait goes on in await().
+    synchronous = synchronous && !future->completed();
   }
   return future;
 }
@@ -274,6 +320,11 @@ void UcxAgent::sendCallNow(
   const bool borrows = encoded.borrows();
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
+  if (beingSent.id == callId && beingSent.leader != nullptr) {
+    // Now and not after it has been sent: the answer may be there before this
+    // thread is on a core again, and would wake one of the pool.
+    beingSent.leader->emplace(executor_);
+  }
   connection->send(
       std::move(head),
       std::move(bulk),
@@ -294,7 +345,7 @@ void UcxAgent::sendCallNow(
         if (!call) {
           return;
         }
-        if (callBeingSent == callId) {
+        if (beingSent.id == callId) {
           // Nobody has the future yet, so no user code hangs on it; and
           // upstream's RRefs expect such an error before send() returns.
           fail(std::move(*call), error);
@@ -304,15 +355,25 @@ void UcxAgent::sendCallNow(
       });
 }
 
+bool UcxAgent::setSynchronous(bool value) {
+  return std::exchange(synchronous, value);
+}
+
 void UcxAgent::await(
     rpc::JitFuture& future,
     const std::function<void()>& interrupted) {
-  if (lastCall.agent != this || future.completed()) {
-    return;
+  while (lastCall.agent == this && !future.completed()) {
+    Executor::Leader leader(executor_);
+    if (lead(leader, future)) {
+      return;
+    }
+    interrupted();
   }
-  Executor::Leader leader(executor_);
+}
+
+bool UcxAgent::lead(Executor::Leader& leader, rpc::JitFuture& future) {
   if (!leader.leads()) {
-    return;
+    return true;
   }
   future.addCallback(
       [signal = leader.signal(),
@@ -322,7 +383,7 @@ void UcxAgent::await(
         }
       },
       /*uses_future=*/false);
-  leader.wait([&] { return future.completed(); }, interrupted);
+  return leader.wait([&] { return future.completed(); });
 }
 
 uint64_t UcxAgent::lastCallId() {

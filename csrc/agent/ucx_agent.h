@@ -90,6 +90,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   const std::vector<c10::Device>& getDevices() const override;
   void addGilWaitTime(std::chrono::microseconds wait) override;
 
+  // True: this thread waits at once for the answer to the call that it makes
+  // next, so send() may do so, and then makes it false. Returns what it was.
+  static bool setSynchronous(bool value);
   // Waits for the answer to the last call of this thread, whose future is
   // `future`, in the way that is fastest; may return before it is there.
   // `interrupted` runs after a signal of the system and may throw.
@@ -298,7 +301,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const device::Route& route);
 
   // Client side.
-  // This thread is in await() for that call.
+  // Waits for `future` if `leader` leads; false after a signal of the system.
+  bool lead(Executor::Leader& leader, rpc::JitFuture& future);
+  // This thread is in lead() for that call.
   bool awaitedHere(uint64_t callId) const;
   // Takes its call from those under way, as never made.
   void withdraw(uint64_t callId);

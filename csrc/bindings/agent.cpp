@@ -289,6 +289,7 @@ void bindProfiling(
 void bindAgent(py::module_& module) {
   compat::keepRRefErrorsHarmless();
   bindOptions(module);
+  module.def("set_synchronous", &UcxAgent::setSynchronous, py::arg("value"));
   module.def(
       "set_call_dtype",
       [](std::optional<int> dtype) -> std::optional<int> {

@@ -124,6 +124,39 @@ def test_a_response_does_not_wait_behind_a_slow_request() -> None:
     slow.wait()
 
 
+opened = threading.Event()
+
+
+def wait_until_opened() -> bool:
+    return opened.wait(30)
+
+
+def open_up(_: Any) -> None:
+    opened.set()
+
+
+class CallsWhenPickled:
+    """Begins a call that ends only after the call whose argument it is."""
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+        self.futures: list[Any] = []
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        self.futures.append(rpc.rpc_async(self.to, wait_until_opened))
+        return CallsWhenPickled, (self.to,)
+
+
+def check_call_while_pickling(to: str) -> None:
+    argument = CallsWhenPickled(to)
+    rpc.rpc_sync(to, open_up, args=(argument,), timeout=20)
+    assert argument.futures[0].wait()
+
+
+def test_pickling_begins_a_call_and_does_not_wait_for_it(pair: Group) -> None:
+    pair.run(check_call_while_pickling, "worker1")
+
+
 def add_again(future: Any) -> Any:
     return rpc.rpc_sync("worker1", torch.add, args=(future.wait(), 1))
 

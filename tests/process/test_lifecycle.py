@@ -98,6 +98,32 @@ def test_ctrl_c_during_a_call() -> None:
         group.close(gently=False)  # a graceful end would wait for the sleeper
 
 
+handled: list[float] = []
+
+
+def handle_signals() -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: handled.append(time.monotonic()))
+
+
+def times_of_signals() -> list[float]:
+    return handled
+
+
+@needs_ucx("waits in C++, deaf to signals")
+def test_a_signal_is_handled_during_a_call_and_does_not_end_it() -> None:
+    with Group(2) as group:
+        group[0].run(handle_signals)
+        call = group[0].start(rpc.rpc_sync, "worker1", f.sleep, args=(6.0,))
+        sent = []
+        for _ in range(2):
+            time.sleep(0.5)
+            sent.append(time.monotonic())
+            group[0].signal(signal.SIGUSR1)
+        call.result(30)
+        for before, after in zip(sent, group[0].run(times_of_signals), strict=True):
+            assert after - before < 3
+
+
 @workers(3, everywhere=True)
 def test_graceful_shutdown_waits_for_work() -> None:
     rank = rpc.get_worker_info().id
