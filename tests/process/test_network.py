@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process.group import Group
-from tests.process.test_death import call_error, check_alive
+from tests.process.test_death import call_error, check_alive, open_sockets
 from tests.support import netns
 from tests.support.backend import needs_ucx, on_ucx
 
@@ -204,6 +205,47 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
             assert "PeerLostError" in text and "worker1" in text, text
             assert seconds < 10, (text, seconds)
             group[0].run(check_alive, "worker2")  # on this host
+        finally:
+            hosts[1].run("ip", "link", "set", "eth0", "up")
+        group[1].killed = True
+        group.close(gently=False)
+
+
+def knock(to: str, seconds: float) -> int:
+    """Sockets that are open after calling one who is gone again and again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with pytest.raises(RuntimeError, match="worker1"):
+            rpc.rpc_sync(to, f.nothing, timeout=10)
+        time.sleep(0.05)
+    return open_sockets()
+
+
+@needs_ucx("its errors are RuntimeErrors without names")
+def test_calls_to_a_dead_worker_elsewhere_open_nothing(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4) as group:
+        group[0].run(check_alive, "worker1")
+        group[1].kill()
+        before = group[0].run(knock, "worker1", 2.0)
+        assert group[0].run(knock, "worker1", 8.0) == before
+
+
+def longest_call_beside_knocks(to: str, gone: str, seconds: float) -> float:
+    knocks = threading.Thread(target=knock, args=(gone, seconds))
+    knocks.start()
+    longest = sleep_through(to, seconds)
+    knocks.join()
+    return longest
+
+
+@needs_ucx("not a promise of its")
+def test_connecting_to_a_host_that_is_gone_delays_nobody_else(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=3, keepalive=2.0) as group:
+        group[0].run(check_alive, "worker1")
+        hosts[1].run("ip", "link", "set", "eth0", "down")
+        try:
+            longest = group[0].run(longest_call_beside_knocks, "worker2", "worker1", 9.0)
+            assert longest < 1.5, "an attempt to connect took the others along"  # it takes 2 s
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
         group[1].killed = True

@@ -54,7 +54,7 @@ void lead(Executor& executor, Counter& counter) {
     signal->raise();
   }));
   if (leader.leads()) {
-    leader.wait([&] { return answered->load(); }, [] {});
+    leader.wait([&] { return answered->load(); });
   }
   while (!answered->load()) {
     std::this_thread::yield();

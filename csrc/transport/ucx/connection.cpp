@@ -261,7 +261,10 @@ void UcxConnection::acknowledge() {
 
 void UcxConnection::onSent(ucs_status_t status) {
   if (status != UCS_OK && status != UCS_ERR_CANCELED) {
-    fail(toError(status, "sending"));
+    // Before the answer to the handshake, what fails is to get there.
+    fail(toError(
+        status,
+        state_ == ConnectionState::kOpening ? "cannot connect" : "sending"));
   }
 }
 
