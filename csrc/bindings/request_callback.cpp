@@ -2,8 +2,10 @@
 
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
+#include "compat/script_calls.h"
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/rpc/profiler/server_process_global_profiler.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
 
@@ -37,6 +39,23 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     }
     return RequestCallbackImpl::deserializePythonRpcCommand(
         std::move(command), type);
+  }
+
+  // Upstream's way, less what a call without RRefs needs none of: two futures,
+  // and the operator's schema parsed.
+  FuturePtr processMessage(rpc::Message& request, Streams streams)
+      const override {
+    if (request.type() == rpc::MessageType::SCRIPT_CALL && streams.empty() &&
+        rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
+      try {
+        if (const auto call = scriptCalls_.read(request)) {
+          return processRpcWithErrors(*call, request.type(), streams);
+        }
+      } catch (const std::exception& error) {
+        return asFuture(handleError(error, request.type(), request.id()));
+      }
+    }
+    return RequestCallbackImpl::processMessage(request, std::move(streams));
   }
 
   FuturePtr processScriptCall(
@@ -89,6 +108,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     return future;
   }
 
+  mutable compat::ScriptCallReader scriptCalls_;
   const agent::AllowList allowed_;
   const std::string worker_;
 };

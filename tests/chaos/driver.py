@@ -99,7 +99,7 @@ class Fleet:
         self.hosts, self.findings = hosts, findings
         self.source = random.Random(seed)
         self.name = "dynamic" if dynamic else "static"
-        self.descriptors: dict[str, int] = {}
+        self.descriptors: list[dict[str, int]] = []
         self.held: list[dict[str, float]] = []
         options = {"keepalive": KEEPALIVE, "rpc_timeout": 20.0, "num_worker_threads": 4}
         self.group = Group(
@@ -177,7 +177,7 @@ class Fleet:
             worker.run(load.serves, [name for name in names if name != worker.name])
         time.sleep(0.5)
         self.held.append(self.group.run(load.footprint))
-        self.descriptors = self.group.run(load.descriptors)
+        self.descriptors.append(self.group.run(load.descriptors))
 
     def judge_growth(self) -> list[str]:
         """Compare what the survivor held in the first rounds and in the last."""
@@ -193,9 +193,22 @@ class Fleet:
                 f"{self.name} survivor's {what}: {first:.0f} in the first rounds, {last:.0f} last"
             )
             if last > first + slack:
-                kinds = f": {self.descriptors}" if what == "fds" else ""
+                kinds = f": {self._grown_descriptors(third)}" if what == "fds" else ""
                 wrong.append(f"{self.name}: {what} grew from {first:.0f} to {last:.0f}{kinds}")
         return wrong
+
+    def _grown_descriptors(self, third: int) -> dict[str, int]:
+        samples = self.descriptors[WARM_UP:]
+        kinds = {kind for sample in samples for kind in sample}
+
+        def median(kind: str, some: list[dict[str, int]]) -> float:
+            return statistics.median(sample.get(kind, 0) for sample in some)
+
+        growth = {
+            kind: round(median(kind, samples[-third:]) - median(kind, samples[:third]))
+            for kind in kinds
+        }
+        return {kind: grown for kind, grown in growth.items() if grown != 0}
 
     def close(self, gently: bool) -> None:
         self.group.close(gently=gently)

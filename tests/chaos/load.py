@@ -215,5 +215,5 @@ def descriptors() -> dict[str, int]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{fd}")
-            found[re.sub(r":?\[?\d+\]?| .*", "", target)] += 1
+            found[re.sub(r":?\[?\d+\]?| .*|(?<=posix_)[0-9a-f]+", "", target)] += 1
     return dict(found)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import rpc
+from torch.jit import _builtins
 
 from tests.process import functions as f
 from tests.process.group import Group, workers
@@ -249,3 +250,35 @@ def test_profiler_shows_local_and_remote_events(times: int) -> None:
             names = group.run(profiled_events)
             assert any("rpc_sync#aten::mul(worker0 -> worker1)" in name for name in names), names
             assert any("#remote_op: aten::mul" in name for name in names), names
+
+
+class OwnOperator:
+    """aten::rpc_test_own in this process, as a library defines it and takes it away again."""
+
+    library: Any = None
+
+
+def define_operator(factor: float) -> None:
+    OwnOperator.library = torch.library.Library("aten", "FRAGMENT")
+    OwnOperator.library.define("rpc_test_own(Tensor x) -> Tensor")
+    OwnOperator.library.impl("rpc_test_own", lambda x: x * factor, "CPU")
+    _builtins._register_builtin(torch.ops.aten.rpc_test_own, "aten::rpc_test_own")
+
+
+def take_operator_away() -> None:
+    OwnOperator.library._destroy()
+
+
+def call_own_operator(to: str) -> float:
+    return float(rpc.rpc_sync(to, torch.ops.aten.rpc_test_own, args=(torch.ones(1),)))
+
+
+def test_an_operator_goes_away_and_comes_back() -> None:
+    with Group(2) as group:
+        group.run_all(define_operator, 2.0)
+        assert [group[0].run(call_own_operator, "worker1") for _ in range(2)] == [2.0, 2.0]
+        group[1].run(take_operator_away)
+        with pytest.raises(RuntimeError, match="rpc_test_own"):
+            group[0].run(call_own_operator, "worker1")
+        group[1].run(define_operator, 3.0)
+        assert group[0].run(call_own_operator, "worker1") == 3.0

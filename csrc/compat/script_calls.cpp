@@ -1,0 +1,82 @@
+#include "compat/script_calls.h"
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/jit/runtime/operator.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::compat {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// Source: torch/csrc/distributed/rpc/script_call.cpp
+constexpr std::string_view kBuiltin = "torch.ops.aten.";
+// Source: torch/csrc/jit/serialization/pickler.cpp
+constexpr std::string_view kRRefClass = "torch.distributed.rpc";
+
+// Not one whose library has been unloaded since.
+bool isRegistered(const std::shared_ptr<torch::jit::Operator>& op) {
+  const auto known = torch::jit::getAllOperatorsFor(
+      c10::Symbol::fromQualString(op->schema().name()));
+  return std::find(known.begin(), known.end(), op) != known.end();
+}
+
+} // namespace
+
+ScriptCallReader::OperatorPtr ScriptCallReader::find(
+    const std::string& schema) {
+  OperatorPtr op;
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = operators_.find(schema);
+    if (it == operators_.end()) {
+      return nullptr;
+    }
+    op = it->second;
+  }
+  return isRegistered(op) ? op : nullptr;
+}
+
+ScriptCallReader::ScriptCallPtr ScriptCallReader::read(
+    const rpc::Message& message) {
+  const auto& payload = message.payload();
+  const std::string_view bytes(payload.data(), payload.size());
+  if (bytes.find(kRRefClass) != std::string_view::npos) {
+    return nullptr;
+  }
+  const auto tuple = torch::jit::unpickle(
+      payload.data(),
+      payload.size(),
+      *rpc::RpcAgent::getCurrentRpcAgent()->getTypeResolver(),
+      message.tensors());
+  // (arguments, schema, "torch.ops.aten.name") of an operator, else
+  // (arguments, whether it is async, "__torch__.module.name").
+  std::vector<at::IValue> values = tuple.toTupleRef().elements().vec();
+  if (values.size() < 2) {
+    return rpc::ScriptCall::fromMessage(message); // it knows what to say
+  }
+  const std::string name = values.back().toStringRef();
+  values.pop_back();
+  const at::IValue second = std::move(values.back());
+  values.pop_back();
+  if (!name.starts_with(kBuiltin)) {
+    return std::make_unique<rpc::ScriptCall>(
+        c10::QualifiedName(name), std::move(values), second.toBool());
+  }
+  const std::string& schema = second.toStringRef();
+  if (auto op = find(schema)) {
+    return std::make_unique<rpc::ScriptCall>(std::move(op), std::move(values));
+  }
+  auto call = rpc::ScriptCall::fromMessage(message);
+  std::lock_guard lock(mutex_);
+  operators_.insert_or_assign(schema, call->op());
+  return call;
+}
+
+} // namespace torch_rpc_ext::compat
