@@ -4,6 +4,7 @@
 #include "agent/wire_dtype.h"
 #include "transport/ucx/options.h"
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <unordered_map>
@@ -27,6 +28,11 @@ struct FaultOptions {
         !messagesToDelay.empty();
   }
 };
+
+// Upstream's options and calls give seconds.
+inline std::chrono::milliseconds toMilliseconds(float seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
 
 // Validated in Python (torch_rpc_ext/options.py), where users build them.
 struct AgentOptions {
