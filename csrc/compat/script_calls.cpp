@@ -20,27 +20,26 @@ constexpr std::string_view kBuiltin = "torch.ops.aten.";
 // Source: torch/csrc/jit/serialization/pickler.cpp
 constexpr std::string_view kRRefClass = "torch.distributed.rpc";
 
-// Not one whose library has been unloaded since.
-bool isRegistered(const std::shared_ptr<torch::jit::Operator>& op) {
-  const auto known = torch::jit::getAllOperatorsFor(
-      c10::Symbol::fromQualString(op->schema().name()));
-  return std::find(known.begin(), known.end(), op) != known.end();
-}
-
 } // namespace
 
 ScriptCallReader::OperatorPtr ScriptCallReader::find(
     const std::string& schema) {
-  OperatorPtr op;
+  Known known;
   {
     std::lock_guard lock(mutex_);
-    const auto it = operators_.find(schema);
-    if (it == operators_.end()) {
+    const auto it = known_.find(schema);
+    if (it == known_.end()) {
       return nullptr;
     }
-    op = it->second;
+    known = it->second;
   }
-  return isRegistered(op) ? op : nullptr;
+  // Its library may have been unloaded since, and with it what the operator
+  // refers to: nothing of it may be touched before it is among those there are.
+  const auto registered = torch::jit::getAllOperatorsFor(known.name);
+  const bool isThere =
+      std::find(registered.begin(), registered.end(), known.op) !=
+      registered.end();
+  return isThere ? known.op : nullptr;
 }
 
 ScriptCallReader::ScriptCallPtr ScriptCallReader::read(
@@ -75,7 +74,11 @@ ScriptCallReader::ScriptCallPtr ScriptCallReader::read(
   }
   auto call = rpc::ScriptCall::fromMessage(message);
   std::lock_guard lock(mutex_);
-  operators_.insert_or_assign(schema, call->op());
+  known_.insert_or_assign(
+      schema,
+      Known{
+          c10::Symbol::fromQualString(call->op()->schema().name()),
+          call->op()});
   return call;
 }
 

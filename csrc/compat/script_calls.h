@@ -26,12 +26,16 @@ class ScriptCallReader {
 
  private:
   using OperatorPtr = std::shared_ptr<torch::jit::Operator>;
+  struct Known {
+    c10::Symbol name;
+    OperatorPtr op;
+  };
 
   OperatorPtr find(const std::string& schema);
 
   std::mutex mutex_;
   // As many as peers call: only what exists gets in.
-  std::unordered_map<std::string, OperatorPtr> operators_; // by schema
+  std::unordered_map<std::string, Known> known_; // by schema
 };
 
 } // namespace torch_rpc_ext::compat
