@@ -85,8 +85,10 @@ def is_timeout(problem: BaseException) -> bool:
     Args:
         problem: what the call has raised.
     """
+    if isinstance(problem, RpcError):
+        return isinstance(problem, CallTimeoutError)
     # TENSORPIPE raises RuntimeErrors that say so.
-    return isinstance(problem, CallTimeoutError) or "timeout" in str(problem).lower()
+    return "timeout" in str(problem).lower()
 
 
 def brief(problem: BaseException) -> str:

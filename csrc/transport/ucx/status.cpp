@@ -10,7 +10,11 @@
 namespace torch_rpc_ext::transport::ucx {
 
 base::Error toError(ucs_status_t status, const std::string& doing) {
-  const std::string text = doing + ": " + ucs_status_string(status);
+  // UCX's "Endpoint timeout" is also the word for a port that refuses.
+  const std::string text = doing + ": " +
+      (status == UCS_ERR_ENDPOINT_TIMEOUT
+           ? "the other end has ended or does not answer"
+           : ucs_status_string(status));
   switch (status) {
     case UCS_OK:
       return {};
