@@ -175,3 +175,7 @@ def hold_rrefs() -> None:
     assert HELD["owned"].rpc_sync().hello() == "hello"
     HELD["tensor"] = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
     HELD["tensor"].to_here()
+    for rref in HELD.values():
+        # An RRef's creation is answered by a message of its own, which may come after its value.
+        # Whoever dies before it has come leaves an RRef that was, as far as is known, never made.
+        rref._get_future().wait()
