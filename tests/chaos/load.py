@@ -229,8 +229,6 @@ def allocated() -> int:
 def footprint() -> dict[str, float]:
     """What this process holds, at rest."""
     gc.collect()
-    # Else it is a matter of luck: what is freed in the arena of one thread stays with that arena.
-    ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     debug: Any = rpc.api._get_current_rpc_agent().get_debug_info()
     return {
