@@ -73,7 +73,7 @@ class Executor final : public base::TaskRunner {
   void endNested(const RequestScopePtr& scope);
 
   // On any thread that waits for an answer: it serves the transport in place of
-  // the pool, so that the answer needs no hand-off.
+  // the pool, so that the answer needs no hand-off. Others have a Mailbox.
   class Leader;
   // True on a thread that is in Leader::wait().
   bool leads() const;

@@ -1,6 +1,7 @@
 #include "agent/lender.h"
 
 #include "base/short_time_slices.h"
+#include "base/streaming_copy.h"
 
 #include <algorithm>
 #include <atomic>
@@ -24,10 +25,12 @@ constexpr uint64_t kAtOnceBytes = uint64_t{8} << 20;
 // One core copies at about the speed of the memory.
 constexpr uint64_t kBytesPerThread = uint64_t{64} << 20;
 constexpr uint64_t kMaxThreads = 4;
+// From here on the receiver would not find it in a cache anyway.
+constexpr uint64_t kStreamedBytes = uint64_t{32} << 20;
 // What a thread takes at a time.
 constexpr size_t kShareBytes = size_t{8} << 20;
 // 20 us: after each the thread gives way to whoever woke up behind it.
-constexpr size_t kPieceBytes = size_t{256} << 10;
+constexpr size_t kPieceBytes = size_t{128} << 10;
 
 // Shared by the threads that copy one message.
 class Copy {
@@ -36,6 +39,7 @@ class Copy {
       : encoded_(std::move(encoded)),
         blocks_(std::move(blocks)),
         then_(std::move(then)) {
+    uint64_t bytes = 0;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const auto* const from = static_cast<const char*>(encoded_.bulk[i].data);
       auto* const to = static_cast<char*>(blocks_[i]->data());
@@ -44,7 +48,9 @@ class Copy {
         shares_.push_back(
             {to + at, from + at, std::min(kShareBytes, size - at)});
       }
+      bytes += size;
     }
+    streams_ = bytes >= kStreamedBytes;
   }
 
   void setThreads(size_t threads) {
@@ -57,7 +63,12 @@ class Copy {
     for (size_t i = 0; (i = next_.fetch_add(1)) < shares_.size();) {
       const auto& [to, from, size] = shares_[i];
       for (size_t at = 0; at < size; at += kPieceBytes) {
-        std::memcpy(to + at, from + at, std::min(kPieceBytes, size - at));
+        const size_t piece = std::min(kPieceBytes, size - at);
+        if (streams_) {
+          base::streamingCopy(to + at, from + at, piece);
+        } else {
+          std::memcpy(to + at, from + at, piece);
+        }
         if (slices != nullptr) {
           slices->yield();
         }
@@ -91,6 +102,7 @@ class Copy {
   Blocks blocks_;
   const Lender::Then then_;
   std::vector<Share> shares_;
+  bool streams_ = false;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> threads_{1};
 };

@@ -37,6 +37,20 @@ void PendingCalls::setConnection(
   }
 }
 
+void PendingCalls::setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox) {
+  std::lock_guard lock(mutex_);
+  auto it = calls_.find(id);
+  if (it != calls_.end()) {
+    it->second.call.mailbox = std::move(mailbox);
+  }
+}
+
+std::shared_ptr<Mailbox> PendingCalls::mailboxOf(uint64_t id) const {
+  std::lock_guard lock(mutex_);
+  auto it = calls_.find(id);
+  return it == calls_.end() ? nullptr : it->second.call.mailbox;
+}
+
 PendingCall PendingCalls::extractLocked(
     std::unordered_map<uint64_t, Entry>::iterator it) {
   PendingCall call = std::move(it->second.call);

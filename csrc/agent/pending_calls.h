@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/executor.h"
+#include "agent/mailbox.h"
 #include "base/error.h"
 #include "base/timer.h"
 #include "transport/transport.h"
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -32,6 +34,7 @@ struct PendingCall {
   std::chrono::milliseconds timeout{0}; // 0: none
   Clock::time_point sentAt;
   Executor::RequestScopePtr scope; // of the request that made the call
+  std::shared_ptr<Mailbox> mailbox; // of a thread that waits for the answer
   bool counted = true; // part of what shutdown waits for
   bool createsRRef = false;
   bool limited = false; // counts in LoadLimits, with these:
@@ -64,6 +67,10 @@ class PendingCalls {
   uint64_t add(PendingCall call);
   // Says on which connection the call went: it is lost with it.
   void setConnection(uint64_t id, const transport::ConnectionPtr& connection);
+  // Says who waits for the answer.
+  void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
+  // Null also for a call that is not here any more.
+  std::shared_ptr<Mailbox> mailboxOf(uint64_t id) const;
 
   // Exactly one of take(), takeAll() and expiry gets a call.
   std::optional<PendingCall> take(uint64_t id);

@@ -301,8 +301,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const device::Route& route);
 
   // Client side.
-  // Waits for `future` if `leader` leads; false after a signal of the system.
-  bool lead(Executor::Leader& leader, rpc::JitFuture& future);
+  // Two ways to wait for `future`, of the answer to a call of this thread: to
+  // serve the transport oneself, and to let another thread do so and take the
+  // answer from it. False after a signal of the system.
+  static bool lead(Executor::Leader& leader, rpc::JitFuture& future);
+  bool receive(uint64_t callId, rpc::JitFuture& future);
   // This thread is in lead() for that call.
   bool awaitedHere(uint64_t callId) const;
   // Takes its call from those under way, as never made.

@@ -39,10 +39,15 @@ class BeingSentScope {
   const BeingSent before_;
 };
 
+// With more bytes than this a call takes milliseconds, in which who waits for
+// it does not lead: a small call of another thread does better.
+constexpr uint64_t kMaxLedBytes = uint64_t{8} << 20;
+
 // The last call of this thread to another worker.
 struct LastCall {
   const UcxAgent* agent = nullptr;
   uint64_t id = 0;
+  bool leads = true; // who waits for it
 };
 thread_local LastCall lastCall;
 // This thread waits for the answer to the call that it makes next.
@@ -156,7 +161,9 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
       auto encoded = encode(message, options, route);
       error = encoded.ok() ? base::Error() : encoded.error();
       if (!error) {
-        const BeingSentScope scope({id, waits ? &leader : nullptr});
+        lastCall.leads = encoded.value().totalBytes <= kMaxLedBytes;
+        const BeingSentScope scope(
+            {id, waits && lastCall.leads ? &leader : nullptr});
         sendCall(id, std::move(encoded.value()), connection);
       }
     }
@@ -170,8 +177,12 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     withdraw(id);
     throw std::runtime_error(error.message);
   }
-  if (leader) {
-    lead(*leader, *future);
+  if (waits) {
+    if (leader && leader->leads()) {
+      lead(*leader, *future);
+    } else {
+      receive(id, *future);
+    }
     // After a signal of the system the wait goes on in await().
     synchronous = synchronous && !future->completed();
   }
@@ -255,18 +266,20 @@ void UcxAgent::await(
     rpc::JitFuture& future,
     const std::function<void()>& interrupted) {
   while (lastCall.agent == this && !future.completed()) {
-    Executor::Leader leader(executor_);
-    if (lead(leader, future)) {
+    std::optional<Executor::Leader> leader;
+    if (lastCall.leads) {
+      leader.emplace(executor_);
+    }
+    if (leader && leader->leads() ? lead(*leader, future)
+                                  : receive(lastCall.id, future)) {
       return;
     }
+    leader.reset(); // what runs now may take long
     interrupted();
   }
 }
 
 bool UcxAgent::lead(Executor::Leader& leader, rpc::JitFuture& future) {
-  if (!leader.leads()) {
-    return true;
-  }
   future.addCallback(
       [signal = leader.signal(),
        waiter = std::this_thread::get_id()](rpc::JitFuture&) {
@@ -276,6 +289,23 @@ bool UcxAgent::lead(Executor::Leader& leader, rpc::JitFuture& future) {
       },
       /*uses_future=*/false);
   return leader.wait([&] { return future.completed(); });
+}
+
+bool UcxAgent::receive(uint64_t callId, rpc::JitFuture& future) {
+  const auto mailbox = std::make_shared<Mailbox>();
+  pending_.setMailbox(callId, mailbox);
+  future.addCallback(
+      [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
+        if (std::this_thread::get_id() != waiter) {
+          mailbox->ring();
+        }
+      },
+      /*uses_future=*/false);
+  const bool whole = mailbox->serve([&] { return future.completed(); });
+  for (auto& task : mailbox->close()) {
+    executor_.submitCompletion(std::move(task));
+  }
+  return whole;
 }
 
 uint64_t UcxAgent::lastCallId() {

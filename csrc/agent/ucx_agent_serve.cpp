@@ -173,9 +173,12 @@ void UcxAgent::onFrame(
     return;
   }
   // Mapping memory and copying are not for the thread that polls.
-  executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
-    fetchBulk(arrival);
-  }));
+  const auto mailbox = response ? pending_.mailboxOf(header.callId) : nullptr;
+  base::TaskPtr fetch = base::makeTask(
+      [this, arrival = std::move(arrival)] { fetchBulk(arrival); });
+  if (mailbox == nullptr || !mailbox->put(fetch)) {
+    executor_.submit(std::move(fetch));
+  }
 }
 
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
@@ -257,9 +260,12 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
 }
 
 void UcxAgent::completeLater(std::shared_ptr<Arrival> arrival) {
-  executor_.submitCompletion(
-      base::makeTask(
-          [this, arrival = std::move(arrival)] { complete(arrival); }));
+  const auto mailbox = arrival->call->mailbox;
+  base::TaskPtr task = base::makeTask(
+      [this, arrival = std::move(arrival)] { complete(arrival); });
+  if (mailbox == nullptr || !mailbox->put(task)) {
+    executor_.submitCompletion(std::move(task));
+  }
 }
 
 void UcxAgent::serveLater(std::shared_ptr<Arrival> arrival) {

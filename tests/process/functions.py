@@ -77,7 +77,7 @@ def nested(depth: int, world_size: int) -> int:
     return 1 + int(rpc.rpc_sync(f"worker{following}", nested, args=(depth - 1, world_size)))
 
 
-def sleep(seconds: float) -> float:
+def sleep(seconds: float, *_: object) -> float:
     time.sleep(seconds)
     return seconds
 

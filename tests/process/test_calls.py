@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -59,13 +60,14 @@ def test_async_execution_goes_on_elsewhere() -> None:
     assert [future.wait()[0].item() for future in futures] == [i + 2.0 for i in range(50)]
 
 
-def check_threads(count: int, calls: int) -> None:
+def check_threads(count: int, calls: int, payload: int = 1) -> None:
+    """Call from so many threads; with tensors of up to `payload` elements times their number."""
     wrong: list[Any] = []
 
     def call(number: int) -> None:
         try:
             for i in range(calls):
-                sent = torch.full((number + 1,), float(i))
+                sent = torch.full((number * payload + 1,), float(i))
                 back = rpc.rpc_sync("worker1", (f.identity, torch.clone)[i % 2], args=(sent,))
                 if not back.equal(sent):
                     wrong.append((number, i, back))
@@ -82,6 +84,31 @@ def check_threads(count: int, calls: int) -> None:
 
 def test_calls_from_8_threads(pair: Group) -> None:
     pair.run(check_threads, 8, 50)
+
+
+def test_calls_from_threads_with_little_and_much(pair: Group) -> None:
+    # 4 B, and 14, 29 and 43 MB: copied by the pool before they leave.
+    pair.run(check_threads, 4, 12, 3_600_000)
+
+
+def check_time_out_beside_another_thread(seconds: float, much: int) -> None:
+    other = threading.Thread(
+        target=rpc.rpc_sync, args=("worker1", f.sleep), kwargs={"args": (3.0,)}
+    )
+    other.start()
+    time.sleep(0.2)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="ran for more than"):
+        rpc.rpc_sync("worker1", f.sleep, args=(3.0, torch.ones(much)), timeout=seconds)
+    assert time.monotonic() - start < 2.5
+    assert rpc.rpc_sync("worker1", f.name_here) == "worker1"
+    other.join()
+
+
+@needs_ucx("its time-outs are looked at once a second")
+@pytest.mark.parametrize("much", [1, 5_000_000])
+def test_a_time_out_reaches_a_thread_that_waits_beside_another(pair: Group, much: int) -> None:
+    pair.run(check_time_out_beside_another_thread, 0.5, much)
 
 
 def check_many(count: int) -> None:

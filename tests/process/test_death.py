@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def call_error(to: str) -> tuple[str, float]:
     with pytest.raises(RuntimeError) as raised:
         rpc.rpc_sync(to, f.sleep, args=(50.0,))
     return str(raised.value), time.monotonic() - start
+
+
+def call_errors_of_threads(to: str, count: int) -> list[tuple[str, float]]:
+    """As call_error(), of so many threads at once: one of them leads, the others do not."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(call_error, [to] * count))
 
 
 def error_of_call_to(to: str) -> str:
@@ -59,6 +66,15 @@ def test_a_running_call_fails_quickly_with_the_name() -> None:
         assert seconds < 0.5 + QUICK and named("worker1", text), (text, seconds)
         group[0].run(check_alive, "worker2")
         group[2].run(check_alive, "worker0")
+
+
+def test_the_calls_of_all_threads_fail_quickly() -> None:
+    with Group(2) as group:
+        calls = group[0].start(call_errors_of_threads, "worker1", 4)
+        time.sleep(0.5)
+        group[1].kill()
+        for text, seconds in calls.result(20):
+            assert seconds < 0.5 + QUICK and named("worker1", text), (text, seconds)
 
 
 def test_calls_to_a_dead_worker_fail_quickly() -> None:

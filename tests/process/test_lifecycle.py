@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -84,10 +87,23 @@ def test_ctrl_c_during_shutdown() -> None:
     assert "interrupted True" in ended.out, ended
 
 
+def call_in_a_thread(seconds: float) -> None:
+    """Have another thread of this worker wait for an answer."""
+    call = functools.partial(rpc.rpc_sync, "worker1", f.sleep, args=(seconds,))
+    threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.2)
+
+
 @needs_ucx("waits in C++, deaf to signals")
-def test_ctrl_c_during_a_call() -> None:
+@pytest.mark.parametrize("waits", ["alone", "beside another thread", "for much"])
+def test_ctrl_c_during_a_call(waits: str) -> None:
     with Group(2) as group:
-        call = group[0].start(rpc.rpc_sync, "worker1", f.sleep, args=(8.0,))
+        arguments: tuple[Any, ...] = (8.0,)
+        if waits == "beside another thread":
+            group[0].run(call_in_a_thread, 8.0)
+        elif waits == "for much":
+            arguments = (8.0, torch.ones(5_000_000))
+        call = group[0].start(rpc.rpc_sync, "worker1", f.sleep, args=arguments)
         time.sleep(0.5)
         start = time.monotonic()
         group[0].signal(signal.SIGINT)
