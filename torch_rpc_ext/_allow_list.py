@@ -65,7 +65,7 @@ _PROTOCOL = {
         "_local_optimizer_step",
         "_new_script_local_optimizer",
     ),
-    "torch_rpc_ext._upstream_hooks": ("_restore_parameter", "_restore_compressed"),
+    "torch_rpc_ext._payloads": ("_restore_tensor", "_restore_parameter", "_restore_compressed"),
     "torch_rpc_ext._exceptions": ("RemoteType",),
     "torch_rpc_ext._dynamic": ("member_joined", "member_left"),
     "torch_rpc_ext._returning": ("may_return", "member_returned"),
@@ -278,16 +278,9 @@ class AllowList:
 
     def deserialize(self, payload: bytes, tensors: Any) -> Any:
         """Stand in for upstream's internal.deserialize; Refused where a name is refused."""
-        tables = internal._thread_local_tensor_tables
-        before = getattr(tables, "recv_tables", None)
         try:
             return internal._internal_rpc_pickler.deserialize(payload, tensors)
         except errors.RefusedError as error:
-            # Upstream leaves its own at an error.
-            if before is None:
-                tables.__dict__.pop("recv_tables", None)
-            else:
-                tables.recv_tables = before
             return Refused(error)
 
 

@@ -12,7 +12,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
   (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
-- internal._internal_rpc_pickler: an nn.Parameter loses its place in distributed autograd upstream
+- internal._internal_rpc_pickler: the commonest payloads have short forms (_payloads.py), and its
+  reducers lose less. An nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
   An RRef whose owner has died and come back is an error here, and not a wait without an end there.
@@ -31,13 +32,12 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exceptions, _native, _state, errors
+from torch_rpc_ext import _exceptions, _native, _payloads, _state, errors
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -89,10 +89,7 @@ def install(allowed: Any = None) -> None:
         _originals["deserialize"] = internal.deserialize
         internal._unpickler = allowed.unpickler
         internal.deserialize = allowed.deserialize
-    internal._internal_rpc_pickler._register_reducer(torch.nn.Parameter, _reduce_parameter)
-    internal._internal_rpc_pickler._register_reducer(torch.Tensor, _reduce_tensor)
-    for rref_class in _rref_classes():
-        internal._internal_rpc_pickler._register_reducer(rref_class, _reduce_rref)
+    _payloads.install()
 
 
 def uninstall() -> None:
@@ -108,16 +105,7 @@ def uninstall() -> None:
     if "unpickler" in _originals:
         internal._unpickler = _originals.pop("unpickler")
         internal.deserialize = _originals.pop("deserialize")
-    pickler = internal._internal_rpc_pickler
-    # serialize() copies the one table into the other.
-    for table in (pickler._class_reducer_dict, pickler._dispatch_table):
-        if table.get(torch.nn.Parameter) is _reduce_parameter:
-            del table[torch.nn.Parameter]
-        if table.get(torch.Tensor) is _reduce_tensor:
-            del table[torch.Tensor]
-    pickler._dispatch_table[torch.Tensor] = pickler._tensor_reducer
-    for rref_class in _rref_classes():
-        pickler._class_reducer_dict.pop(rref_class, None)
+    _payloads.uninstall()
 
 
 def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,57 +192,3 @@ def _watch_members(session: _state.Session, done: threading.Event) -> None:
                 with api._all_gather_dict_lock:
                     for states in api._all_gather_sequence_id_to_states.values():
                         states.proceed_signal.set()
-
-
-def _rref_classes() -> tuple[type, ...]:
-    return (rpc.PyRRef, rpc.RRef)
-
-
-def _reduce_rref(rref: Any) -> tuple[Any, ...]:
-    _state.require().agent.require_owner(rref)
-    reduced: tuple[Any, ...] = internal._internal_rpc_pickler._py_rref_reducer(rref)
-    return reduced
-
-
-def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-    tables = internal._thread_local_tensor_tables
-    # As the Parameter that it is, not as its .data: so distributed autograd records it.
-    tables.send_tables.append(parameter)
-    return (_restore_parameter, (len(tables.send_tables) - 1,))
-
-
-def _restore_parameter(index: int) -> torch.Tensor:
-    tensor: torch.Tensor = internal._thread_local_tensor_tables.recv_tables[index]
-    # The same tensor under another class, not a new Parameter: within a distributed autograd
-    # context it gets its history after this, and a copy would stay outside of the graph.
-    tensor.__class__ = torch.nn.Parameter
-    return tensor
-
-
-_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
-
-
-def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout in _BY_ROW:
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in _BY_COLUMN:
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        reduced: tuple[Any, ...] = internal._internal_rpc_pickler._tensor_reducer(tensor)
-        return reduced
-    # Each part is a strided tensor and comes back here.
-    return (_restore_compressed, (*parts, tuple(tensor.shape), tensor.layout))
-
-
-def _restore_compressed(
-    compressed: torch.Tensor,
-    plain: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    layout: torch.layout,
-) -> torch.Tensor:
-    # Checked, because a peer sent them: bad indices raise instead of crashing later.
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, check_invariants=True
-    )

@@ -48,6 +48,32 @@ bool isBeforeFunction(std::string_view name) {
       name == "torch_rpc_ext.aio._batch.enqueue";
 }
 
+// Up to the zero byte behind it.
+std::string_view takeTerminated(std::string_view& bytes) {
+  const size_t end = bytes.find('\0');
+  if (end == std::string_view::npos) {
+    return {};
+  }
+  const std::string_view text = bytes.substr(0, end);
+  bytes.remove_prefix(end + 1);
+  return text;
+}
+
+// The short form of a call with nothing but tensors
+// (torch_rpc_ext/_payloads.py).
+std::string shortFunction(std::string_view bytes) {
+  constexpr std::string_view kCall("\001Call\0", 6);
+  const size_t at = bytes.find(kCall);
+  if (at == std::string_view::npos) {
+    return {};
+  }
+  bytes.remove_prefix(at + kCall.size());
+  const std::string_view module = takeTerminated(bytes);
+  const std::string_view name = takeTerminated(bytes);
+  return name.empty() ? std::string()
+                      : std::string(module) + "." + std::string(name);
+}
+
 std::string pythonFunction(std::string_view bytes) {
   constexpr std::string_view kUdf = "PythonUDF";
   // Is followed by the function's name (torch_rpc_ext/profiler/recorder.py).
@@ -196,7 +222,10 @@ std::string labelOf(const Message& message) {
   const auto& payload = message.payload();
   const std::string_view bytes(
       payload.data(), std::min(payload.size(), kLookedAt));
-  std::string label = pythonFunction(bytes);
+  std::string label = shortFunction(bytes);
+  if (label.empty()) {
+    label = pythonFunction(bytes);
+  }
   if (label.empty()) {
     label = scriptFunction(bytes);
   }

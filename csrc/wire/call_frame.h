@@ -78,7 +78,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 4;
+inline constexpr uint8_t kVersion = 5;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 
