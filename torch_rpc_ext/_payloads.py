@@ -205,14 +205,15 @@ def _restore_parameter(index: int) -> torch.Tensor:
     return tensor
 
 
-_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+_BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
+_BY_COLUMN = frozenset({torch.sparse_csc, torch.sparse_bsc})
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.layout in _BY_ROW:
+    layout = tensor.layout
+    if layout in _BY_ROW:
         parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in _BY_COLUMN:
+    elif layout in _BY_COLUMN:
         parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         tensors = _tables.send_tables
