@@ -23,7 +23,9 @@ void streamingCopy(void* to, const void* from, size_t size) {
   auto* target = static_cast<char*>(to);
   const auto* source = static_cast<const char*>(from);
   const auto copy = [&](size_t bytes) {
-    std::memcpy(target, source, bytes);
+    if (bytes != 0) { // there may be no memory at all then
+      std::memcpy(target, source, bytes);
+    }
     target += bytes;
     source += bytes;
     size -= bytes;

@@ -16,6 +16,8 @@ BUILD = cxx.ROOT / "build" / "sanitize"
 _NEEDS = {
     "poller": ("base/poller.cpp", "base/timer.cpp"),
     "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp"),
+    "mailbox": ("agent/mailbox.cpp",),
+    "streaming_copy": ("base/streaming_copy.cpp",),
     "filling": ("transport/fill_level.cpp",),
     "memory": ("memory/buffer_cache.cpp", "transport/ucx/shared_maps.cpp"),
     "loopback": (

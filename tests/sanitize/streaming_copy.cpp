@@ -1,0 +1,38 @@
+// base::streamingCopy(): all bytes and no others, wherever they lie.
+
+#include "base/streaming_copy.h"
+#include "sanitize/stress.h"
+
+#include <cstring>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::stress;
+
+int main(int count, char** arguments) {
+  constexpr size_t kMost = 5000;
+  constexpr size_t kOffsets = 200;
+  constexpr unsigned char kUntouched = 0xEE;
+  Crowd crowd;
+  crowd.add(2, [&](Crowd::Source& random) {
+    const size_t size = random() % kMost;
+    const size_t fromOffset = random() % kOffsets;
+    const size_t toOffset = random() % kOffsets;
+    // To the byte, so that what is read or written beyond the end is seen.
+    std::vector<unsigned char> from(fromOffset + size);
+    for (auto& byte : from) {
+      byte = static_cast<unsigned char>(random());
+    }
+    std::vector<unsigned char> to(toOffset + size, kUntouched);
+    base::streamingCopy(to.data() + toOffset, from.data() + fromOffset, size);
+    require(
+        size == 0 ||
+            std::memcmp(to.data() + toOffset, from.data() + fromOffset, size) ==
+                0,
+        "copied");
+    for (size_t i = 0; i < toOffset; ++i) {
+      require(to[i] == kUntouched, "nothing in front of it");
+    }
+  });
+  const auto copies = crowd.run(seconds(count, arguments));
+  std::printf("%llu copies\n", static_cast<unsigned long long>(copies));
+}
