@@ -45,6 +45,16 @@ void PendingCalls::setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox) {
   }
 }
 
+bool PendingCalls::setBeforeFailure(uint64_t id, std::function<void()> hook) {
+  std::lock_guard lock(mutex_);
+  auto it = calls_.find(id);
+  if (it == calls_.end()) {
+    return false;
+  }
+  it->second.call.beforeFailure = std::move(hook);
+  return true;
+}
+
 std::shared_ptr<Mailbox> PendingCalls::mailboxOf(uint64_t id) const {
   std::lock_guard lock(mutex_);
   auto it = calls_.find(id);

@@ -35,6 +35,7 @@ struct PendingCall {
   Clock::time_point sentAt;
   Executor::RequestScopePtr scope; // of the request that made the call
   std::shared_ptr<Mailbox> mailbox; // of a thread that waits for the answer
+  std::function<void()> beforeFailure; // runs before the future has the error
   bool counted = true; // part of what shutdown waits for
   bool createsRRef = false;
   bool limited = false; // counts in LoadLimits, with these:
@@ -69,6 +70,8 @@ class PendingCalls {
   void setConnection(uint64_t id, const transport::ConnectionPtr& connection);
   // Says who waits for the answer.
   void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
+  // False for a call that is not here any more.
+  bool setBeforeFailure(uint64_t id, std::function<void()> hook);
   // Null also for a call that is not here any more.
   std::shared_ptr<Mailbox> mailboxOf(uint64_t id) const;
 

@@ -153,6 +153,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   LoggedCalls endCallLog();
   // The number of this thread's last call; 0 for none.
   static uint64_t lastCallId();
+  // Has `hook` run if that call fails, before anybody hears of it. False when
+  // it is ending already.
+  bool beforeFailure(uint64_t callId, std::function<void()> hook) {
+    return pending_.setBeforeFailure(callId, std::move(hook));
+  }
   bool isStaticGroup() const {
     return isStaticGroup_;
   }
@@ -321,6 +326,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void complete(const std::shared_ptr<Arrival>& arrival);
   void finish(PendingCall call, c10::intrusive_ptr<rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
+  void failed(const PendingCall& call, std::exception_ptr why);
   void failLater(PendingCall call, const base::Error& error);
   void callEnded(const PendingCall& call);
   // For messages about an RRef that the callee's former life owned.

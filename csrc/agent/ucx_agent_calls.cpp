@@ -374,9 +374,7 @@ void UcxAgent::finish(
         : std::make_exception_ptr(std::runtime_error(text));
   }
   if (raised != nullptr) {
-    metrics::add(counters_.callsFailed, 1);
-    log(call, /*failed=*/true);
-    settle(call, [&] { call.future->setError(std::move(raised)); });
+    failed(call, std::move(raised));
   } else {
     counters_.latency.add(PendingCall::Clock::now() - call.sentAt);
     log(call, /*failed=*/false);
@@ -389,9 +387,16 @@ void UcxAgent::finish(
   callEnded(call);
 }
 
-void UcxAgent::fail(PendingCall call, const base::Error& error) {
+void UcxAgent::failed(const PendingCall& call, std::exception_ptr why) {
   metrics::add(counters_.callsFailed, 1);
   log(call, /*failed=*/true);
+  if (call.beforeFailure) {
+    call.beforeFailure();
+  }
+  settle(call, [&] { call.future->setError(std::move(why)); });
+}
+
+void UcxAgent::fail(PendingCall call, const base::Error& error) {
   const std::string what = call.label + " on worker \"" + call.worker + "\"";
   std::string text;
   if (error.kind == base::ErrorKind::kTimedOut) {
@@ -417,10 +422,8 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
         what + " failed (" + base::toString(error.kind) + "): " + why,
         typeOf(call, error.kind));
   }
-  settle(call, [&] {
-    call.future->setError(
-        std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
-  });
+  failed(
+      call, std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
   callEnded(call);
 }
 

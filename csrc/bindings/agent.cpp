@@ -197,20 +197,25 @@ void watchCreation(const rpc::PyRRef& python) {
   const auto rref =
       c10::static_intrusive_pointer_cast<rpc::RRef>(python.toIValue().toRRef());
   py::gil_scoped_release release;
-  if (future->completed()) {
-    if (future->hasError()) {
-      compat::failedToCreate(*rref);
-      if (isRaised(*future)) {
-        std::rethrow_exception(future->exception_ptr());
-      }
+  if (!future->completed()) {
+    // Before the future has the error: who hears of that uses the RRef next,
+    // and where this worker is the owner itself it would wait for a value for
+    // ever.
+    const auto ours = std::dynamic_pointer_cast<UcxAgent>(
+        rpc::RpcAgent::getCurrentRpcAgent());
+    if (ours == nullptr || ours->beforeFailure(UcxAgent::lastCallId(), [rref] {
+          compat::failedToCreate(*rref);
+        })) {
+      return;
     }
-    return;
+    future->wait(); // it is ending at this moment
   }
-  future->addCallback([rref](rpc::JitFuture& done) {
-    if (done.hasError()) {
-      compat::failedToCreate(*rref);
+  if (future->hasError()) {
+    compat::failedToCreate(*rref);
+    if (isRaised(*future)) {
+      std::rethrow_exception(future->exception_ptr());
     }
-  });
+  }
 }
 
 // Raises where the RRef's owner has died since it was made.

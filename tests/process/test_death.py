@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -344,21 +345,60 @@ def test_killed_while_it_creates_rrefs() -> None:
         group.close(gently=False)
 
 
-def create_rrefs_too_late() -> None:
-    rrefs = [rpc.remote("worker1", f.sleep, args=(0.5,), timeout=0.1) for _ in range(3)]
+def create_rrefs_too_late(to: str) -> None:
+    rrefs = [rpc.remote(to, f.sleep, args=(0.5,), timeout=0.1) for _ in range(3)]
     for rref in rrefs:
         with pytest.raises(RuntimeError, match="has not answered"):
             rref._get_future().wait()
         with pytest.raises(RuntimeError, match="timed out"):
             rref.to_here(timeout=10)
-    right = rpc.remote("worker1", f.identity, args=(1,))
+    right = rpc.remote(to, f.identity, args=(1,))
     assert right.to_here() == 1
 
 
+def create_rrefs_late_and_use_them_at_once(count: int) -> None:
+    """Who hears of the error uses the RRef before anything else can happen."""
+    wrong: list[str] = []
+    # On one core who is woken may run before the one that wakes goes on.
+    core = {min(os.sched_getaffinity(0))}
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(task), core)
+
+    def create() -> None:
+        for _ in range(count):
+            rref = rpc.remote("worker0", f.sleep, args=(0.05,), timeout=0.002)
+            try:
+                rref._get_future().wait()
+            except RuntimeError:
+                try:
+                    rref.to_here()
+                    wrong.append("has a value")
+                except RuntimeError as error:
+                    if "timed out" not in str(error):
+                        wrong.append(str(error))
+
+    threads = [threading.Thread(target=create, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        if thread.is_alive():
+            wrong.append("to_here() waits for ever")
+    assert not wrong, wrong
+
+
+@needs_ucx("the error may be there before the RRef knows of it")
+def test_an_rref_of_ones_own_whose_creation_timed_out_is_used_at_once() -> None:
+    with Group(1) as group:
+        group[0].run(create_rrefs_late_and_use_them_at_once, 100)
+        group.close(gently=False)
+
+
 @needs_ucx("marks the first one only, for each of them (static handlers of RRef::handleError)")
-def test_each_rref_whose_creation_timed_out_says_so() -> None:
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_each_rref_whose_creation_timed_out_says_so(to: str) -> None:
     with Group(2) as group:
-        group.run(create_rrefs_too_late)
+        group[0].run(create_rrefs_too_late, to)
 
 
 def lose_an_rref() -> None:
