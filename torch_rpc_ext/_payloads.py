@@ -81,9 +81,14 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         if _is_plain(value):
             return _TENSOR, [value]
         if type(value) is internal.PythonUDF and not value.kwargs and type(value.args) is tuple:
-            name = _name_of(value.func)
-            if name is not None and all(map(_is_plain, value.args)):
-                return _CALL + name, list(value.args)
+            name, args = _name_of(value.func), value.args
+            # One that stands there twice must arrive as one: pickle remembers it.
+            if (
+                name is not None
+                and all(map(_is_plain, args))
+                and len(set(map(id, args))) == len(args)
+            ):
+                return _CALL + name, list(args)
     return _pickled(value)
 
 

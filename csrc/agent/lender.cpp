@@ -35,11 +35,11 @@ constexpr size_t kPieceBytes = size_t{128} << 10;
 // Shared by the threads that copy one message.
 class Copy {
  public:
-  Copy(Encoded encoded, Blocks blocks, Lender::Then then)
+  Copy(Encoded encoded, Blocks blocks, bool streams, Lender::Then then)
       : encoded_(std::move(encoded)),
         blocks_(std::move(blocks)),
+        streams_(streams),
         then_(std::move(then)) {
-    uint64_t bytes = 0;
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const auto* const from = static_cast<const char*>(encoded_.bulk[i].data);
       auto* const to = static_cast<char*>(blocks_[i]->data());
@@ -48,9 +48,7 @@ class Copy {
         shares_.push_back(
             {to + at, from + at, std::min(kShareBytes, size - at)});
       }
-      bytes += size;
     }
-    streams_ = bytes >= kStreamedBytes;
   }
 
   void setThreads(size_t threads) {
@@ -100,9 +98,9 @@ class Copy {
 
   Encoded encoded_;
   Blocks blocks_;
+  const bool streams_; // past the caches
   const Lender::Then then_;
   std::vector<Share> shares_;
-  bool streams_ = false;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> threads_{1};
 };
@@ -135,11 +133,19 @@ void Lender::lend(Encoded encoded, Then then) {
     bytes += span.size;
   }
   if (bytes <= kAtOnceBytes) {
-    Copy(std::move(encoded), std::move(blocks), std::move(then)).work(nullptr);
+    Copy(
+        std::move(encoded),
+        std::move(blocks),
+        /*streams=*/false,
+        std::move(then))
+        .work(nullptr);
     return;
   }
   const auto copy = std::make_shared<Copy>(
-      std::move(encoded), std::move(blocks), std::move(then));
+      std::move(encoded),
+      std::move(blocks),
+      bytes >= kStreamedBytes,
+      std::move(then));
   static const uint64_t cores =
       std::max(1u, std::thread::hardware_concurrency());
   const uint64_t threads = std::clamp<uint64_t>(

@@ -49,7 +49,7 @@ ONE = torch.arange(3.0)
 
 @pytest.mark.parametrize(
     "value",
-    [None, ONE, udf(function), udf(function, ONE), udf(function, ONE, ONE[1:], ONE)],
+    [None, ONE, udf(function), udf(function, ONE), udf(function, ONE, ONE[1:])],
 )
 def test_the_commonest_values_have_a_short_form(value: Any) -> None:
     payload, tensors = internal.serialize(value)
@@ -97,6 +97,13 @@ def test_all_others_are_pickled(value: Any) -> None:
         assert back.func is value.func and len(back.args) == len(value.args)
     else:
         assert back == value
+
+
+def test_an_argument_that_stands_there_twice_arrives_as_one() -> None:
+    first, second, third = internal.deserialize(
+        *internal.serialize(udf(function, ONE, ONE[1:], ONE))
+    ).args
+    assert first is third and torch.equal(first, ONE) and torch.equal(second, ONE[1:])
 
 
 def test_a_tensor_in_a_container_costs_few_bytes() -> None:
