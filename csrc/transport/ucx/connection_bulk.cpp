@@ -242,12 +242,21 @@ void UcxConnection::sendBulk(
 }
 
 // UCX has let go of all that was sent: what the peer still waits for, it can
-// cancel.
+// cancel. It answers a call with an error then, which must not overtake the
+// reason: so the callback of the transfer has it first.
 void UcxConnection::sendEnded(uint64_t id, const base::Error& error) {
-  if (error && state_ == ConnectionState::kOpen) {
-    sendReason(FrameKind::kAbort, id, error);
+  transfers_.sendEnds(id, error); // defers the callback
+  if (!error) {
+    return;
   }
-  transfers_.sendEnds(id, error);
+  context_->worker().defer(
+      base::makeTask([self = shared_from_this(), id, error] {
+        self->context_->worker().post(base::makeTask([self, id, error] {
+          if (self->state_ == ConnectionState::kOpen) {
+            self->sendReason(FrameKind::kAbort, id, error);
+          }
+        }));
+      }));
 }
 
 void UcxConnection::onAbort(uint64_t transfer, const base::Error& why) {
