@@ -7,6 +7,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
   completes. Here the waiting thread takes the answer from the network itself: that spares a
   hand-off between threads, and Ctrl-C ends the wait.
+- api._invoke_rpc_builtin, _python_udf: a future holds a tensor upstream as a Python object, which
+  takes the GIL to complete it. Here it is a tensor (csrc/bindings/calls.cpp).
 - api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
   a RuntimeError of the error's text upstream, and one whose creation fails later marks a wrong RRef
   (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
@@ -78,6 +80,10 @@ def install(allowed: Any = None) -> None:
     _originals["handle_exception"] = internal._handle_exception
     api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
     api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
+    _originals["invoke_rpc_builtin"] = api._invoke_rpc_builtin
+    api._invoke_rpc_builtin = _invoke_rpc_builtin
+    _originals["invoke_rpc_python_udf"] = api._invoke_rpc_python_udf
+    api._invoke_rpc_python_udf = _native.load().invoke_function
     for name in _REMOTES:
         _originals[name] = getattr(api, name)
         setattr(api, name, _typed(_originals[name]))
@@ -98,6 +104,8 @@ def uninstall() -> None:
         return
     api._wait_all_workers = _originals.pop("wait_all_workers")
     api._invoke_rpc = _originals.pop("invoke_rpc")
+    api._invoke_rpc_builtin = _originals.pop("invoke_rpc_builtin")
+    api._invoke_rpc_python_udf = _originals.pop("invoke_rpc_python_udf")
     for name in _REMOTES:
         setattr(api, name, _originals.pop(name))
     internal._run_function = _originals.pop("run_function")
@@ -120,6 +128,12 @@ def _invoke_rpc(to: Any, func: Callable[..., Any], rpc_type: Any, *args: Any, **
     if waits and (session := _state.current()) is not None:
         session.agent.await_answer(future)
     return future
+
+
+def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    invoke = _originals.get("invoke_rpc_builtin", api._invoke_rpc_builtin)
+    future = _native.load().invoke_builtin(to, name, timeout, *args, **kwargs)
+    return invoke(to, name, timeout, *args, **kwargs) if future is None else future
 
 
 def _typed(invoke: Callable[..., Any]) -> Callable[..., Any]:

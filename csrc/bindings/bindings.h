@@ -7,6 +7,7 @@ namespace torch_rpc_ext::bindings {
 void bindErrors(pybind11::module_& module);
 void bindUcx(pybind11::module_& module);
 void bindAgent(pybind11::module_& module);
+void bindCalls(pybind11::module_& module);
 void bindWire(pybind11::module_& module);
 void bindCuda(pybind11::module_& module);
 

@@ -10,6 +10,7 @@ PYBIND11_MODULE(_C, module) {
   bindRemoteException(module);
   bindUcx(module);
   bindAgent(module);
+  bindCalls(module);
   bindWire(module);
   bindCuda(module);
 }

@@ -1,0 +1,244 @@
+// rpc_sync() and rpc_async() of builtin operators and of functions of Python:
+// what upstream's _invoke_rpc_builtin and _invoke_rpc_python_udf do, but a
+// result that is one tensor stays a tensor in the future, as that of a
+// TorchScript function does, and becomes no Python object.
+//
+// To make that object upstream takes the GIL in the thread that completes the
+// future, and once more to let go of the message. In a burst of calls that
+// thread and the one that sends would pass the GIL to and fro at each answer.
+// Here it is made by who waits, who has the GIL anyway.
+
+#include "bindings/bindings.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <torch/csrc/distributed/autograd/utils.h>
+#include <torch/csrc/distributed/rpc/python_call.h>
+#include <torch/csrc/distributed/rpc/python_resp.h>
+#include <torch/csrc/distributed/rpc/python_rpc_handler.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/distributed/rpc/script_call.h>
+#include <torch/csrc/distributed/rpc/script_resp.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace jit = torch::jit;
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// Source: torch_rpc_ext/_payloads.py
+constexpr std::string_view kTensor = "\x01Tensor";
+constexpr std::string_view kNone = "\x01None";
+
+struct Match {
+  std::shared_ptr<jit::Operator> op; // null: none
+  jit::Stack stack;
+};
+
+bool isNumber(py::handle value) {
+  PyObject* const object = value.ptr();
+  return PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+      PyBool_Check(object) || PyComplex_CheckExact(object);
+}
+
+// False only where createStackForSchema() would throw: an exception takes 50
+// us, half of a call, and torch.add(tensor, 1) meets one on its way.
+bool mayTake(
+    const c10::FunctionSchema& schema,
+    const py::args& args,
+    const py::kwargs& kwargs) {
+  const auto& wanted = schema.arguments();
+  if (args.size() + kwargs.size() > wanted.size()) {
+    return false;
+  }
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (wanted[i].kwarg_only() ||
+        (wanted[i].type()->kind() == c10::TypeKind::TensorType &&
+         isNumber(args[i]))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// As upstream looks first: operators that torch's dispatcher knows.
+Match match(
+    const std::string& name,
+    const py::args& args,
+    const py::kwargs& kwargs) {
+  const auto symbol = c10::Symbol::fromQualString(name);
+  if (!symbol.is_aten()) {
+    return {};
+  }
+  for (auto& op : jit::getAllOperatorsFor(symbol)) {
+    if (!op->isC10Op() || !mayTake(op->schema(), args, kwargs)) {
+      continue;
+    }
+    try {
+      jit::Stack stack =
+          jit::createStackForSchema(op->schema(), args, kwargs, std::nullopt);
+      return {std::move(op), std::move(stack)};
+    } catch (const jit::schema_match_error&) {
+      continue;
+    } catch (const std::runtime_error&) {
+      break;
+    }
+  }
+  return {};
+}
+
+bool returnsOneTensor(const jit::Operator& op) {
+  const auto& returns = op.schema().returns();
+  return returns.size() == 1 &&
+      returns[0].type()->kind() == c10::TypeKind::TensorType;
+}
+
+// As upstream: what Python raised must not be let go of without the GIL.
+std::exception_ptr withoutPython(py::error_already_set& error) {
+  const py::gil_scoped_acquire acquire;
+  const std::string what = error.what();
+  const auto plain = error.matches(PyExc_ValueError)
+      ? std::make_exception_ptr(py::value_error(what))
+      : error.matches(PyExc_TypeError)
+      ? std::make_exception_ptr(py::type_error(what))
+      : std::make_exception_ptr(std::runtime_error(what));
+  error.restore();
+  PyErr_Clear();
+  return plain;
+}
+
+// What a future becomes when the answer to its call is there.
+using ResultOf = c10::IValue (*)(const rpc::Message&);
+
+c10::intrusive_ptr<rpc::JitFuture> futureOf(
+    const c10::intrusive_ptr<rpc::JitFuture>& answer,
+    c10::TypePtr type,
+    ResultOf resultOf) {
+  auto result = answer->createInstance(std::move(type));
+  answer->addCallback(
+      at::wrapPropagateTLSState([result, resultOf](rpc::JitFuture& answer) {
+        if (answer.hasError()) {
+          result->setError(answer.exception_ptr());
+          return;
+        }
+        c10::IValue value;
+        try {
+          value = resultOf(*answer.value().toCustomClass<rpc::Message>());
+        } catch (py::error_already_set& error) {
+          result->setError(withoutPython(error));
+          return;
+        } catch (const std::exception&) {
+          result->setError(std::current_exception());
+          return;
+        }
+        result->markCompleted(std::move(value), answer.storages());
+      }));
+  return result;
+}
+
+std::unique_ptr<rpc::RpcCommandBase> responseOf(
+    const rpc::Message& message,
+    rpc::MessageType wanted) {
+  auto type = message.type();
+  auto response = rpc::deserializeResponse(message, type);
+  TORCH_CHECK(
+      type == wanted,
+      "a call was answered by a message of type ",
+      static_cast<int>(type),
+      " and not ",
+      static_cast<int>(wanted));
+  return response;
+}
+
+// ---- builtin operators -----------------------------------------------------
+
+c10::IValue resultOfBuiltin(const rpc::Message& message) {
+  const auto response = responseOf(message, rpc::MessageType::SCRIPT_RET);
+  return static_cast<rpc::ScriptResp&>(*response).value();
+}
+
+// Null for a call that upstream's own function has to make, or to refuse.
+std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
+    const rpc::WorkerInfo& to,
+    const std::string& name,
+    float timeoutSeconds,
+    const py::args& args,
+    const py::kwargs& kwargs) {
+  auto [op, stack] = match(name, args, kwargs);
+  if (op == nullptr || !returnsOneTensor(*op)) {
+    return nullptr;
+  }
+  const py::gil_scoped_release release;
+  const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  const auto answer = torch::distributed::autograd::sendMessageWithAutograd(
+      *agent,
+      to,
+      rpc::ScriptCall(op, std::move(stack)).toMessage(),
+      /*forceGradRecording=*/false,
+      timeoutSeconds);
+  return std::make_shared<jit::PythonFutureWrapper>(
+      futureOf(answer, c10::TensorType::get(), &resultOfBuiltin));
+}
+
+// ---- functions of Python ---------------------------------------------------
+
+c10::IValue resultOfFunction(const rpc::Message& message) {
+  const auto response = responseOf(message, rpc::MessageType::PYTHON_RET);
+  const auto& pickled =
+      static_cast<rpc::PythonResp&>(*response).serializedPyObj();
+  if (pickled.payload_ == kTensor && pickled.tensors_.size() == 1) {
+    return pickled.tensors_[0];
+  }
+  if (pickled.payload_ == kNone) {
+    return {};
+  }
+  auto& handler = rpc::PythonRpcHandler::getInstance(); // without the GIL
+  const py::gil_scoped_acquire acquire;
+  return jit::toIValue(handler.deserialize(pickled), c10::PyObjectType::get());
+}
+
+std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
+    const rpc::WorkerInfo& to,
+    std::string& pickled,
+    std::vector<at::Tensor>& tensors,
+    float timeoutSeconds,
+    bool isAsync) {
+  const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  const auto answer = torch::distributed::autograd::sendMessageWithAutograd(
+      *agent,
+      to,
+      rpc::PythonCall(
+          rpc::SerializedPyObj(std::move(pickled), std::move(tensors)), isAsync)
+          .toMessage(),
+      /*forceGradRecording=*/true,
+      timeoutSeconds);
+  return std::make_shared<jit::PythonFutureWrapper>(
+      futureOf(answer, c10::AnyType::get(), &resultOfFunction),
+      [](const py::object& value) {
+        // Raises a remote exception in the thread that waits.
+        const py::gil_scoped_release release;
+        rpc::PythonRpcHandler::getInstance().handleException(value);
+      });
+}
+
+} // namespace
+
+void bindCalls(py::module_& module) {
+  // Without names, which those of the operator's arguments might be.
+  module.def("invoke_builtin", &invokeBuiltin);
+  module.def(
+      "invoke_function",
+      &invokeFunction,
+      py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace torch_rpc_ext::bindings

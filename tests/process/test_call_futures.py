@@ -1,0 +1,235 @@
+"""What csrc/bindings/calls.cpp does in place of upstream: overloads, and futures."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._C import _distributed_rpc as native_rpc
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.rpc import api
+from torch.jit import _builtins
+
+from tests.process import functions as f
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+ONE = torch.ones(2)
+MATRIX = torch.arange(6.0).reshape(2, 3)
+
+
+class Call:
+    """Arguments of an operator."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def there(self) -> Any:
+        return rpc.rpc_sync("worker1", self.function, args=self.args, kwargs=self.kwargs)
+
+    def there_by_upstream(self) -> Any:
+        to = rpc.get_worker_info("worker1")
+        name = _builtins._find_builtin(self.function)
+        future = native_rpc._invoke_rpc_builtin(to, name, 10.0, *self.args, **self.kwargs)
+        return future.wait()
+
+
+OVERLOADS = [
+    Call(torch.add, ONE, ONE),
+    Call(torch.add, ONE, 1),
+    Call(torch.add, ONE, 2.5),
+    Call(torch.add, ONE, True),
+    Call(torch.add, ONE, 1j),
+    Call(torch.add, ONE, ONE, alpha=3),
+    Call(torch.add, ONE, other=ONE, alpha=3),
+    Call(torch.sum, MATRIX),
+    Call(torch.sum, MATRIX, 0),
+    Call(torch.sum, MATRIX, [0, 1], keepdim=True),
+    Call(torch.sum, MATRIX, dtype=torch.int64),
+    Call(torch.where, ONE > 0, ONE, 5.0),
+    Call(torch.pow, 2, ONE),
+    Call(torch.full, (2, 3), 7),
+    Call(torch.clamp, MATRIX, 1, 3),
+    Call(torch.clamp, MATRIX, min=ONE[:1]),
+    Call(torch.cat, [ONE, ONE]),
+    # Not one tensor.
+    Call(torch.numel, ONE),
+    Call(torch.add, 1, 2),
+    Call(torch.split, MATRIX, 1),
+    Call(torch.is_nonzero, ONE[0]),
+]
+
+
+def shown(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [shown(one) for one in value]
+    return (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+def check_overloads() -> None:
+    for number, call in enumerate(OVERLOADS):
+        assert shown(call.there()) == shown(call.there_by_upstream()), number
+
+
+@needs_ucx("is what it is compared with")
+def test_the_overload_is_the_one_that_upstream_finds(pair: Group) -> None:
+    pair.run(check_overloads)
+
+
+WRONG = [
+    Call(torch.add, ONE, "two"),
+    Call(torch.add, ONE),
+    Call(torch.add, ONE, ONE, ONE, ONE),
+    Call(torch.add, ONE, ONE, beta=2),
+    Call(torch.numel, 1),
+]
+
+
+@needs_ucx("is what it is compared with")
+def test_arguments_that_no_overload_takes(pair: Group) -> None:
+    """The error is upstream's."""
+    pair.run(check_wrong)
+
+
+def check_wrong() -> None:
+    for number, call in enumerate(WRONG):
+        with pytest.raises(Exception) as theirs:  # noqa: PT011
+            call.there_by_upstream()
+        with pytest.raises(type(theirs.value)) as ours:
+            call.there()
+        assert str(ours.value) == str(theirs.value), number
+
+
+def fails_there() -> None:
+    future = rpc.rpc_async("worker1", torch.mm, args=(MATRIX, MATRIX))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        future.wait()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        future.value()
+
+
+def test_an_error_of_the_operator(pair: Group) -> None:
+    pair.run(fails_there)
+
+
+def check_futures() -> None:
+    future = rpc.rpc_async("worker1", torch.add, args=(ONE, 1))
+    seen: list[Any] = []
+    after = future.then(lambda done: done.value() * 2)
+    future.add_done_callback(lambda done: seen.append(done.wait()))
+    assert after.wait().equal(ONE * 4)
+    value = future.wait()
+    assert value.equal(ONE + 1) and future.value() is value and future.done()
+    end = time.monotonic() + 10
+    while not seen:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert seen == [value]
+
+    mixed = torch.futures.wait_all(
+        [
+            rpc.rpc_async("worker1", torch.add, args=(ONE, 1)),
+            rpc.rpc_async("worker1", f.identity, args=(ONE,)),
+            rpc.rpc_async("worker1", f.script_add, args=(ONE, ONE)),
+            rpc.rpc_async("worker1", torch.numel, args=(ONE,)),
+        ]
+    )
+    assert shown(mixed) == shown([ONE + 1, ONE, ONE * 2, 2])
+
+
+def test_futures_of_builtins_are_futures(pair: Group) -> None:
+    pair.run(check_futures)
+
+
+def done_while_python_stands_still(function: Callable[..., Any], seconds: float) -> bool:
+    """Whether the answer completes the future while this thread keeps the GIL for itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        future = rpc.rpc_async("worker1", function, args=(ONE,))
+        end = time.monotonic() + seconds
+        while not (done := bool(future.done())) and time.monotonic() < end:
+            ctypes.PyDLL(None).usleep(10_000)
+    finally:
+        sys.setswitchinterval(interval)
+    future.wait()
+    return done
+
+
+def check_gil() -> None:
+    functions: list[Callable[..., Any]] = [torch.neg, f.identity, f.nothing]
+    for function in functions:
+        assert done_while_python_stands_still(function, 20), function
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_invoke_rpc_builtin", "_invoke_rpc_python_udf"):
+            patch.setattr(api, name, getattr(native_rpc, name))
+        for function in functions:
+            # The answer may be there before rpc_async() has the GIL again.
+            tries = (done_while_python_stands_still(function, 0.2) for _ in range(5))
+            assert not all(tries), "this shows nothing"
+
+
+@needs_ucx("takes the GIL in the thread that the answer comes to")
+def test_no_gil_is_needed_to_complete_one(pair: Group) -> None:
+    pair.run(check_gil)
+
+
+# ---- functions of Python -----------------------------------------------------
+
+
+class Unwilling:
+    """Can be pickled, and not unpickled."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return fail_at_the_caller, (self.error,)
+
+
+def fail_at_the_caller(error: type[Exception]) -> None:
+    raise error("not here")
+
+
+def unwilling(error: type[Exception]) -> Unwilling:
+    return Unwilling(error)
+
+
+def check_results() -> None:
+    value = rpc.rpc_async("worker1", f.identity, args=(ONE,))
+    assert value.wait().equal(ONE) and value.value() is value.wait()
+    assert type(value.wait()) is torch.Tensor
+    nothing = rpc.rpc_async("worker1", f.nothing)
+    assert nothing.wait() is None and nothing.then(lambda done: done.value()).wait() is None
+    for result in (5, "text", [ONE, 2], (ONE, "two"), torch.nn.Parameter(ONE)):
+        back = rpc.rpc_async("worker1", f.identity, args=(result,)).wait()
+        assert shown(back) == shown(result)
+    with dist_autograd.context() as context:
+        leaf = torch.ones(2, requires_grad=True)
+        back = rpc.rpc_async("worker1", f.identity, args=(leaf,)).wait()
+        dist_autograd.backward(context, [(back * 3).sum()])
+        assert dist_autograd.get_gradients(context)[leaf].equal(ONE * 3)
+
+
+def test_results_of_python_functions(pair: Group) -> None:
+    pair.run(check_results)
+
+
+def check_unwilling() -> None:
+    for error, seen in ((ValueError, ValueError), (TypeError, TypeError), (KeyError, RuntimeError)):
+        future = rpc.rpc_async("worker1", unwilling, args=(error,))
+        for _ in range(2):
+            with pytest.raises(seen, match="not here"):
+                future.wait()
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+def test_a_result_that_cannot_be_unpickled(pair: Group) -> None:
+    """Three classes of error, as upstream: others become RuntimeError."""
+    pair.run(check_unwilling)
