@@ -104,9 +104,8 @@ void Executor::threadMain() {
       run(std::move(work));
       busy_.fetch_sub(counts);
       joins = true; // it takes the place that it had
-      if (polling_.fetch_add(1) >= requestThreads_ + kSpareThreads &&
-          threadState.next.task == nullptr) {
-        break;
+      if (!comesBack()) {
+        return endThread(std::move(scope));
       }
       continue;
     }
@@ -134,6 +133,23 @@ void Executor::threadMain() {
     }
   }
   polling_.fetch_sub(1);
+  endThread(std::move(scope));
+}
+
+// A thread that is going to end is never counted, not for a moment: another
+// one that leaves for a task then would think that this one stays.
+bool Executor::comesBack() {
+  size_t polling = polling_.load();
+  do {
+    if (polling >= requestThreads_ + kSpareThreads &&
+        threadState.next.task == nullptr) {
+      return false;
+    }
+  } while (!polling_.compare_exchange_weak(polling, polling + 1));
+  return true;
+}
+
+void Executor::endThread(std::shared_ptr<void> scope) {
   threadState.executor = nullptr;
   scope.reset();
   std::lock_guard lock(mutex_);

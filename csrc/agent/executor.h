@@ -99,6 +99,8 @@ class Executor final : public base::TaskRunner {
   using Signal = base::Poller::Lead::Signal;
 
   void threadMain();
+  bool comesBack();
+  void endThread(std::shared_ptr<void> scope);
   void enqueue(Work work);
   Work takeWork(bool joins);
   void wakeOne();

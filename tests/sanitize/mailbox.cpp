@@ -91,5 +91,5 @@ int main(int count, char** arguments) {
   over.store(true);
   bell.join();
   require(run.load() == made.load(), "each task has run once");
-  std::printf("%llu tasks\n", static_cast<unsigned long long>(run.load()));
+  require(run.load() > 100, "something was done");
 }

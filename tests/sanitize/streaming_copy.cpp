@@ -33,6 +33,5 @@ int main(int count, char** arguments) {
       require(to[i] == kUntouched, "nothing in front of it");
     }
   });
-  const auto copies = crowd.run(seconds(count, arguments));
-  std::printf("%llu copies\n", static_cast<unsigned long long>(copies));
+  require(crowd.run(seconds(count, arguments)) > 100, "something was done");
 }
