@@ -19,6 +19,8 @@ constexpr size_t kMaxThreads = 4096;
 constexpr size_t kSpareThreads = 1;
 // For how long queued work may stand still before one more thread joins in.
 constexpr int kStallMilliseconds = 1;
+// For how long a leader looks for nothing but its answer.
+constexpr std::chrono::seconds kLookEvery{1};
 // When requests that wait for a thread are worth a word, and how often.
 constexpr std::chrono::seconds kFullAfter{1};
 constexpr std::chrono::seconds kFullEvery{60};
@@ -329,9 +331,12 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   } restore;
   threadState.executor = &executor_;
   threadState.leads = true;
+  // Events for others may come again and again.
+  const auto until = std::chrono::steady_clock::now() + kLookEvery;
   bool interrupted = false;
   while (threadState.next.task == nullptr && !done() && !interrupted) {
-    interrupted = lead_.wait() == base::Poller::Ended::kTimeout;
+    interrupted = lead_.wait() == base::Poller::Ended::kTimeout ||
+        std::chrono::steady_clock::now() > until;
   }
   threadState.leads = false;
   // From here on it may take long: copies, and the GIL.

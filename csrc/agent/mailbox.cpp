@@ -1,8 +1,23 @@
 #include "agent/mailbox.h"
 
+#include <ctime>
 #include <utility>
 
 namespace torch_rpc_ext::agent {
+
+namespace {
+
+// As Poller::Lead::wait(): a signal may come while this thread is not asleep.
+constexpr time_t kLookSeconds = 1;
+
+timespec soon() {
+  timespec time{};
+  clock_gettime(CLOCK_REALTIME, &time);
+  time.tv_sec += kLookSeconds;
+  return time;
+}
+
+} // namespace
 
 Mailbox::Mailbox() {
   sem_init(&rung_, /*pshared=*/0, /*value=*/0);
@@ -42,7 +57,10 @@ bool Mailbox::serve(const std::function<bool()>& done) {
   while (!done()) {
     if (base::TaskPtr task = next()) {
       task->run();
-    } else if (sem_wait(&rung_) != 0) {
+      continue;
+    }
+    const timespec until = soon();
+    if (sem_timedwait(&rung_, &until) != 0) {
       return false;
     }
   }

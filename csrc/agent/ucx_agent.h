@@ -95,7 +95,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   static bool setSynchronous(bool value);
   // Waits for the answer to the last call of this thread, whose future is
   // `future`, in the way that is fastest; may return before it is there.
-  // `interrupted` runs after a signal of the system and may throw.
+  // `interrupted` runs after a signal of the system, and each second, and may
+  // throw.
   void await(rpc::JitFuture& future, const std::function<void()>& interrupted);
 
   // ---- ours ----
@@ -308,7 +309,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Client side.
   // Two ways to wait for `future`, of the answer to a call of this thread: to
   // serve the transport oneself, and to let another thread do so and take the
-  // answer from it. False after a signal of the system.
+  // answer from it. False after a signal of the system, and each second.
   static bool lead(Executor::Leader& leader, rpc::JitFuture& future);
   bool receive(uint64_t callId, rpc::JitFuture& future);
   // This thread is in lead() for that call.

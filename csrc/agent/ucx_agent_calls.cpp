@@ -48,6 +48,7 @@ struct LastCall {
   const UcxAgent* agent = nullptr;
   uint64_t id = 0;
   bool leads = true; // who waits for it
+  const rpc::JitFuture* signals = nullptr; // to the leader, when completed
 };
 thread_local LastCall lastCall;
 // This thread waits for the answer to the call that it makes next.
@@ -183,7 +184,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     } else {
       receive(id, *future);
     }
-    // After a signal of the system the wait goes on in await().
+    // After a second, or a signal of the system, the wait goes on in await().
     synchronous = synchronous && !future->completed();
   }
   return future;
@@ -280,14 +281,16 @@ void UcxAgent::await(
 }
 
 bool UcxAgent::lead(Executor::Leader& leader, rpc::JitFuture& future) {
-  future.addCallback(
-      [signal = leader.signal(),
-       waiter = std::this_thread::get_id()](rpc::JitFuture&) {
-        if (std::this_thread::get_id() != waiter) {
-          signal->raise();
-        }
-      },
-      /*uses_future=*/false);
+  if (std::exchange(lastCall.signals, &future) != &future) {
+    future.addCallback(
+        [signal = leader.signal(),
+         waiter = std::this_thread::get_id()](rpc::JitFuture&) {
+          if (std::this_thread::get_id() != waiter) {
+            signal->raise();
+          }
+        },
+        /*uses_future=*/false);
+  }
   return leader.wait([&] { return future.completed(); });
 }
 

@@ -14,6 +14,9 @@ namespace torch_rpc_ext::base {
 namespace {
 
 constexpr uint64_t kWakeKey = 0;
+// A leader looks up from its wait so often: a signal of the system may have
+// come while it was in a handler, or to another thread.
+constexpr int kLookMilliseconds = 1000;
 
 int checked(int result, const char* what) {
   if (result < 0) {
@@ -138,7 +141,7 @@ Poller::Lead::Lead(Poller& poller, std::shared_ptr<Signal> signal)
 
 Poller::Ended Poller::Lead::wait() {
   pollfd fds[] = {{entry_->fd, POLLIN, 0}, {signal_->fd_, POLLIN, 0}};
-  if (poll(fds, 2, -1) < 0) {
+  if (poll(fds, 2, kLookMilliseconds) <= 0) {
     return Ended::kTimeout;
   }
   if (fds[1].revents != 0) {

@@ -140,6 +140,30 @@ def test_a_signal_is_handled_during_a_call_and_does_not_end_it() -> None:
             assert after - before < 3
 
 
+def signal_another_thread(after: float) -> None:
+    def signal_itself() -> None:
+        time.sleep(after)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    threading.Thread(target=signal_itself).start()
+
+
+def seconds_until_handled(size: int) -> float:
+    handle_signals()
+    begin = time.monotonic()
+    signal_another_thread(0.5)
+    rpc.rpc_sync("worker1", f.sleep, args=(6.0, torch.ones(size)))
+    return handled[0] - begin
+
+
+@needs_ucx("waits in C++, deaf to signals")
+@pytest.mark.parametrize("size", [1, 5_000_000], ids=["leading", "not leading"])
+def test_a_signal_that_went_to_another_thread_is_handled_soon(size: int) -> None:
+    """The kernel may give a signal to any thread; Python handles all in the main one."""
+    with Group(2) as group:
+        assert group[0].run(seconds_until_handled, size) < 4
+
+
 @workers(3, everywhere=True)
 def test_graceful_shutdown_waits_for_work() -> None:
     rank = rpc.get_worker_info().id
