@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jupyter_client
 import jupytext
 import nbclient
 import nbformat
@@ -41,11 +42,21 @@ def execute(source: Path) -> Any:
     # The notebooks use the package that they belong to, wherever it is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     try:
-        with tempfile.TemporaryDirectory(prefix="tutorial_") as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="tutorial_") as folder,
+            tempfile.TemporaryDirectory(prefix="kernel_") as sockets,
+        ):
+            # Unix sockets: of the ports that jupyter_client finds free, another process may take
+            # one before the kernel does, and the kernel then ends.
+            kernel = jupyter_client.AsyncKernelManager(
+                kernel_name="python3",
+                transport="ipc",
+                connection_file=os.path.join(sockets, "kernel.json"),
+            )
             client = nbclient.NotebookClient(
                 notebook,
+                km=kernel,
                 timeout=LIMIT,
-                kernel_name="python3",
                 coalesce_streams=True,
                 extra_arguments=["--log-level=ERROR"],
                 resources={"metadata": {"path": folder}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,15 @@ by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.s
 def test_runs_with_small_sizes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUTORIAL_SMALL", "1")
     check_outputs(execute.execute(source))
+
+
+@pytest.mark.notebook
+def test_kernel_needs_no_port(tmp_path: Path) -> None:
+    """A port that is found free can be another's by the time at which the kernel wants it."""
+    source = tmp_path / "ports.py"
+    source.write_text("from ipykernel import connect\nprint(connect.get_connection_info())\n")
+    connection = json.loads(execute.text_outputs(execute.execute(source)))
+    assert connection["transport"] == "ipc"
 
 
 @by_name
