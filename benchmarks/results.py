@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +33,14 @@ class CaseResult:
     Attributes:
         case: it.
         rounds: of each back end, in order; back ends that failed have fewer.
+        turns: how long each turn of a back end took, s; also those that are not counted as rounds.
         failures: why a back end has no figures, or not all.
         skips: why a back end did not take part.
     """
 
     case: Case
     rounds: dict[str, list[Round]] = field(default_factory=dict)
+    turns: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failures: dict[str, str] = field(default_factory=dict)
     skips: dict[str, str] = field(default_factory=dict)
 

@@ -1,8 +1,10 @@
-"""Rounds and turns: all back ends are alive at once and run each round one after the other."""
+"""Rounds and turns: all back ends are alive at once and run each round one after the other, and the
+rounds of a case are spread over the time of those beside it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,8 +23,15 @@ from benchmarks.processes import WorkerFailed
 from benchmarks.results import CaseResult
 from tests.support import netns
 
-# A peer that takes ten times as long as the others would take ten times as long to measure.
-_ENOUGH_SECONDS, _ENOUGH_ROUNDS = 20.0, 3
+# A peer that takes ten times as long as the others would take ten times as long to measure: one
+# has no more rounds after so many in so many seconds, or after one that took as long.
+_ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
+# Cold caches cost some ms: a round that takes longer than this, s, need not be preceded by one that
+# is not counted each time that its case comes back.
+_LONG = 0.5
+# Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
+# share its cores. Spread over so many passes, less than half of a case's rounds meet that.
+_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -84,33 +93,51 @@ class Runner:
 
     def run(self, cases: Sequence[tuple[Case, int]]) -> Iterator[CaseResult]:
         """Run cases, each with a number of rounds; yields each result when it is there."""
-        total = sum((rounds + (not case.alone)) * len(self.contenders) for case, rounds in cases)
-        with tqdm(total=total, disable=not sys.stderr.isatty(), leave=False, unit="round") as bar:
-            for index, (case, rounds) in enumerate(cases):
-                bar.set_description(case.name)
-                yield self._run(case, rounds, bar)
-                self._leave_unneeded([later for later, _ in cases[index + 1 :]])
+        total = sum(_turns(case, part) for case, rounds in cases for part in _parts(rounds))
+        bar = tqdm(
+            total=total * len(self.contenders),
+            disable=not sys.stderr.isatty(),
+            leave=False,
+            unit="round",
+        )
+        with bar:
+            later = list(cases)
+            for _, neighbours in itertools.groupby(cases, key=lambda entry: _alike(entry[0])):
+                stretch = list(neighbours)
+                results = [self._prepare(case) for case, _ in stretch]
+                for number in range(_PASSES):
+                    for result, (case, rounds) in zip(results, stretch, strict=True):
+                        bar.set_description(case.name)
+                        self._run(result, number, _parts(rounds)[number], bar)
+                yield from results
+                del later[: len(stretch)]
+                self._leave_unneeded([case for case, _ in later])
 
-    def _run(self, case: Case, rounds: int, bar: tqdm) -> CaseResult:
+    def _prepare(self, case: Case) -> CaseResult:
         result = CaseResult(case, rounds={one.name: [] for one in self.contenders})
-        spent = dict.fromkeys(result.rounds, 0.0)
         for contender in self.contenders:
             why = _why_not(case, BACKENDS[contender.backend])
             if why:
                 result.skips[contender.name] = why
-        self._shape(result)
-        # The first round of a group connects and allocates; it is not counted.
-        for turn in range(0 if case.alone else -1, rounds):
+        return result
+
+    def _run(self, result: CaseResult, number: int, rounds: int, bar: tqdm) -> None:
+        """Run a case's rounds of a pass."""
+        if rounds > 0:
+            self._shape(result)
+        for turn in range(_turns(result.case, rounds)):
+            # The first one connects and allocates, or finds others' data in the caches.
+            counts = result.case.alone or turn > 0
             # Who goes first changes, so that neither always finds the other's caches.
-            for one in self.contenders if turn % 2 == 0 else reversed(self.contenders):
+            forward = (number + turn) % 2 == 0
+            for one in self.contenders if forward else reversed(self.contenders):
                 bar.update()
-                enough = spent[one.name] > _ENOUGH_SECONDS and turn >= _ENOUGH_ROUNDS
-                if enough or one.name in result.skips or one.name in result.failures:
+                out = one.name in result.skips or one.name in result.failures
+                if out or _sits_out(result, one.name, counts=counts):
                     continue
                 start = time.monotonic()
-                self._turn(result, one, counts=turn >= 0)
-                spent[one.name] += time.monotonic() - start
-        return result
+                self._turn(result, one, counts=counts)
+                result.turns[one.name].append(time.monotonic() - start)
 
     def _shape(self, result: CaseResult) -> None:
         """Make the network that a case needs; where that is impossible, all are left out of it."""
@@ -162,6 +189,32 @@ class Runner:
         except WorkerFailed as failure:
             # All figures are there already; that it cannot leave in peace is still news.
             print(f"{key.contender} at its end: {failure}", file=sys.stderr)
+
+
+def _parts(rounds: int) -> list[int]:
+    """Return how many of a case's rounds each pass has."""
+    ends = [rounds * number // _PASSES for number in range(_PASSES + 1)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
+def _alike(case: Case) -> tuple[bool, int]:
+    """Return what cases have in common whose passes are taken together."""
+    return case.alone, case.size
+
+
+def _turns(case: Case, rounds: int) -> int:
+    """Return how many times a contender runs in a pass: in a group that lives on, once more than
+    is counted."""
+    return rounds + (rounds > 0 and not case.alone)
+
+
+def _sits_out(result: CaseResult, name: str, *, counts: bool) -> bool:
+    """Return whether a contender leaves out a turn that would take long and tell little."""
+    turns, rounds = result.turns[name], len(result.rounds[name])
+    if rounds == 0:
+        return False
+    spent = sum(turns) if rounds >= _ENOUGH_ROUNDS else turns[-1]
+    return spent > _ENOUGH_SECONDS or (not counts and turns[-1] > _LONG)
 
 
 def _key(case: Case, contender: Contender) -> _Key:

@@ -197,7 +197,7 @@ _LARGE = [
         "script_identity",
         400_000_000,
         calls=2,
-        rounds=5,
+        rounds=3,
     ),
     SyncCalls(
         "builtin-400m",
@@ -205,7 +205,7 @@ _LARGE = [
         "builtin_identity",
         400_000_000,
         calls=2,
-        rounds=5,
+        rounds=3,
     ),
     *(
         SyncCalls(
@@ -214,7 +214,7 @@ _LARGE = [
             function,
             size * 1_000_000,
             calls=5 if size == 4 else 1,
-            rounds=5 if size == 4 else 3,
+            rounds=15 if size == 4 else 3,
             targets=_OPERATIONS,
             long=size > 4,
         )

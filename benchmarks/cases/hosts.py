@@ -85,11 +85,11 @@ CASES = [
         Link(10),
         200_000_000,
         calls=2,
-        rounds=3,
+        rounds=5,
         share=(Target(0.95, 0.97, "value"),),
     ),
     HostsBulk(
-        "hosts-1g", Link(1), 50_000_000, calls=1, rounds=3, share=(Target(0.97, 0.98, "value"),)
+        "hosts-1g", Link(1), 50_000_000, calls=1, rounds=5, share=(Target(0.97, 0.98, "value"),)
     ),
     # Where the kernel has netem; elsewhere it is left out, and says so.
     HostsBulk("hosts-1g-1ms", Link(1, 1), 50_000_000, calls=1, rounds=3),

@@ -35,7 +35,7 @@ class Naps(CallCase):
             "time": Metric("10000 async def of 0.1 s, all", "s", (Target(2.0, kind="value"),)),
             "frozen": Metric("  after gc.freeze() on the callee", "s"),
         }
-        super().__init__("async-naps", metrics, 5, frozenset({REMOTE_FUNCTIONS}))
+        super().__init__("async-naps", metrics, 3, frozenset({REMOTE_FUNCTIONS}))
 
     def measure(self, backend: Backend) -> Figures:
         figures = {"time": [self._seconds()]}

@@ -3,8 +3,10 @@ but where a back end must fail in one."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         Group, "__init__", lambda self, name, *_, **__: setattr(self, "backend", name)
     )
     monkeypatch.setattr(Group, "close", lambda self: None)
+    monkeypatch.setattr(Group, "__enter__", lambda self: self)
+    monkeypatch.setattr(Group, "__exit__", lambda *_: None)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -201,6 +205,62 @@ def test_the_others_go_on_when_one_fails() -> None:
     assert "fixed: tensorpipe failed: no more" in table.table(
         [MACHINE, *records.of_result(found, "ucx")]
     )
+
+
+class Noted(Case):
+    """A case that notes when it runs, and on which back end."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__(name, {"time": Metric("t")}, 3, frozenset())
+        self.order = order
+
+    def round(self, group: Group) -> Round:
+        self.order.append(f"{self.name} {group.backend}")
+        return Round({"time": [float(len(self.order))]}, cpu=None)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 12])
+def test_the_rounds_of_a_case_are_spread_over_those_of_its_neighbours(rounds: int) -> None:
+    order: list[str] = []
+    cases = [(Noted(name, order), rounds) for name in "ab"]
+    with Runner([Contender(name, name) for name in ("ucx", "limit")]) as runner:
+        found = list(runner.run(cases))
+    assert all(len(one) == rounds for result in found for one in result.rounds.values())
+    names = [name for name, _ in itertools.groupby(entry[0] for entry in order)]
+    passes = min(rounds, 3)
+    assert names == ["a", "b"] * passes
+    # The first round of each pass is not counted, and of the others each back end begins some.
+    assert order.count("a ucx") == order.count("a limit") == rounds + passes
+    begins = [
+        min(result.rounds, key=lambda name: result.rounds[name][index].figures["time"])
+        for result in found
+        for index in range(rounds)
+    ]
+    assert len(set(begins)) == min(rounds, 2)
+
+
+class Slow(Noted):
+    """A case whose rounds take a back end so many seconds on the clock of the runner."""
+
+    def __init__(self, seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__("slow", [])
+        self.seconds, self.now = seconds, 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def round(self, group: Group) -> Round:
+        self.now += self.seconds[group.backend]
+        return super().round(group)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_long_rounds_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Slow({"ucx": 0.1, "limit": 1.0, "tensorpipe": 6.0, "grpc": 18.0}, monkeypatch)
+    with Runner([Contender(name, name) for name in case.seconds]) as runner:
+        (found,) = runner.run([(case, 6)])
+    # Quick ones begin each of three passes with one that is not counted, others the first.
+    assert [len(turns) for turns in found.turns.values()] == [9, 7, 4, 2]
+    assert [len(rounds) for rounds in found.rounds.values()] == [6, 6, 3, 1]
 
 
 @pytest.mark.usefixtures("no_processes")
