@@ -47,6 +47,10 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
       std::vector<base::ConstSpan> spans,
       Callback callback);
 
+  void progressSoon() {
+    worker_->progressSoon();
+  }
+
   void stop();
 
  private:

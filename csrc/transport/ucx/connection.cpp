@@ -323,6 +323,9 @@ void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
   setState(ConnectionState::kClosed);
   ending_ = error;
   auto self = shared_from_this(); // forget() may drop the last reference
+  if (error.kind == base::ErrorKind::kPeerLost) {
+    context_->peerLost();
+  }
   const bool lives = peerLives();
   if (pidFd_ >= 0) {
     context_->poller().remove(pidFd_);

@@ -90,6 +90,7 @@ void UcxContext::start(
   params.arg = this;
   control_->runLocked(
       [&] { ucp_worker_set_am_recv_handler(control_->get(), &params); });
+  slots_.emplace(poller, runner, [this] { progressSoon(); });
   control_->start(poller, /*main=*/true);
   acknowledgeTimer_.emplace(poller, [this] {
     control_->post(base::makeTask([this] { acknowledgeNow(); }));
@@ -144,8 +145,17 @@ base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
       bulkWorker_ = std::move(created.value());
     }
     bulk_ = std::make_shared<BulkChannel>(std::move(bulkWorker_), *poller_);
+    slots_->workerAdded();
   }
   return bulk_;
+}
+
+void UcxContext::progressSoon() {
+  control_->progressSoon();
+  const std::lock_guard lock(bulkMutex_);
+  if (bulk_ != nullptr) {
+    bulk_->progressSoon();
+  }
 }
 
 void UcxContext::acknowledgeSoon(std::shared_ptr<UcxConnection> connection) {
@@ -179,6 +189,7 @@ void UcxContext::stop() {
   }
   acknowledgeTimer_->stop();
   openingTimer_->stop();
+  slots_->stop();
   control_->runLocked([this] {
     acknowledgeNow();
     broken_.clear();

@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "base/timer.h"
 #include "transport/transport.h"
+#include "transport/ucx/abandoned_slots.h"
 #include "transport/ucx/bulk_channel.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/options.h"
@@ -90,6 +91,10 @@ class UcxContext final : public Context,
   // Under the lock: tells the peer of a connection that broke here, once, and
   // unless it broke long ago.
   void tellThatItBroke(uint64_t localToken);
+  // Maybe it died while it was writing to this worker.
+  void peerLost() {
+    slots_->lookSoon();
+  }
   // Under the lock: endpoints that UCX has not yet closed.
   void endpointClosing() {
     ++closing_;
@@ -138,6 +143,7 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries);
+  void progressSoon();
   void acknowledgeNow();
   void expireOpening();
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
@@ -156,6 +162,7 @@ class UcxContext final : public Context,
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr;
   std::atomic<bool> stopped_{false};
+  std::optional<AbandonedSlots> slots_; // once started
 
   std::mutex bulkMutex_;
   std::shared_ptr<Worker> bulkWorker_; // until there is a channel

@@ -58,8 +58,7 @@ void Worker::start(base::Poller& poller, bool main) {
   poller_ = &poller;
   auto handler = [this] { onEvent(); };
   main ? poller.addMain(eventFd_, handler) : poller.add(eventFd_, handler);
-  // The first arm happens on a polling thread, like all others.
-  ucp_worker_signal(worker_);
+  progressSoon(); // the first arm happens on a polling thread too
 }
 
 std::string Worker::address() const {

@@ -21,7 +21,8 @@ namespace torch_rpc_ext::transport::ucx {
 // or a UCX callback must not do under the lock it passes to defer().
 //
 // Owns: the ucp_worker_h, its event descriptor, the queue of operations.
-// Thread: post(), create(), stop() any; the rest under the lock.
+// Thread: create(), post(), progressSoon(), stop() any; the rest under the
+//   lock.
 // Outlives: every endpoint made from it.
 class Worker {
  public:
@@ -47,6 +48,11 @@ class Worker {
   // Under the lock: runs `operation` under the lock, but not inside the UCX
   // callback that is running now.
   void postAfter(base::TaskPtr operation);
+
+  // Has one of the threads that wait on the poller progress. Any thread.
+  void progressSoon() {
+    ucp_worker_signal(worker_);
+  }
 
   // Under the lock: a UCX request is in flight, somebody has to progress.
   void needProgress() {

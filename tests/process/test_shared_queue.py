@@ -1,0 +1,143 @@
+"""A worker is killed while it writes into the shared memory of another: the other goes on.
+
+UCX's senders of one host share a queue of the receiver: who dies between taking a slot and marking
+it as full stops the queue for all. Kills in a flood of calls meet that now and then; here the slot
+is taken on purpose.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+QUICK = 5.0  # s, against the 60 s of a call
+#: Of UCX's queue, see abandoned_slots.cpp.
+BYTES = 9 * 4096
+WAKE = 1 << 63
+
+pytestmark = needs_ucx("has no such queue")
+
+
+def own_queue() -> Path:
+    """The file behind this worker's queue: it can be opened although it has no name any more."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.match(r"(\w+)-(\w+) rw-s .*/ucx_shm_posix_", line)
+        if found and int(found[2], 16) - int(found[1], 16) == BYTES:
+            path = Path(f"/proc/{os.getpid()}/map_files/{found[1]}-{found[2]}")
+            with path.open("rb") as file:
+                if struct.unpack_from("i", file.read(192), 136)[0] == os.getpid():
+                    return path
+    pytest.skip("this worker has no queue in shared memory")
+
+
+def take_slots(count: int = 1) -> None:
+    """As senders do that die at once. None: it should have woken this worker, and died."""
+    with own_queue().open("r+b") as file, mmap.mmap(file.fileno(), 0) as queue:
+        head = struct.unpack_from("Q", queue)[0]
+        struct.pack_into("Q", queue, 0, (head & ~WAKE) + count)
+
+
+def name_of_queue() -> str:
+    return str(own_queue())
+
+
+def ask(to: str) -> float:
+    """How long a call took, s."""
+    start = time.monotonic()
+    assert rpc.rpc_sync(to, f.identity, args=(1,), timeout=60) == 1
+    return time.monotonic() - start
+
+
+def flood(to: str) -> None:
+    tensor = torch.ones(16)
+    while True:
+        torch.futures.wait_all([rpc.rpc_async(to, torch.add, args=(tensor, 1)) for _ in range(50)])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_slots_that_dead_senders_took(count: int) -> None:
+    with Group(3) as group:
+        group.run(ask, "worker1")
+        for _ in range(2):
+            group[1].run(take_slots, count)
+            assert group.run(ask, "worker1") < count * QUICK
+            assert group[1].run(ask, "worker2") < QUICK
+        assert "died while it was writing" in group.output()
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("count", [0, 1])
+def test_it_dies_before_it_wakes_the_receiver(count: int, connected: bool) -> None:
+    with Group(2) as group:
+        if connected:
+            group.run(ask, "worker1")
+            time.sleep(0.1)
+        group[1].run(take_slots, count)
+        assert group.run(ask, "worker1") < QUICK
+
+
+def test_it_was_the_only_other_worker() -> None:
+    with Group(2, dynamic=True) as group:
+        for _ in range(3):
+            group[1].run(ask, "worker0")
+            group[0].run(take_slots)
+            group[1].kill()
+            assert group.start_again(1).run(ask, "worker0") < QUICK
+
+
+SENDER = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as queue:
+    print(flush=True)
+    while True:
+        pass
+"""
+
+
+def test_the_slot_of_a_process_that_is_stopped_stays_its_own() -> None:
+    with Group(2) as group:
+        group.run(ask, "worker1")
+        queue = group[1].run(name_of_queue)
+        sender = subprocess.Popen([sys.executable, "-c", SENDER, queue], stdout=subprocess.PIPE)
+        try:
+            assert sender.stdout is not None
+            sender.stdout.readline()
+            sender.send_signal(signal.SIGSTOP)
+            group[1].run(take_slots)
+            call = group[0].start(ask, "worker1")
+            time.sleep(3 * QUICK)
+            assert not call.done()
+            assert f"process {sender.pid}, which is stopped" in group[1].child.output()
+            sender.send_signal(signal.SIGCONT)
+            start = time.monotonic()
+            call.result()
+            assert time.monotonic() - start < QUICK
+        finally:
+            sender.kill()
+            sender.wait()
+
+
+def test_killed_again_and_again_in_a_flood() -> None:
+    with Group(3, dynamic=True) as group:
+        for _ in range(10):
+            group[2].start(flood, "worker0")
+            time.sleep(random.uniform(0, 0.05))
+            group[2].kill()
+            assert group[1].run(ask, "worker0") < QUICK
+            group.start_again(2)
