@@ -171,6 +171,46 @@ def test_an_echo_is_handed_over(pair: Group) -> None:
     pair.run(check_is_handed_over)
 
 
+def check_one_block_is_enough() -> None:
+    warm_up()
+    rpc.rpc_sync("worker1", echo_and_region, args=(numbers(0),))
+    before = rpc.rpc_sync("worker1", resources), resources()
+    regions = set()
+    for i in range(20):
+        back, region = rpc.rpc_sync("worker1", echo_and_region, args=(numbers(i),))
+        assert back.equal(numbers(i))
+        regions.add(region)
+        del back
+    assert len(regions) == 1 and 0 not in regions
+    assert (rpc.rpc_sync("worker1", resources), resources()) == before
+
+
+@needs_ucx("copies")
+def test_what_came_back_is_lent_again_at_once(pair: Group) -> None:
+    """Not when the callee, which returned it, has said that it is done with it."""
+    pair.run(check_one_block_is_enough)
+
+
+def keep_second(first: Tensor, second: Tensor) -> Tensor:
+    kept.append(second)
+    return first
+
+
+def check_one_of_two_comes_back(count: int) -> None:
+    warm_up()
+    for i in range(count):
+        back = rpc.rpc_sync("worker1", keep_second, args=(numbers(-i), numbers(i)))
+        assert back.equal(numbers(-i))
+        back.fill_(-1)
+    for i in range(count):
+        assert rpc.rpc_sync("worker1", value_kept, args=(i,)) == i
+    rpc.rpc_sync("worker1", drop_kept)
+
+
+def test_one_of_two_comes_back(pair: Group) -> None:
+    pair.run(check_one_of_two_comes_back, 12)
+
+
 def check_many_results_stay_apart(count: int) -> None:
     results = []
     for i in range(count):

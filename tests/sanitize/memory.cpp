@@ -56,6 +56,8 @@ void lend(BufferCache& cache, SharedMaps& maps, unsigned number) {
   require(mapped != nullptr, "a region of ours can be mapped");
   require(
       std::memcmp(mapped.get(), &number, sizeof(number)) == 0, "same memory");
+  // It came back, and goes out again, before the peer has let go.
+  require(maps.map(getpid(), entry) == mapped, "what is in use is mapped once");
 }
 
 // What a peer offers that does not have it.

@@ -67,7 +67,7 @@ std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
 std::shared_ptr<void> UcxConnection::takeBack(const BulkEntry& entry) {
   std::shared_ptr<void> memory;
   context_->worker().runLocked(
-      [&] { memory = transfers_.lent(entry.region, entry.size); });
+      [&] { memory = transfers_.takeBack(entry.region, entry.size); });
   return memory;
 }
 

@@ -80,7 +80,8 @@ struct BulkEntry {
 static_assert(sizeof(BulkEntry) == 32);
 
 // The region is one of the receiver's own, which it has sent over the same
-// connection: the sender does not use it any more.
+// connection: the sender does not use it any more. It may come again at once,
+// before the sender has said so of the message that it came with.
 constexpr uint64_t kReturned = ~uint64_t{0};
 
 // Both ends introduce themselves with it.

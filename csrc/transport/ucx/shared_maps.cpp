@@ -68,52 +68,37 @@ Map mapRegion(int32_t pid, const BulkEntry& entry) {
 
 } // namespace
 
-class SharedMaps::State {
+class SharedMaps::State : public std::enable_shared_from_this<State> {
  public:
   ~State() {
     unmap(idle_);
   }
 
-  Map take(int32_t pid, const BulkEntry& entry) {
-    {
-      std::lock_guard lock(mutex_);
-      ++used_;
-      const auto found =
-          std::find_if(idle_.begin(), idle_.end(), [&](const Map& map) {
-            return map.pid == pid && map.region == entry.region &&
-                map.size >= entry.size;
-          });
-      if (found != idle_.end()) {
-        const Map map = *found;
-        idleBytes_ -= map.size;
-        idle_.erase(found);
-        return map;
+  std::shared_ptr<void> map(int32_t pid, const BulkEntry& entry) {
+    const auto fits = [&](const Map& map) {
+      return map.pid == pid && map.region == entry.region &&
+          map.size >= entry.size;
+    };
+    std::unique_lock lock(mutex_);
+    for (const Used& used : used_) {
+      if (auto users = fits(used.map) ? used.users.lock() : nullptr) {
+        return users;
       }
     }
+    if (const auto found = std::find_if(idle_.begin(), idle_.end(), fits);
+        found != idle_.end()) {
+      const Map map = *found;
+      idleBytes_ -= map.size;
+      idle_.erase(found);
+      return use(map);
+    }
+    lock.unlock();
     const Map map = mapRegion(pid, entry);
     if (map.data == nullptr) {
-      std::lock_guard lock(mutex_);
-      --used_;
+      return nullptr;
     }
-    return map;
-  }
-
-  void giveBack(Map map) {
-    std::vector<Map> surplus;
-    map.unusedSince = Clock::now();
-    {
-      std::lock_guard lock(mutex_);
-      --used_;
-      idle_.push_back(map);
-      idleBytes_ += map.size;
-      auto end = idle_.begin();
-      while (idleBytes_ > kMaxIdleBytes && end != idle_.end()) {
-        idleBytes_ -= (end++)->size;
-      }
-      surplus.assign(idle_.begin(), end);
-      idle_.erase(idle_.begin(), end);
-    }
-    unmap(surplus);
+    lock.lock();
+    return use(map);
   }
 
   // Returns how many are left.
@@ -132,13 +117,47 @@ class SharedMaps::State {
       for (const Map& map : surplus) {
         idleBytes_ -= map.size;
       }
-      left = idle_.size() + used_;
+      left = idle_.size() + used_.size();
     }
     unmap(surplus);
     return left;
   }
 
  private:
+  struct Used {
+    Map map;
+    std::weak_ptr<void> users;
+  };
+
+  // Under the lock.
+  std::shared_ptr<void> use(const Map& map) {
+    std::shared_ptr<void> users(
+        map.data,
+        [self = shared_from_this(), map](void*) { self->giveBack(map); });
+    used_.push_back({map, users});
+    return users;
+  }
+
+  void giveBack(Map map) {
+    std::vector<Map> surplus;
+    map.unusedSince = Clock::now();
+    {
+      std::lock_guard lock(mutex_);
+      std::erase_if(used_, [&map](const Used& used) {
+        return used.map.data == map.data;
+      });
+      idle_.push_back(map);
+      idleBytes_ += map.size;
+      auto end = idle_.begin();
+      while (idleBytes_ > kMaxIdleBytes && end != idle_.end()) {
+        idleBytes_ -= (end++)->size;
+      }
+      surplus.assign(idle_.begin(), end);
+      idle_.erase(idle_.begin(), end);
+    }
+    unmap(surplus);
+  }
+
   static void unmap(const std::vector<Map>& maps) {
     for (const Map& map : maps) {
       munmap(map.data, map.size);
@@ -148,7 +167,7 @@ class SharedMaps::State {
   std::mutex mutex_;
   std::vector<Map> idle_; // by age, the oldest first
   size_t idleBytes_ = 0;
-  size_t used_ = 0;
+  std::vector<Used> used_;
 };
 
 SharedMaps::SharedMaps() : state_(std::make_shared<State>()) {}
@@ -156,11 +175,7 @@ SharedMaps::SharedMaps() : state_(std::make_shared<State>()) {}
 SharedMaps::~SharedMaps() = default;
 
 std::shared_ptr<void> SharedMaps::map(int32_t pid, const BulkEntry& entry) {
-  const Map map = state_->take(pid, entry);
-  if (map.data == nullptr) {
-    return nullptr;
-  }
-  return {map.data, [state = state_, map](void*) { state->giveBack(map); }};
+  return state_->map(pid, entry);
 }
 
 void SharedMaps::forget(int32_t pid) {

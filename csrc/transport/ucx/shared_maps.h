@@ -12,7 +12,9 @@ namespace torch_rpc_ext::transport::ucx {
 // Regions of other processes' shared memory that are mapped here, kept for
 // their next use: the pages of a map that is new have to be faulted in again.
 //
-// Owns: the maps that nobody uses; one in use belongs to its users.
+// Owns: the maps that nobody uses; one in use belongs to its users. A region
+// that is still in use is mapped once: its owner may have it back, and lend it
+// again, before this process has let go of what it returned.
 // Thread: any.
 // Outlives: nothing; maps in use outlive it.
 class SharedMaps {

@@ -20,17 +20,32 @@ uint64_t Transfers::add(
     transfer.spans.push_back(span);
     if (span.owner != nullptr) {
       transfer.regions.push_back(span.region.id);
-      lent_[span.region.id] = {span.size, span.owner};
+      lent_[span.region.id] = {id, span.size, span.owner};
     }
   }
   transfer.callback = std::move(callback);
   return id;
 }
 
-std::shared_ptr<void> Transfers::lent(uint64_t region, uint64_t size) const {
-  const auto it = lent_.find(region);
-  return it == lent_.end() || it->second.size != size ? nullptr
-                                                      : it->second.owner;
+std::shared_ptr<void> Transfers::takeBack(uint64_t region, uint64_t size) {
+  const auto lent = lent_.find(region);
+  if (lent == lent_.end() || lent->second.size != size) {
+    return nullptr;
+  }
+  std::shared_ptr<void> owner = std::move(lent->second.owner);
+  const auto it = transfers_.find(lent->second.transfer);
+  lent_.erase(lent);
+  Transfer& transfer = it->second;
+  std::erase(transfer.regions, region);
+  const bool regionsOnly = std::all_of(
+      transfer.spans.begin(), transfer.spans.end(), [](const auto& span) {
+        return span.owner != nullptr;
+      });
+  if (transfer.regions.empty() && regionsOnly) {
+    transfer.done = true;
+    finish(it);
+  }
+  return owner;
 }
 
 const Transfers::Spans* Transfers::find(uint64_t id) const {

@@ -33,8 +33,9 @@ class Transfers {
   const Spans* find(uint64_t id) const;
 
   // A region of ours that the peer has, and gives back; null if it has none
-  // such.
-  std::shared_ptr<void> lent(uint64_t region, uint64_t size) const;
+  // such. With its last region a transfer ends: the peer's word that it has
+  // let go of what it returned may come later, and need not be waited for.
+  std::shared_ptr<void> takeBack(uint64_t region, uint64_t size);
 
   // Around a send through UCX, which may read the memory until it ends,
   // whatever the peer says. False for one that the peer asks for too often:
@@ -60,7 +61,7 @@ class Transfers {
   struct Transfer {
     base::Buffer frame;
     Spans spans;
-    std::vector<uint64_t> regions;
+    std::vector<uint64_t> regions; // that the peer has
     Callback callback;
     bool done = false;
     bool adopted = false;
@@ -70,6 +71,7 @@ class Transfers {
   };
   using Map = std::unordered_map<uint64_t, Transfer>;
   struct Lent {
+    uint64_t transfer = 0;
     uint64_t size = 0;
     std::shared_ptr<void> owner;
   };
