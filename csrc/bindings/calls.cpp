@@ -1,8 +1,11 @@
-// rpc_sync() and rpc_async() of builtin operators and of functions of Python:
-// what upstream's _invoke_rpc_builtin and _invoke_rpc_python_udf do, but a
-// result that is one tensor stays a tensor in the future, as that of a
-// TorchScript function does, and becomes no Python object.
+// rpc_sync() and rpc_async(): what upstream's _invoke_rpc_builtin,
+// _invoke_rpc_torchscript and _invoke_rpc_python_udf do.
 //
+// Of a TorchScript function upstream copies the schema for each call, and
+// parses its name. Here it is given the function.
+//
+// A result of the others that is one tensor stays a tensor in the future, as
+// that of a TorchScript function does, and becomes no Python object.
 // To make that object upstream takes the GIL in the thread that completes the
 // future, and once more to let go of the message. In a burst of calls that
 // thread and the one that sends would pass the GIL to and fro at each answer.
@@ -159,9 +162,9 @@ std::unique_ptr<rpc::RpcCommandBase> responseOf(
   return response;
 }
 
-// ---- builtin operators -----------------------------------------------------
+// ---- builtin operators and TorchScript functions ---------------------------
 
-c10::IValue resultOfBuiltin(const rpc::Message& message) {
+c10::IValue resultOfScript(const rpc::Message& message) {
   const auto response = responseOf(message, rpc::MessageType::SCRIPT_RET);
   return static_cast<rpc::ScriptResp&>(*response).value();
 }
@@ -186,7 +189,40 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       /*forceGradRecording=*/false,
       timeoutSeconds);
   return std::make_shared<jit::PythonFutureWrapper>(
-      futureOf(answer, c10::TensorType::get(), &resultOfBuiltin));
+      futureOf(answer, c10::TensorType::get(), &resultOfScript));
+}
+
+// Null for a call that upstream's own function has to refuse.
+std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
+    const std::string& to,
+    const jit::StrongFunctionPtr& function,
+    const py::tuple& args,
+    const py::dict& kwargs,
+    float timeoutSeconds,
+    bool isAsync) {
+  const auto& schema = function.function_->getSchema();
+  // That of torch.jit.script(): callees look into theirs.
+  if (function.cu_ !=
+          rpc::PythonRpcHandler::getInstance().jitCompilationUnit() ||
+      schema.returns().size() != 1) {
+    return nullptr;
+  }
+  jit::Stack stack;
+  {
+    const py::gil_scoped_acquire acquire;
+    stack = jit::createStackForSchema(
+        schema, args.cast<py::args>(), kwargs.cast<py::kwargs>(), std::nullopt);
+  }
+  const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  const auto answer = torch::distributed::autograd::sendMessageWithAutograd(
+      *agent,
+      agent->getWorkerInfo(to),
+      rpc::ScriptCall(function.function_->qualname(), std::move(stack), isAsync)
+          .toMessage(),
+      /*forceGradRecording=*/true,
+      timeoutSeconds);
+  return std::make_shared<jit::PythonFutureWrapper>(
+      futureOf(answer, schema.returns()[0].type(), &resultOfScript));
 }
 
 // ---- functions of Python ---------------------------------------------------
@@ -235,6 +271,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
 void bindCalls(py::module_& module) {
   // Without names, which those of the operator's arguments might be.
   module.def("invoke_builtin", &invokeBuiltin);
+  module.def(
+      "invoke_script", &invokeScript, py::call_guard<py::gil_scoped_release>());
   module.def(
       "invoke_function",
       &invokeFunction,

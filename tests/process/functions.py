@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import rpc
+from torch.futures import Future
 
 
 def identity(value: Any) -> Any:
@@ -151,6 +152,22 @@ def raise_value_error() -> None:
 @torch.jit.script
 def script_add(a: Tensor, b: Tensor) -> Tensor:
     return a + b
+
+
+@torch.jit.script
+def script_parts(values: list[Tensor], times: int = 2) -> tuple[Tensor, int]:
+    return torch.stack(values) * times, times
+
+
+@torch.jit.script
+def script_nothing(a: Tensor) -> None:
+    assert bool(a.sum() > 0), "it is not positive"
+
+
+@rpc.functions.async_execution
+@torch.jit.script
+def script_async_add(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async(to, script_add, (a, b))
 
 
 @rpc.functions.async_execution

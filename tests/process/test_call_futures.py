@@ -118,6 +118,64 @@ def test_an_error_of_the_operator(pair: Group) -> None:
     pair.run(fails_there)
 
 
+#: Worker, function, arguments.
+SCRIPT_CALLS: list[tuple[Any, ...]] = [
+    ("worker1", f.script_add, (ONE, ONE)),
+    (1, f.script_add, (ONE, ONE)),
+    (rpc.WorkerInfo("worker1", 1), f.script_add, (ONE, ONE)),
+    ("worker1", f.script_add, (ONE,), {"b": ONE}),
+    ("worker1", f.script_add, (), {"b": ONE, "a": MATRIX[0, :2]}),
+    ("worker1", f.script_parts, ([ONE, ONE],)),
+    ("worker1", f.script_parts, ([ONE, ONE],), {"times": 3}),
+    ("worker1", f.script_nothing, (ONE,)),
+    ("worker1", f.script_async_add, ("worker0", ONE, ONE)),
+    # Errors.
+    ("worker1", f.script_nothing, (-ONE,)),
+    ("worker1", f.script_add, (ONE,)),
+    ("worker1", f.script_add, (ONE, "two")),
+    ("worker1", f.script_add, (ONE, ONE, ONE)),
+    ("worker1", f.script_add, (ONE, ONE), {"c": ONE}),
+    ("worker1", f.script_add),
+    ("nobody", f.script_add, (ONE, ONE)),
+    (7, f.script_add, (ONE, ONE)),
+    (None, f.script_add, (ONE, ONE)),
+    ("worker1", "a name", (ONE, ONE)),
+]
+
+
+def outcome(invoke: Callable[..., Any], *call: Any) -> Any:
+    try:
+        return shown(invoke(*call))
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return type(error), str(error).split("frame #")[0]
+
+
+def by_upstream(*call: Any) -> Any:
+    from torch_rpc_ext import _upstream_hooks as hooks
+
+    to, function, *rest = call
+    return hooks._originals["invoke_rpc"](to, function, api.RPCExecMode.ASYNC, *rest).wait()
+
+
+def check_script_calls() -> None:
+    # No callee would find it by its name.
+    elsewhere = torch.jit.CompilationUnit("def g(x: Tensor) -> Tensor:\n  return x\n").g
+    calls = [*SCRIPT_CALLS, ("worker1", elsewhere, (ONE,))]
+    found = []
+    for number, call in enumerate(calls):
+        theirs = outcome(by_upstream, *call)
+        assert outcome(rpc.rpc_sync, *call) == theirs, number
+        assert outcome(lambda *call: rpc.rpc_async(*call).wait(), *call) == theirs, number
+        found.append(theirs)
+    errors = [one for one in found if isinstance(one, tuple) and isinstance(one[0], type)]
+    assert len(errors) == 11, found
+
+
+@needs_ucx("is what it is compared with")
+def test_torchscript_functions_are_called_as_upstream_does(pair: Group) -> None:
+    pair.run(check_script_calls)
+
+
 def check_futures() -> None:
     future = rpc.rpc_async("worker1", torch.add, args=(ONE, 1))
     seen: list[Any] = []
