@@ -19,8 +19,9 @@ constexpr size_t kMaxThreads = 4096;
 constexpr size_t kSpareThreads = 1;
 // For how long queued work may stand still before one more thread joins in.
 constexpr int kStallMilliseconds = 1;
-// For how long a leader looks for nothing but its answer.
-constexpr std::chrono::seconds kLookEvery{1};
+// A leader ends its wait so often: a signal of the system may have come while
+// it was in a handler, or to another thread.
+constexpr std::chrono::milliseconds kLookEvery{1000};
 // When requests that wait for a thread are worth a word, and how often.
 constexpr std::chrono::seconds kFullAfter{1};
 constexpr std::chrono::seconds kFullEvery{60};
@@ -335,7 +336,8 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   const auto until = std::chrono::steady_clock::now() + kLookEvery;
   bool interrupted = false;
   while (threadState.next.task == nullptr && !done() && !interrupted) {
-    interrupted = lead_.wait() == base::Poller::Ended::kTimeout ||
+    interrupted =
+        lead_.wait(kLookEvery.count()) == base::Poller::Ended::kTimeout ||
         std::chrono::steady_clock::now() > until;
   }
   threadState.leads = false;

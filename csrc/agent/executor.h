@@ -162,8 +162,8 @@ class Executor::Leader {
     return executor_.leaderSignal_;
   }
   // Returns when `done`, or when the claimed task and what followed from it
-  // have run; false after a signal of the system, and
-  // now and then without one. To be called once.
+  // have run; false after a signal of the system, and each second. To be
+  // called once.
   bool wait(const std::function<bool()>& done);
 
  private:

@@ -7,7 +7,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-// As Poller::Lead::wait(): a signal may come while this thread is not asleep.
+// A signal may come while this thread is not asleep.
 constexpr time_t kLookSeconds = 1;
 
 timespec soon() {

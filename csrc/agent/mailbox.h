@@ -30,8 +30,7 @@ class Mailbox {
   void ring();
 
   // Runs what is put, until `done`; false after a signal of the system, and
-  // after a second, in which one may have gone unseen. To be
-  // called once.
+  // after a second, in which one may have gone unseen. To be called once.
   bool serve(const std::function<bool()>& done);
   // Nothing is taken from here on. Returns what was put and has not run.
   std::deque<base::TaskPtr> close();

@@ -29,16 +29,20 @@ void Membership::add(
     worker_id_t id,
     std::string address,
     uint32_t life) {
-  remove(name);
   auto member = std::make_shared<const Member>(
       Member{WorkerInfo(name, id), std::move(address), life});
   std::unique_lock lock(mutex_);
+  removeLocked(name);
   byName_[name] = member;
   byId_[id] = member;
 }
 
 void Membership::remove(const std::string& name) {
   std::unique_lock lock(mutex_);
+  removeLocked(name);
+}
+
+void Membership::removeLocked(const std::string& name) {
   auto it = byName_.find(name);
   if (it == byName_.end()) {
     return;

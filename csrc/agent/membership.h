@@ -53,6 +53,8 @@ class Membership {
   MemberPtr find(worker_id_t id) const;
 
  private:
+  void removeLocked(const std::string& name);
+
   mutable std::shared_mutex mutex_;
   std::string group_;
   std::unordered_map<std::string, MemberPtr> byName_;

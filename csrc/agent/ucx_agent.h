@@ -310,7 +310,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // Two ways to wait for `future`, of the answer to a call of this thread: to
   // serve the transport oneself, and to let another thread do so and take the
   // answer from it. False after a signal of the system, and each second.
-  static bool lead(Executor::Leader& leader, rpc::JitFuture& future);
+  // `signals`: the future tells leaders of its completion already.
+  static bool
+  lead(Executor::Leader& leader, rpc::JitFuture& future, bool& signals);
   bool receive(uint64_t callId, rpc::JitFuture& future);
   // This thread is in lead() for that call.
   bool awaitedHere(uint64_t callId) const;

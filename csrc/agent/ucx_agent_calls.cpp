@@ -48,7 +48,6 @@ struct LastCall {
   const UcxAgent* agent = nullptr;
   uint64_t id = 0;
   bool leads = true; // who waits for it
-  const rpc::JitFuture* signals = nullptr; // to the leader, when completed
 };
 thread_local LastCall lastCall;
 // This thread waits for the answer to the call that it makes next.
@@ -180,7 +179,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   }
   if (waits) {
     if (leader && leader->leads()) {
-      lead(*leader, *future);
+      bool signals = false;
+      lead(*leader, *future, signals);
     } else {
       receive(id, *future);
     }
@@ -266,12 +266,13 @@ bool UcxAgent::setSynchronous(bool value) {
 void UcxAgent::await(
     rpc::JitFuture& future,
     const std::function<void()>& interrupted) {
+  bool signals = false;
   while (lastCall.agent == this && !future.completed()) {
     std::optional<Executor::Leader> leader;
     if (lastCall.leads) {
       leader.emplace(executor_);
     }
-    if (leader && leader->leads() ? lead(*leader, future)
+    if (leader && leader->leads() ? lead(*leader, future, signals)
                                   : receive(lastCall.id, future)) {
       return;
     }
@@ -280,8 +281,11 @@ void UcxAgent::await(
   }
 }
 
-bool UcxAgent::lead(Executor::Leader& leader, rpc::JitFuture& future) {
-  if (std::exchange(lastCall.signals, &future) != &future) {
+bool UcxAgent::lead(
+    Executor::Leader& leader,
+    rpc::JitFuture& future,
+    bool& signals) {
+  if (!std::exchange(signals, true)) {
     future.addCallback(
         [signal = leader.signal(),
          waiter = std::this_thread::get_id()](rpc::JitFuture&) {

@@ -14,9 +14,6 @@ namespace torch_rpc_ext::base {
 namespace {
 
 constexpr uint64_t kWakeKey = 0;
-// A leader looks up from its wait so often: a signal of the system may have
-// come while it was in a handler, or to another thread.
-constexpr int kLookMilliseconds = 1000;
 
 int checked(int result, const char* what) {
   if (result < 0) {
@@ -139,9 +136,9 @@ Poller::Lead::Lead(Poller& poller, std::shared_ptr<Signal> signal)
   entry_ = poller_.entries_.at(it->second);
 }
 
-Poller::Ended Poller::Lead::wait() {
+Poller::Ended Poller::Lead::wait(int timeoutMs) {
   pollfd fds[] = {{entry_->fd, POLLIN, 0}, {signal_->fd_, POLLIN, 0}};
-  if (poll(fds, 2, kLookMilliseconds) <= 0) {
+  if (poll(fds, 2, timeoutMs) <= 0) {
     return Ended::kTimeout;
   }
   if (fds[1].revents != 0) {

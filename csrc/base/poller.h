@@ -97,9 +97,8 @@ class Poller::Lead {
   bool leads() const {
     return entry_ != nullptr;
   }
-  // As Poller::wait(); kWake is the signal, kTimeout a signal of the system, or
-  // a second without anything, in which one may have gone unseen.
-  Ended wait();
+  // As Poller::wait(); kWake is the signal.
+  Ended wait(int timeoutMs = -1);
   void give();
 
  private:

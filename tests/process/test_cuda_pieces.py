@@ -207,7 +207,8 @@ def overlap(in_pieces: bool) -> None:
     before = rpc.rpc_sync("worker1", copied)
     tensor = ramp(LARGE, "cuda:0")
     want = total(tensor)
-    fake_cuda.set_delay(0.2)
+    # 2 s to leave the device, whether in ten copies or in one.
+    fake_cuda.set_delay(0.2 if in_pieces else 2)
     try:
         future = rpc.rpc_async("worker1", total, args=(tensor,))
         seen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.process.test_death import check_alive
 from tests.process.test_network import Hosts, hosts
 from tests.support import netns
 from tests.support.backend import needs_ucx
+from torch_rpc_ext import _state
 
 pytestmark = needs_ucx("takes no worker back")
 __all__ = ["hosts"]  # a fixture
@@ -37,6 +39,23 @@ def test_the_next_call_reaches_it_and_its_own_reach_all() -> None:
             again.run(check_alive, f"worker{rank}")
         assert group.run_all(names) == [{"worker0", "worker1", "worker2"}] * 3
         assert group.run(f.nested, 6, 3) == 6
+
+
+def look_up_while_it_returns() -> None:
+    session = _state.require()
+    again_and_again = threading.Thread(
+        target=lambda: [
+            session.agent.add_member(*session.members["worker1"].row()) for _ in range(10_000)
+        ]
+    )
+    again_and_again.start()
+    while again_and_again.is_alive():
+        assert rpc.get_worker_info("worker1").id == 1
+
+
+def test_its_name_is_known_while_it_returns() -> None:
+    with Group(2) as group:
+        group.run(look_up_while_it_returns)
 
 
 def test_it_died_before_anybody_called_it() -> None:
