@@ -172,12 +172,12 @@ std::optional<ThreadState> stateOf(pid_t process, pid_t thread) {
   std::ifstream file(
       "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) +
       "/stat");
-  std::string line;
-  if (!std::getline(file, line)) {
+  std::string text;
+  if (!std::getline(file, text, '\0')) {
     return std::nullopt;
   }
-  // The name, in parentheses, may hold anything.
-  std::istringstream fields(line.substr(line.rfind(')') + 1));
+  // The name, in parentheses, may hold anything, also the end of a line.
+  std::istringstream fields(text.substr(text.rfind(')') + 1));
   ThreadState found;
   fields >> found.state;
   std::string other;

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <deque>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -103,10 +102,11 @@ bool hasEnded(pid_t pid) {
   if (pid == 0) {
     return false;
   }
-  // Until its parent has asked for it, it is a zombie.
+  // Until its parent has asked for it, it is a zombie. After that the file can
+  // still be open, and reading it fails: istreambuf_iterator would throw.
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text(
-      (std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::string text;
+  std::getline(file, text, '\0');
   const size_t name = text.rfind(") ");
   return name == std::string::npos || text[name + 2] == 'Z';
 }
