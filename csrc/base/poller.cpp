@@ -1,5 +1,7 @@
 #include "base/poller.h"
 
+#include "base/timer.h"
+
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -33,9 +35,11 @@ Poller::Poller()
   event.events = EPOLLIN;
   event.data.u64 = kWakeKey;
   checked(epoll_ctl(epollFd_, EPOLL_CTL_ADD, wakeFd_, &event), "epoll_ctl");
+  timers_ = std::make_unique<TimerQueue>(*this);
 }
 
 Poller::~Poller() {
+  timers_.reset(); // it is watched like others
   close(wakeFd_);
   close(epollFd_);
 }

@@ -8,6 +8,8 @@
 
 namespace torch_rpc_ext::base {
 
+class TimerQueue;
+
 // A set of file descriptors that several threads wait on at once. Each event
 // wakes one thread, which runs the descriptor's handler; the descriptor is then
 // disarmed until rearm(), so a handler does not run twice at a time.
@@ -18,7 +20,8 @@ namespace torch_rpc_ext::base {
 // may be in the main handler at that moment: that one must bear to run twice at
 // a time.
 //
-// Owns: the epoll descriptor and the handlers, not the descriptors.
+// Owns: the epoll descriptor, the handlers and the timers' queue, not the
+//   descriptors.
 // Thread: any.
 // Outlives: whatever is registered.
 class Poller {
@@ -47,6 +50,11 @@ class Poller {
   // Ends `count` present or future waits.
   void wake(uint64_t count = 1);
 
+  // For Timer.
+  TimerQueue& timers() {
+    return *timers_;
+  }
+
   class Lead;
 
  private:
@@ -66,6 +74,7 @@ class Poller {
   uint64_t nextKey_ = 1; // 0 is wakeFd_
   std::unordered_map<int, uint64_t> keys_; // by descriptor
   std::unordered_map<uint64_t, std::shared_ptr<Entry>> entries_;
+  std::unique_ptr<TimerQueue> timers_;
 };
 
 // The main descriptor in the hands of one thread, until give() or destruction.

@@ -10,9 +10,18 @@
 
 namespace torch_rpc_ext::base {
 
-Timer::Timer(Poller& poller, std::function<void()> handler)
+void Timer::set(Clock::time_point moment) {
+  queue_.set(*this, moment);
+}
+
+void Timer::stop() {
+  if (!stopped_.exchange(true)) {
+    queue_.set(*this, Clock::time_point::max());
+  }
+}
+
+TimerQueue::TimerQueue(Poller& poller)
     : poller_(poller),
-      handler_(std::move(handler)),
       fd_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
   if (fd_ < 0) {
     throw std::system_error(errno, std::generic_category(), "timerfd_create");
@@ -20,36 +29,59 @@ Timer::Timer(Poller& poller, std::function<void()> handler)
   poller_.add(fd_, [this] { onReadable(); });
 }
 
-Timer::~Timer() {
-  stop();
+TimerQueue::~TimerQueue() {
+  poller_.remove(fd_);
   close(fd_);
 }
 
-void Timer::set(Clock::time_point moment) {
-  itimerspec spec{};
+void TimerQueue::set(Timer& timer, Clock::time_point moment) {
+  std::lock_guard lock(mutex_);
+  // Whoever stops a timer may not know of a thread that is about to set it.
+  setLocked(timer, timer.stopped_.load() ? Clock::time_point::max() : moment);
+  armLocked();
+}
+
+void TimerQueue::setLocked(Timer& timer, Clock::time_point moment) {
+  due_.erase({timer.moment_, &timer});
+  timer.moment_ = moment;
   if (moment != Clock::time_point::max()) {
-    // steady_clock is CLOCK_MONOTONIC; all zero would switch the timer off.
-    const auto ns = std::max<int64_t>(
-        1,
-        std::chrono::duration_cast<std::chrono::nanoseconds>(
-            moment.time_since_epoch())
-            .count());
-    spec.it_value.tv_sec = ns / 1'000'000'000;
-    spec.it_value.tv_nsec = ns % 1'000'000'000;
+    due_.emplace(moment, &timer);
   }
+}
+
+void TimerQueue::armLocked() {
+  if (due_.empty() || due_.begin()->first >= armed_) {
+    return;
+  }
+  armed_ = due_.begin()->first;
+  // steady_clock is CLOCK_MONOTONIC; all zero would switch the timer off.
+  const auto ns = std::max<int64_t>(
+      1,
+      std::chrono::duration_cast<std::chrono::nanoseconds>(
+          armed_.time_since_epoch())
+          .count());
+  itimerspec spec{};
+  spec.it_value.tv_sec = ns / 1'000'000'000;
+  spec.it_value.tv_nsec = ns % 1'000'000'000;
   timerfd_settime(fd_, TFD_TIMER_ABSTIME, &spec, nullptr);
 }
 
-void Timer::onReadable() {
-  uint64_t expirations = 0;
-  (void)!read(fd_, &expirations, sizeof(expirations));
+void TimerQueue::onReadable() {
+  Timer* timer = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    uint64_t expirations = 0;
+    (void)!read(fd_, &expirations, sizeof(expirations));
+    armed_ = Clock::time_point::max();
+    if (!due_.empty() && due_.begin()->first <= Clock::now()) {
+      timer = due_.begin()->second;
+      setLocked(*timer, Clock::time_point::max());
+    }
+    armLocked();
+  }
   poller_.rearm(fd_);
-  handler_();
-}
-
-void Timer::stop() {
-  if (!stopped_.exchange(true)) {
-    poller_.remove(fd_);
+  if (timer != nullptr) {
+    timer->handler_();
   }
 }
 

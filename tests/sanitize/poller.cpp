@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <mutex>
+#include <string>
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::stress;
@@ -64,14 +65,61 @@ class Source {
   uint64_t unguarded_ = 0;
 };
 
+// All timers share a descriptor; each fires at its own moment.
+void fireInOrder() {
+  base::Poller poller;
+  std::string order;
+  const auto letter = [&order](char one) {
+    return [&order, one] { order += one; };
+  };
+  base::Timer late(poller, letter('l'));
+  base::Timer early(poller, letter('e'));
+  base::Timer never(poller, letter('n'));
+  base::Timer stopped(poller, letter('s'));
+  base::Timer past(poller, letter('p'));
+  base::Timer again(poller, [&] {
+    order += 'a';
+    if (order.size() < 5) {
+      again.set(base::Timer::Clock::now());
+    }
+  });
+  const auto start = base::Timer::Clock::now();
+  const auto after = [start](int ms) {
+    return start + std::chrono::milliseconds(ms);
+  };
+  never.set(after(5));
+  stopped.set(after(5));
+  late.set(after(1)); // the descriptor is now set too early
+  late.set(after(60));
+  early.set(after(30));
+  past.set(after(-1000));
+  again.set(after(15));
+  never.set(base::Timer::Clock::time_point::max());
+  stopped.stop();
+  stopped.set(after(5));
+  while (order.find('l') == std::string::npos &&
+         base::Timer::Clock::now() < after(10'000)) {
+    poller.wait(1000);
+    require(
+        order.find('e') == std::string::npos ||
+            base::Timer::Clock::now() >= after(30),
+        "not before its moment");
+  }
+  require(base::Timer::Clock::now() >= after(60), "not before its moment");
+  require(order == "paaaael", "each once, in the order of their moments");
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
+  fireInOrder();
   base::Poller poller;
   Source main(poller, /*main=*/true);
   Source other(poller, /*main=*/false);
   std::atomic<uint64_t> fired{0};
   base::Timer timer(poller, [&fired] { fired.fetch_add(1); });
+  std::atomic<uint64_t> neverFired{0};
+  base::Timer never(poller, [&neverFired] { neverFired.fetch_add(1); });
   const auto signal = std::make_shared<base::Poller::Lead::Signal>();
   {
     Crowd waiters;
@@ -89,6 +137,7 @@ int main(int count, char** arguments) {
     crowd.add(1, [&](auto& random) {
       timer.set(
           base::Timer::Clock::now() + std::chrono::microseconds(random() % 99));
+      never.set(base::Timer::Clock::now() + std::chrono::hours(1));
       signal->raise();
       poller.wake(1 + random() % 3);
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -123,6 +172,8 @@ int main(int count, char** arguments) {
     waker.join();
   }
   require(fired.load() != 0, "the timer fires");
+  require(neverFired.load() == 0, "nor does another one fire with it");
   timer.stop();
+  never.stop();
   return 0;
 }

@@ -15,7 +15,7 @@ BUILD = cxx.ROOT / "build" / "sanitize"
 
 _NEEDS = {
     "poller": ("base/poller.cpp", "base/timer.cpp"),
-    "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp"),
+    "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp", "base/timer.cpp"),
     "mailbox": ("agent/mailbox.cpp",),
     "streaming_copy": ("base/streaming_copy.cpp",),
     "filling": ("transport/fill_level.cpp",),
@@ -24,6 +24,7 @@ _NEEDS = {
         "agent/executor.cpp",
         "base/log.cpp",
         "base/poller.cpp",
+        "base/timer.cpp",
         "transport/loopback/loopback.cpp",
     ),
 }
