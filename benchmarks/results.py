@@ -33,6 +33,7 @@ class CaseResult:
     Attributes:
         case: it.
         rounds: of each back end, in order; back ends that failed have fewer.
+        begun: how many rounds have begun.
         turns: how long each turn of a back end took, s; also those that are not counted as rounds.
         failures: why a back end has no figures, or not all.
         skips: why a back end did not take part.
@@ -40,6 +41,7 @@ class CaseResult:
 
     case: Case
     rounds: dict[str, list[Round]] = field(default_factory=dict)
+    begun: int = 0
     turns: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failures: dict[str, str] = field(default_factory=dict)
     skips: dict[str, str] = field(default_factory=dict)

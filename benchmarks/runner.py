@@ -31,7 +31,7 @@ _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 _LONG = 0.5
 # Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
 # share its cores. Spread over so many passes, less than half of a case's rounds meet that.
-_PASSES = 3
+_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Runner:
                 for number in range(_PASSES):
                     for result, (case, rounds) in zip(results, stretch, strict=True):
                         bar.set_description(case.name)
-                        self._run(result, number, _parts(rounds)[number], bar)
+                        self._run(result, _parts(rounds)[number], bar)
                 yield from results
                 del later[: len(stretch)]
                 self._leave_unneeded([case for case, _ in later])
@@ -121,7 +121,7 @@ class Runner:
                 result.skips[contender.name] = why
         return result
 
-    def _run(self, result: CaseResult, number: int, rounds: int, bar: tqdm) -> None:
+    def _run(self, result: CaseResult, rounds: int, bar: tqdm) -> None:
         """Run a case's rounds of a pass."""
         if rounds > 0:
             self._shape(result)
@@ -129,8 +129,8 @@ class Runner:
             # The first one connects and allocates, or finds others' data in the caches.
             counts = result.case.alone or turn > 0
             # Who goes first changes, so that neither always finds the other's caches.
-            forward = (number + turn) % 2 == 0
-            for one in self.contenders if forward else reversed(self.contenders):
+            result.begun += counts
+            for one in reversed(self.contenders) if result.begun % 2 else self.contenders:
                 bar.update()
                 out = one.name in result.skips or one.name in result.failures
                 if out or _sits_out(result, one.name, counts=counts):
