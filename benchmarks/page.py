@@ -25,7 +25,8 @@ make bench-all    # also gRPC and Ray, and what takes long; then writes this pag
 """
 _HOW = """\
 All back ends of a run are alive at once and take turns, round by round, each round in another
-order; a first round that connects and allocates is not counted. **better** is how many times better
+order; a first round that connects and allocates is not counted. The rounds of a case come in up to
+five parts, with those of others in between. **better** is how many times better
 {subject} is than that row: the ratio of the two medians of a round, and the median of the rounds'
 ratios. Times of a busy machine go up and down together, ratios much less. **cpu/call** is the CPU
 time of all processes for one call, **cpu** how many times less of it {subject} takes. p95 and p99
