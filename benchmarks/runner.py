@@ -30,7 +30,8 @@ _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 # is not counted each time that its case comes back.
 _LONG = 0.5
 # Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
-# share its cores. Spread over so many passes, less than half of a case's rounds meet that.
+# share its cores. Spread over so many passes, less than half of a case's rounds meet that. Where
+# their number is a multiple of it, all passes weigh the same.
 _PASSES = 5
 
 

@@ -92,7 +92,7 @@ class SyncCalls(CallCase):
 class Operations(SyncCalls):
     """Calls that take as long as the function does, and that depends on the pages that its tensor
     lies in: of five blocks of one program it took 8.9 ms in one and 9.3 in the others, time after
-    time. So an answer of each round is kept for a while, and the next one's calls find other memory.
+    time. So an answer of each round is kept for a while, and the next calls find other memory.
 
     Args:
         as those of SyncCalls.
@@ -119,7 +119,7 @@ class ManyTensors(CallCase):
 
     def __init__(self) -> None:
         title = f"{self.count} tensors of {self.payload} B, one call"
-        super().__init__("many-tensors", {"time": Metric(title)}, 9, frozenset({"identity_all"}))
+        super().__init__("many-tensors", {"time": Metric(title)}, 10, frozenset({"identity_all"}))
 
     def measure(self, backend: Backend) -> Figures:
         tensors = [torch.full((self.payload // 4,), float(value)) for value in range(self.count)]
@@ -147,7 +147,7 @@ _SMALL = [
         "nothing",
         0,
         calls=200,
-        rounds=12,
+        rounds=15,
         targets=(Target(1.8, 2.5), _cpu()),
     ),
     SyncCalls(
@@ -156,7 +156,7 @@ _SMALL = [
         "add",
         4,
         calls=200,
-        rounds=12,
+        rounds=15,
         targets=(Target(3, 4), _cpu()),
     ),
     SyncCalls(
@@ -165,7 +165,7 @@ _SMALL = [
         "script_identity",
         4,
         calls=200,
-        rounds=12,
+        rounds=15,
         targets=(Target(3.5, 4), _cpu()),
     ),
     SyncCalls(
@@ -174,7 +174,7 @@ _SMALL = [
         "identity",
         4,
         calls=200,
-        rounds=12,
+        rounds=15,
         targets=(Target(2.5, 4), _cpu()),
     ),
     SyncCalls(
@@ -183,7 +183,7 @@ _SMALL = [
         "identity",
         65536,
         calls=150,
-        rounds=12,
+        rounds=15,
         targets=(Target(2.5, 4),),
     ),
 ]
@@ -196,7 +196,7 @@ _LARGE = [
         "identity",
         4_000_000,
         calls=40,
-        rounds=9,
+        rounds=10,
         targets=(Target(4, 5),),
     ),
     SyncCalls(

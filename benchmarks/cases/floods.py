@@ -27,7 +27,7 @@ class Flood(CallCase):
     def __init__(
         self, name: str, title: str, function: str, arguments: tuple[Any, ...], target: Target
     ) -> None:
-        super().__init__(name, {"time": Metric(title, "s", (target,))}, 9, frozenset({function}))
+        super().__init__(name, {"time": Metric(title, "s", (target,))}, 10, frozenset({function}))
         self.function, self.arguments = function, arguments
 
     def measure(self, backend: Backend) -> Figures:

@@ -24,7 +24,7 @@ class HostsBuiltin(SyncCalls):
             "add",
             4,
             calls=150,
-            rounds=9,
+            rounds=10,
             targets=(Target(4, 6),),
         )
         self.needs |= {HOSTS}

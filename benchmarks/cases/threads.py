@@ -25,7 +25,7 @@ class Threads(CallCase):
             "time": Metric(f"builtin from {threads} threads, per call"),
             "latency": Metric("  one call"),
         }
-        super().__init__(f"threads-{threads}", metrics, 9, frozenset({"add"}))
+        super().__init__(f"threads-{threads}", metrics, 10, frozenset({"add"}))
         self.threads, self.calls = threads, threads * self.each
         self.pool: ThreadPoolExecutor | None = None
 
