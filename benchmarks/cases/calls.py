@@ -90,9 +90,10 @@ class SyncCalls(CallCase):
 
 
 class Operations(SyncCalls):
-    """Calls that take as long as the function does, and that depends on the pages that its tensor
-    lies in: of five blocks of one program it took 8.9 ms in one and 9.3 in the others, time after
-    time. So an answer of each round is kept for a while, and the next calls find other memory.
+    """Calls that take as long as the function does, which differs by some percent from one block of
+    memory to the next (docs/performance.md), and who has an own way to use the same one again and
+    again has that one's luck. So an answer of each round is kept for a while, and the next calls
+    find other memory.
 
     Args:
         as those of SyncCalls.
