@@ -11,7 +11,9 @@
 namespace torch_rpc_ext::base {
 
 void Timer::set(Clock::time_point moment) {
-  queue_.set(*this, moment);
+  if (!stopped_.load()) { // else the queue may be gone
+    queue_.set(*this, moment);
+  }
 }
 
 void Timer::stop() {
@@ -36,7 +38,7 @@ TimerQueue::~TimerQueue() {
 
 void TimerQueue::set(Timer& timer, Clock::time_point moment) {
   std::lock_guard lock(mutex_);
-  // Whoever stops a timer may not know of a thread that is about to set it.
+  // It may have been stopped just now, by another thread.
   setLocked(timer, timer.stopped_.load() ? Clock::time_point::max() : moment);
   armLocked();
 }
