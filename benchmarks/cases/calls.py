@@ -91,9 +91,8 @@ class SyncCalls(CallCase):
 
 class Operations(SyncCalls):
     """Calls that take as long as the function does, which differs by some percent from one block of
-    memory to the next (docs/performance.md), and who has an own way to use the same one again and
-    again has that one's luck. So an answer of each round is kept for a while, and the next calls
-    find other memory.
+    memory to the next (docs/performance.md). A back end that used one block all the time would have
+    its luck. So an answer of each round is kept for a while, and the next calls find other memory.
 
     Args:
         as those of SyncCalls.

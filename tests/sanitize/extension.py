@@ -31,9 +31,10 @@ _TESTS = (
     "tests/process/test_hostile.py",
     "tests/process/test_tensors.py",
     "tests/unit/test_wire.py",
+    "tests/unit/test_wire_hostile.py",
     # Minutes each with sanitizers; the fuzz targets flip, cut and lie, too.
-    "--deselect=tests/unit/test_wire.py::test_every_bit",
-    "--deselect=tests/unit/test_wire.py::test_every_truncation",
+    "--deselect=tests/unit/test_wire_hostile.py::test_every_bit",
+    "--deselect=tests/unit/test_wire_hostile.py::test_every_truncation",
 )
 
 
