@@ -136,6 +136,7 @@ void Executor::threadMain() {
     }
   }
   polling_.fetch_sub(1);
+  poller_.wake(); // stop() has woken one, and each wakes the next
   endThread(std::move(scope));
 }
 
@@ -360,10 +361,9 @@ bool Executor::stop(int milliseconds) {
   std::unique_lock lock(mutex_);
   const auto deadline = std::chrono::steady_clock::now() +
       std::chrono::milliseconds(milliseconds);
-  // Each wake ends one wait; a thread in user code misses it and looks at
-  // stopping_ when it comes back.
+  // A thread in user code looks at stopping_ when it comes back.
   while (threads_ != 0) {
-    poller_.wake(threads_);
+    poller_.wake();
     threadEnded_.wait_for(lock, std::chrono::milliseconds(10));
     if (std::chrono::steady_clock::now() > deadline) {
       break;

@@ -28,11 +28,12 @@ int checked(int result, const char* what) {
 
 Poller::Poller()
     : epollFd_(checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
-      wakeFd_(checked(
-          eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK | EFD_SEMAPHORE),
-          "eventfd")) {
+      wakeFd_(checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
   epoll_event event{};
-  event.events = EPOLLIN;
+  // Edge-triggered: each write wakes one thread, and nobody has to read. Else
+  // the descriptor is back among those that are ready before its thread has
+  // read it, and the kernel wakes the next one in vain, and after that another.
+  event.events = EPOLLIN | EPOLLET;
   event.data.u64 = kWakeKey;
   checked(epoll_ctl(epollFd_, EPOLL_CTL_ADD, wakeFd_, &event), "epoll_ctl");
   timers_ = std::make_unique<TimerQueue>(*this);
@@ -100,10 +101,6 @@ Poller::Ended Poller::wait(int timeoutMs) {
     return Ended::kTimeout;
   }
   if (event.data.u64 == kWakeKey) {
-    // A semaphore: each reader takes one wake. Another thread may have been
-    // quicker; then this one has simply looked around.
-    uint64_t one = 0;
-    (void)!read(wakeFd_, &one, sizeof(one));
     return Ended::kWake;
   }
   if (auto entry = find(event.data.u64)) {
@@ -112,8 +109,9 @@ Poller::Ended Poller::wait(int timeoutMs) {
   return Ended::kEvent;
 }
 
-void Poller::wake(uint64_t count) {
-  (void)!write(wakeFd_, &count, sizeof(count));
+void Poller::wake() {
+  const uint64_t one = 1;
+  (void)!write(wakeFd_, &one, sizeof(one));
 }
 
 Poller::Lead::Signal::Signal()

@@ -47,8 +47,9 @@ class Poller {
   // `timeoutMs` -1 waits for ever.
   Ended wait(int timeoutMs = -1);
 
-  // Ends `count` present or future waits.
-  void wake(uint64_t count = 1);
+  // Ends one wait, present or future. Before a thread has seen it another call
+  // is the same one.
+  void wake();
 
   // For Timer.
   TimerQueue& timers() {

@@ -139,7 +139,7 @@ int main(int count, char** arguments) {
           base::Timer::Clock::now() + std::chrono::microseconds(random() % 99));
       never.set(base::Timer::Clock::now() + std::chrono::hours(1));
       signal->raise();
-      poller.wake(1 + random() % 3);
+      poller.wake();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     });
     // Descriptors that come and go, whose numbers are used again.
