@@ -198,9 +198,13 @@ def _parts(rounds: int) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def _alike(case: Case) -> tuple[bool, int]:
-    """Return what cases have in common whose passes are taken together."""
-    return case.alone, case.size
+def _alike(case: Case) -> tuple[bool, int, bool]:
+    """Return what cases have in common whose passes are taken together.
+
+    Those between hosts are among themselves: their rounds are long, so few are preceded by one that
+    is not counted, and after 30 s the receivers' buffers are given back.
+    """
+    return case.alone, case.size, case.link is not None
 
 
 def _turns(case: Case, rounds: int) -> int:

@@ -79,7 +79,7 @@ class HostsBulk(CallCase):
 
 CASES = [
     HostsBuiltin(),
-    HostsBulk("hosts-bulk", UNSHAPED, 200_000_000, calls=2, rounds=7, rate=(Target(1.15, 1.5),)),
+    HostsBulk("hosts-bulk", UNSHAPED, 200_000_000, calls=2, rounds=10, rate=(Target(1.15, 1.5),)),
     HostsBulk(
         "hosts-10g",
         Link(10),

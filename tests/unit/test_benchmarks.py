@@ -3,6 +3,7 @@ but where a back end must fail in one."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -25,6 +26,7 @@ from benchmarks.group import Group
 from benchmarks.processes import WorkerFailed
 from benchmarks.results import CaseResult, reaches
 from benchmarks.runner import Contender, Runner
+from tests.support import netns
 from tests.support.gpu import NO_GPU
 
 MACHINE = {
@@ -238,6 +240,21 @@ def test_the_rounds_of_a_case_are_spread_over_those_of_its_neighbours(rounds: in
         for index in range(rounds)
     ]
     assert len(set(begins)) == min(rounds, 2)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_cases_between_hosts_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else a pass takes longer than receivers keep their buffers.
+    monkeypatch.setattr(netns, "two_hosts", contextlib.nullcontext)
+    monkeypatch.setattr(netns, "shape", lambda hosts, link: None)
+    order: list[str] = []
+    cases = [(Noted(name, order), 5) for name in "abcd"]
+    for case, _ in cases[2:]:
+        case.link = netns.Link()
+    with Runner([Contender("ucx", "ucx")]) as runner:
+        list(runner.run(cases))
+    names = [name for name, _ in itertools.groupby(entry[0] for entry in order)]
+    assert names == ["a", "b"] * 5 + ["c", "d"] * 5
 
 
 class Slow(Noted):
