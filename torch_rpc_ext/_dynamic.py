@@ -12,7 +12,6 @@ import base64
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch.distributed.rpc import api as _untyped_api
@@ -58,11 +57,11 @@ class Directory:
             group = _parse(before)
             members = group.members
             if not members:
-                group = replace(group, id=new_id, secret=_secret.draw())
+                group = group._replace(id=new_id, secret=_secret.draw())
             _evict_dead_twins(me, members)
             # It stays when all have left: no life comes twice in a store.
-            group = replace(group, lives=group.lives + 1)
-            members[me.name] = replace(me, life=group.lives)
+            group = group._replace(lives=group.lives + 1)
+            members[me.name] = me._replace(life=group.lives)
             # In the order of joining the newcomer is last, so errors name it.
             validate(list(members.values()), is_static=False)
             if self._swap(before, group):

@@ -12,8 +12,7 @@ import io
 import pickle
 import sys
 import traceback
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import internal as _untyped_internal
@@ -23,8 +22,7 @@ internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
 
 
-@dataclass(frozen=True)
-class RemoteType:
+class RemoteType(NamedTuple):
     """Stands where upstream sends the class: called with the text, it builds the exception.
 
     Attributes:

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlparse
 
 from torch_rpc_ext import _native
@@ -20,8 +20,7 @@ _FAR_AWAY = ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::888
 _ENVIRONMENT = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-@dataclass(frozen=True)
-class InterfaceChoice:
+class InterfaceChoice(NamedTuple):
     """The interfaces that TCP may use.
 
     Attributes:
@@ -141,7 +140,9 @@ def _route_to_host(
 ) -> InterfaceChoice | None:
     """Return the interface that routes to the host; None where the route says nothing."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        # As bytes, for a str is encoded by a codec that takes 1 ms to import, and raises errors of
+        # its own.
+        found = socket.getaddrinfo(host.encode(), 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None  # The store's own error about the name comes later, and is better.
     for family, _, _, _, address in found:

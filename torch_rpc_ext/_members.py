@@ -11,9 +11,8 @@ import os
 import select
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.rpc import backend_registry as _untyped_registry
@@ -27,8 +26,7 @@ registry: Any = _untyped_registry
 DeviceMap = dict[torch.device, torch.device]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One worker of a group.
 
     Attributes:
@@ -65,7 +63,7 @@ class Member:
 
     def to_json(self) -> str:
         """Return the text that from_json reads."""
-        fields = asdict(self)
+        fields = self._asdict()
         fields["address"] = base64.b64encode(self.address).decode()
         fields["devices"] = [str(device) for device in self.devices]
         fields["device_maps"] = {
@@ -119,7 +117,7 @@ class Member:
 def host_identity() -> str:
     """Return a text that is equal for processes that share a kernel and a pid namespace."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -7,9 +7,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ _module: Any = None
 _ucx: Ucx | None = None
 
 
-@dataclass(frozen=True)
-class Ucx:
+class Ucx(NamedTuple):
     """The UCX in use.
 
     Attributes:
@@ -132,7 +130,7 @@ def _load_ucx(built_for: str) -> None:
     library = _open(folder, source)
     version = _version(library)
     _require(version, built_for, reason)
-    path = _mapped("libucp.so") or str(folder or "")
+    path = os.path.realpath(folder / _LIBRARIES[-1]) if folder else _mapped("libucp.so")
     _ucx = Ucx(source, path, ".".join(str(n) for n in version), f"{reason}.", preset)
 
 
@@ -185,7 +183,10 @@ def _require(version: tuple[int, int, int], built_for: str, reason: str) -> None
 
 
 def _mapped(name: str) -> str:
-    """Return the file of a library that is loaded in this process, '' for none."""
+    """Return the file of a library that is loaded in this process, '' for none.
+
+    It takes 1 ms: the kernel writes the path of each of some hundred mappings.
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:
             maps = file.read()

@@ -9,8 +9,7 @@ import ipaddress
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h); a test holds
 # them to torch's own constants, which are not read here because that would import torch.
@@ -25,8 +24,7 @@ MINIMUM_INIT_TIMEOUT = 3.0
 Check = Callable[[str, Any], Any]
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One option.
 
     Attributes:

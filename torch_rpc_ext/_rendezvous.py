@@ -16,8 +16,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_rpc_ext import _secret, errors
 from torch_rpc_ext._members import Member, is_alive, validate
@@ -32,8 +31,7 @@ _GRACE = 1.0
 _TRIES = 100
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group that has been agreed on.
 
     Attributes:

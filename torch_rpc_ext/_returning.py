@@ -12,8 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.rpc import api as _untyped_api
 
@@ -66,8 +65,7 @@ class Place:
         return f"{PREFIX}/place/{self._rank}"
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     """A group that a worker may come back to.
 
     Attributes:
@@ -108,7 +106,7 @@ def find(place: Place, name: str, rank: int, world_size: int) -> Standing | None
         return None
     if (os.getpid(), former.incarnation) in _former_selves:
         return None
-    standing = Standing(replace(group, members=members), former)
+    standing = Standing(group._replace(members=members), former)
     return standing if standing.others() else None
 
 
@@ -125,7 +123,7 @@ def with_new_life(place: Place, standing: Standing, me: Member) -> Group | None:
     """
     group = standing.group
     life = int(place.store.add(f"{PREFIX}/life/{group.id.hex()}", 1))
-    members = {**group.members, me.name: replace(me, life=life)}
+    members = {**group.members, me.name: me._replace(life=life)}
     try:
         validate(list(members.values()), is_static=True)
     except (RuntimeError, ValueError) as problem:
@@ -133,7 +131,7 @@ def with_new_life(place: Place, standing: Standing, me: Member) -> Group | None:
             "worker %s cannot come back to its group, and waits for a new one: %s", me.name, problem
         )
         return None
-    return replace(group, members=members)
+    return group._replace(members=members)
 
 
 def come_back(session: _state.Session, standing: Standing) -> bool:

@@ -15,7 +15,8 @@ from torch_rpc_ext._members import Member
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 
-@dataclass
+# Each method that dataclass writes is compiled at import, in every process of a group.
+@dataclass(eq=False, repr=False)
 class Session:
     """A running agent and what it was started with.
 

@@ -89,7 +89,7 @@ def _span(moments: list[tuple[float, float]]) -> float:
 CASES = [
     Startup(2, 5),
     Startup(8, 5, {"time": Target(12), "memory": Target(20), "fds": Target(17)}),
-    Startup(24, 2, {"both": Target(1.0, 0.3, "value")}),
+    Startup(24, 3, {"both": Target(1.0, 0.3, "value")}),
     Startup(
         64,
         2,

@@ -46,7 +46,8 @@ def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
         def getsockname(self) -> tuple[object, ...]:
             return self.address
 
-    def resolve(host: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+    def resolve(name: bytes, *_: object, **__: object) -> list[tuple[object, ...]]:
+        host = name.decode()
         known = {"head": ("10.0.0.1",), "myself": ("127.0.1.1",), "localhost": ("127.0.0.1",)}
         if host not in known and not (":" in host or host[0].isdigit()):
             raise socket.gaierror("unknown")
@@ -120,6 +121,11 @@ def test_loopback_on_request(host: str) -> None:
 def test_a_name_that_says_nothing_leads_to_the_default_route(host: str) -> None:
     choice = _choose(MASTER_ADDR=host)
     assert choice.names == ("eth1",) and "default route" in choice.reason
+
+
+def test_a_name_that_cannot_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # Python's own resolver raises UnicodeError for a str with an empty label
+    assert _interfaces.choose((), "tcp://a..b:1", environment={}).names
 
 
 def test_file(monkeypatch: pytest.MonkeyPatch) -> None:

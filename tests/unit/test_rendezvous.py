@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import signal
@@ -68,7 +67,7 @@ def meet(store: Any, me: Member, world_size: int, seconds: float = 10) -> Group:
     """The whole of it, as _backend does it."""
     meeting = Rendezvous(store, me.name, me.rank, world_size, seconds)
     try:
-        group = meeting.join(dataclasses.replace(me, world_size=world_size))
+        group = meeting.join(me._replace(world_size=world_size))
         meeting.confirm_start()
     except BaseException as problem:
         meeting.fail(problem)
@@ -274,7 +273,7 @@ def test_a_worker_comes_back_under_its_name(stores: Stores) -> None:
     directory.join(member(1), b"id")
     back = member(1, address=b"new")
     joined = directory.join(back, b"id").members["worker1"]
-    assert joined == dataclasses.replace(back, life=3)  # the third that came
+    assert joined == back._replace(life=3)  # the third that came
     directory.leave(member(1))  # an earlier incarnation, late
     assert "worker1" in directory.read().members
 
