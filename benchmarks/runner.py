@@ -30,9 +30,10 @@ _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 # is not counted each time that its case comes back.
 _LONG = 0.5
 # Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
-# share its cores. Spread over so many passes, less than half of a case's rounds meet that. Where
-# their number is a multiple of it, all passes weigh the same.
-_PASSES = 5
+# share its cores. Spread over so many passes, less than half of a case's rounds meet that. The
+# rounds of one pass are alike (74.8, 73.0, 74.0 us beside 30 to 48 in the others), so a pass counts
+# as one sample. Where the number of rounds is a multiple of it, all passes weigh the same.
+_PASSES = 10
 
 
 @dataclass(frozen=True)

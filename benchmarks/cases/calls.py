@@ -150,7 +150,7 @@ _SMALL = [
         "nothing",
         0,
         calls=200,
-        rounds=15,
+        rounds=20,
         targets=(Target(1.8, 2.5), _cpu()),
     ),
     SyncCalls(
@@ -159,7 +159,7 @@ _SMALL = [
         "add",
         4,
         calls=200,
-        rounds=15,
+        rounds=20,
         targets=(Target(3, 4), _cpu()),
     ),
     SyncCalls(
@@ -168,7 +168,7 @@ _SMALL = [
         "script_identity",
         4,
         calls=200,
-        rounds=15,
+        rounds=20,
         targets=(Target(3.5, 4), _cpu()),
     ),
     SyncCalls(
@@ -177,7 +177,7 @@ _SMALL = [
         "identity",
         4,
         calls=200,
-        rounds=15,
+        rounds=20,
         targets=(Target(2.5, 4), _cpu()),
     ),
     SyncCalls(
@@ -186,7 +186,7 @@ _SMALL = [
         "identity",
         65536,
         calls=150,
-        rounds=15,
+        rounds=20,
         targets=(Target(2.5, 4),),
     ),
 ]
@@ -249,7 +249,7 @@ _LARGE = [
             targets=_OPERATIONS,
             long=size > 4,
         )
-        for size, calls, rounds in ((4, 6, 15), (400, 2, 3))
+        for size, calls, rounds in ((4, 6, 20), (400, 2, 3))
         for kind, title, function in (
             ("python", "python", "operate"),
             ("script", "TorchScript", "script_operate"),
