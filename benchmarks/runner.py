@@ -31,8 +31,8 @@ _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 _LONG = 0.5
 # Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
 # share its cores. Spread over so many passes, less than half of a case's rounds meet that. The
-# rounds of one pass are alike (74.8, 73.0, 74.0 us beside 30 to 48 in the others), so a pass counts
-# as one sample. Where the number of rounds is a multiple of it, all passes weigh the same.
+# rounds of one pass are alike: it counts as one sample, however many they are. Where their number
+# is a multiple of it, all passes weigh the same.
 _PASSES = 10
 
 

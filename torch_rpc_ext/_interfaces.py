@@ -141,8 +141,8 @@ def _route_to_host(
     """Return the interface that routes to the host; None where the route says nothing."""
     try:
         # As bytes, for a str is encoded by a codec that takes 1 ms to import, and raises errors of
-        # its own.
-        found = socket.getaddrinfo(host.encode(), 9, type=socket.SOCK_DGRAM)
+        # its own. An environment variable may hold any bytes.
+        found = socket.getaddrinfo(os.fsencode(host), 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None  # The store's own error about the name comes later, and is better.
     for family, _, _, _, address in found:

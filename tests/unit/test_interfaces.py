@@ -123,9 +123,10 @@ def test_a_name_that_says_nothing_leads_to_the_default_route(host: str) -> None:
     assert choice.names == ("eth1",) and "default route" in choice.reason
 
 
-def test_a_name_that_cannot_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # Python's own resolver raises UnicodeError for a str with an empty label
-    assert _interfaces.choose((), "tcp://a..b:1", environment={}).names
+@pytest.mark.parametrize("name", ["a..b", "\udcff"])
+def test_a_name_that_cannot_be_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # Python's own resolver raises UnicodeError for these as str
+    assert _choose(MASTER_ADDR=name).names
 
 
 def test_file(monkeypatch: pytest.MonkeyPatch) -> None:
