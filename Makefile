@@ -100,7 +100,7 @@ format: $(STAMPS)/test
 	$(BIN)/clang-format -i $(CSRC) $(CTESTS)
 
 clean:
-	rm -rf build $(VENV) $(BENCH_VENV) torch_rpc_ext/*.so torch_rpc_ext/_build_info.py *.egg-info
+	rm -rf build $(VENV) $(BENCH_VENV) torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
 
 $(STAMPS)/venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -142,7 +142,7 @@ FRAME = Boxes(
     "A call frame",
     (
         (
-            "header, 40 bytes",
+            "header, 44 bytes",
             (
                 Cell("magic 2", 2.2),
                 Cell("ver 1", 1.5),
@@ -153,7 +153,7 @@ FRAME = Boxes(
             ),
         ),
         ("", (Cell("tensors 4", 1.6), Cell("call id 8", 2), Cell("payload bytes 8", 2.4))),
-        ("", (Cell("storages S 4"), Cell("records R 4"))),
+        ("", (Cell("storages S 4"), Cell("records R 4"), Cell("time-out 4"))),
         (
             "then",
             (

@@ -14,33 +14,48 @@ from torch_rpc_ext._version import __version__
 
 if TYPE_CHECKING:
     from torch_rpc_ext import errors as errors
+    from torch_rpc_ext import events as events
     from torch_rpc_ext import sharding as sharding
+    from torch_rpc_ext._current_call import CurrentCall as CurrentCall
+    from torch_rpc_ext._current_call import current_call as current_call
     from torch_rpc_ext._info import info as info
     from torch_rpc_ext._wire_dtype import wire_dtype as wire_dtype
+    from torch_rpc_ext.events import on_worker_event as on_worker_event
+    from torch_rpc_ext.events import worker_events as worker_events
     from torch_rpc_ext.options import UcxRpcBackendOptions as UcxRpcBackendOptions
     from torch_rpc_ext.retry import RetryPolicy as RetryPolicy
     from torch_rpc_ext.takeover import take_over as take_over
 
 __all__ = [
+    "CurrentCall",
     "RetryPolicy",
     "UcxRpcBackendOptions",
     "__version__",
+    "current_call",
     "errors",
+    "events",
     "info",
+    "on_worker_event",
     "sharding",
     "take_over",
     "wire_dtype",
+    "worker_events",
 ]
 
 # Public name -> (module, attribute; None for the module itself).
 _LAZY: dict[str, tuple[str, str | None]] = {
+    "CurrentCall": ("torch_rpc_ext._current_call", "CurrentCall"),
     "RetryPolicy": ("torch_rpc_ext.retry", "RetryPolicy"),
     "UcxRpcBackendOptions": ("torch_rpc_ext.options", "UcxRpcBackendOptions"),
+    "current_call": ("torch_rpc_ext._current_call", "current_call"),
     "errors": ("torch_rpc_ext.errors", None),
+    "events": ("torch_rpc_ext.events", None),
     "info": ("torch_rpc_ext._info", "info"),
+    "on_worker_event": ("torch_rpc_ext.events", "on_worker_event"),
     "sharding": ("torch_rpc_ext.sharding", None),
     "take_over": ("torch_rpc_ext.takeover", "take_over"),
     "wire_dtype": ("torch_rpc_ext._wire_dtype", "wire_dtype"),
+    "worker_events": ("torch_rpc_ext.events", "worker_events"),
 }
 
 

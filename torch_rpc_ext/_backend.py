@@ -110,7 +110,7 @@ def start(
     _attach(native)
     seconds = options.effective_init_timeout()
     own = _store.unnumbered(store) if _init_hook.in_init_rpc() else store
-    meeting = _rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds)
+    meeting = _rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
     place = _returning.Place(own, rank)
 
     def open_session() -> _state.Session:
@@ -198,6 +198,7 @@ def _agent_options(
         "encryption": ENCRYPTION.index(options.encryption),
         "receive_cache_bytes": options.receive_cache_bytes,
         "receive_cache_idle": options.receive_cache_idle,
+        "receive_budget": options.receive_budget,
         "max_message_bytes": options.max_message_bytes,
         "max_calls_in_flight": options.max_calls_in_flight,
         "max_bytes_in_flight": options.max_bytes_in_flight,

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext import _secret, _state, errors
+from torch_rpc_ext import _current_call, _secret, _state, errors
 from torch_rpc_ext._members import Member, device_tables, is_alive, validate
 from torch_rpc_ext._rendezvous import PREFIX, Group
 from torch_rpc_ext._store import describe
@@ -154,9 +154,13 @@ def leave_group(session: _state.Session) -> None:
 
 
 def announce_departure(member: Member) -> None:
-    """Tell all, this worker included, that a member has gone without saying so."""
+    """Tell all, this worker included, that a member has gone without saying so.
+
+    Args:
+        member: it must be out of the directory already: there the others look.
+    """
     session = _state.require()
-    member_left(member.name, member.incarnation)
+    remove_member(session, member.name, member.incarnation)
     departed = (member.name, member.incarnation)
     _notify(session, _others(session), member_left, departed, quiet=True)
 
@@ -199,18 +203,66 @@ def _notify(
 
 
 def member_joined(text: str) -> None:
-    """Take note of a worker that joined. Called by that worker over RPC."""
-    add_member(_state.require(), Member.from_json(text))
+    """Take note of a worker that joined. Called by that worker over RPC.
+
+    Raises:
+        RefusedError: another worker says so, or the group is static.
+    """
+    session, member = _state.require(), Member.from_json(text)
+    if session.directory is None:
+        raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
+    check_speaks_for(member.name)
+    add_member(session, member)
 
 
 def member_left(name: str, incarnation: str) -> None:
-    """Take note of a worker that left. Called by that worker over RPC.
+    """Take note of a worker that left. Called over RPC: by that worker, or by who found it dead.
 
     Args:
         name: the worker.
-        incarnation: which one of that name; '' for any.
+        incarnation: which one of that name.
+
+    Raises:
+        RefusedError: another worker says so and the group's directory still holds it, or the group
+            is static.
     """
     session = _state.require()
+    if session.directory is None:
+        raise errors.RefusedError(f"{name} cannot leave {session.me.name}'s static group.")
+    try:
+        check_speaks_for(name)
+    except errors.RefusedError:
+        there = session.directory.read().members.get(name)
+        if there is not None and there.incarnation == incarnation:
+            raise
+    remove_member(session, name, incarnation)
+
+
+def check_speaks_for(name: str) -> None:
+    """Refuse what the calling worker says about the membership of another one.
+
+    Args:
+        name: the worker that it is about.
+
+    Raises:
+        RefusedError: the caller is another one.
+    """
+    call = _current_call.find()
+    if call is not None and call.caller != name:
+        raise errors.RefusedError(
+            f"Worker {call.caller} spoke of the membership of worker {name}, as only {name} may.",
+            worker=call.caller,
+        )
+
+
+def remove_member(session: _state.Session, name: str, incarnation: str) -> None:
+    """Take a member out of the agent's directory.
+
+    Args:
+        session: this worker's.
+        name: the member.
+        incarnation: which one of that name; '' for any.
+    """
     with session.lock:
         member = session.members.get(name)
         if member is None or name == session.me.name:
@@ -258,7 +310,7 @@ def update_group_membership(
     if session.directory is None:
         raise RuntimeError("The members of a static RPC group do not change.")
     if not is_join:
-        member_left(worker_info.name, "")
+        remove_member(session, worker_info.name, "")
         return
     member = session.directory.read().members.get(worker_info.name)
     if member is None:

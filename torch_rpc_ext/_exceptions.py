@@ -2,36 +2,42 @@
 
 Upstream sends (text, class) and builds class(text). Where the class wants other arguments, the
 caller gets a RuntimeError (pytorch issue 45044); and the text is put through an escape decoder that
-mangles what is not ASCII. Here the exception itself travels too, and the text stays as it is.
+mangles what is not ASCII. Here the parts of the exception travel too (_exception_parts.py), and the
+text stays as it is.
 Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import contextvars
 import sys
+import threading
 import traceback
 from typing import Any, NamedTuple
 
+import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext import _exception_parts
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
+# Of each thread: the function that ran last, and the id of what it returned, for error texts.
+_last = threading.local()
+# Of each thread: what torch.set_default_device() has entered there.
+_default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
 
 
 class RemoteType(NamedTuple):
     """Stands where upstream sends the class: called with the text, it builds the exception.
 
     Attributes:
-        cls: the exception's class.
-        pickled: the exception itself, b'' where pickle does not take it.
+        parts: of the exception, as a plain tuple (_exception_parts.Parts).
     """
 
-    cls: type[BaseException]
-    pickled: bytes = b""
+    parts: tuple[Any, ...]
 
     def __call__(self, message: str) -> BaseException:
         """Build the exception.
@@ -40,38 +46,42 @@ class RemoteType(NamedTuple):
             message: remote worker and traceback.
 
         Returns:
-            cls(message), as upstream; where cls wants other arguments, the exception as pickle
-            rebuilds it, with the message as a note; where pickle cannot either, a RuntimeError
-            with upstream's text.
+            class(message), as upstream, with the attributes that it had. Where the class wants
+            other arguments, or its own text is made of its fields (OSError with an errno), what it
+            was, with the message as a note. Where its class is not to be had here, one of a base.
         """
-        original = self._original()
-        try:
-            error = self.cls(message)
-        except Exception as problem:  # noqa: BLE001  whatever a user's constructor raises
-            if original is None:
-                return RuntimeError(
-                    f"Failed to create original exception type. Error msg was {problem}"
-                    f" Original exception on remote side was {message}"
-                )
+        parts = _exception_parts.Parts(*self.parts)
+        original = _exception_parts.put_together(parts)
+        if original is None or type(original) is Exception:
+            plain = RuntimeError(message)
+            if original is not None:
+                _exception_parts.copy_state(original, plain)
+            return plain
+        if _has_text_of_fields(original):
             original.add_note(message)
             return original
-        if original is not None:
-            error.__dict__.update(vars(original))
+        try:
+            error = type(original)(message)
+        except Exception as problem:  # noqa: BLE001  whatever a user's constructor raises
+            if len(original.args) == 1 and isinstance(original.args[0], str):
+                # It is a text with a constructor of its own: the text is upstream's.
+                original.args = (
+                    f"Failed to create original exception type. Error msg was {problem}"
+                    f" Original exception on remote side was {message}",
+                )
+            else:
+                original.add_note(message)
+            return original
+        _exception_parts.copy_state(original, error, without=("msg",))
         return error
 
-    def _original(self) -> BaseException | None:
-        if not self.pickled:
-            return None
-        try:
-            # Upstream's name for it: with an allow-list it is one that checks.
-            error = internal._unpickler(io.BytesIO(self.pickled)).load()
-        except Exception:  # noqa: BLE001  whatever a user's constructor raises
-            return None
-        if not isinstance(error, self.cls):
-            return None
-        # Notes are in the text already.
-        error.__dict__.pop("__notes__", None)
-        return error
+
+def _has_text_of_fields(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno is not None
+    if isinstance(error, SyntaxError):
+        return error.lineno is not None
+    return isinstance(error, (StopIteration, StopAsyncIteration))
 
 
 def describe(error: BaseException) -> Any:
@@ -81,11 +91,28 @@ def describe(error: BaseException) -> Any:
     text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
     # One that came from another worker may be of a class made here.
     plain = getattr(error, "_remote_original", error)
-    try:
-        pickled = pickle.dumps(plain)
-    except Exception:  # noqa: BLE001  whatever a user's __reduce__ raises
-        pickled = b""
-    return internal.RemoteException(text, RemoteType(type(plain), pickled))
+    return internal.RemoteException(text, RemoteType(tuple(_exception_parts.take_apart(plain))))
+
+
+def unsent(value: Any, error: Exception) -> Any:
+    """Return what the callee sends for a result that pickle does not take.
+
+    A RuntimeError, as upstream's is: programs catch that.
+    """
+    name = native_rpc._get_current_rpc_agent().get_worker_info().name
+    function, returned = getattr(_last, "returned", (None, 0))
+    what = f"worker {name!r} has to send"
+    if returned == id(value):
+        label = getattr(function, "__qualname__", repr(function))
+        what = f"{getattr(function, '__module__', '')}.{label} on worker {name!r} returned"
+    problem = RuntimeError(
+        f"{what} a value of type {type(value).__qualname__} that cannot be pickled "
+        f"({type(error).__name__}: {error}): return tensors and plain data, or make the value with "
+        "rpc.remote(), which leaves it there."
+    )
+    result = describe(problem)
+    print(result.msg, file=sys.stderr)
+    return result
 
 
 def run_function(python_udf: Any) -> Any:
@@ -95,13 +122,21 @@ def run_function(python_udf: Any) -> Any:
             raise python_udf
         if _is_refused(python_udf):
             raise python_udf.error
-        return python_udf.func(*python_udf.args, **python_udf.kwargs)
+        # In a context of its own: what it sets there (decimal's precision, NumPy's error state) is
+        # gone afterwards. csrc/agent/thread_state.cpp does the same for torch's state.
+        result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
+        if result is not None and type(result) is not torch.Tensor:
+            _last.returned = (python_udf.func, id(result))
+        return result
     except Exception as error:  # noqa: BLE001  whatever a user's function raises
         result = describe(error)
         # As upstream: the callee's log shows what its callers saw. Refusals are logged already.
         if not _is_refused(python_udf):
             print(result.msg, file=sys.stderr)
         return result
+    finally:
+        if getattr(_default_device, "device_context", None) is not None:
+            torch.set_default_device(None)  # for this thread
 
 
 def handle_exception(result: Any) -> None:
@@ -131,20 +166,23 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
         return error
     if not isinstance(result, internal.RemoteException):
         return None
-    return _also_runtime_error(result.exception_type(result.msg))
+    return also_runtime_error(result.exception_type(result.msg))
 
 
-def _also_runtime_error(error: BaseException) -> BaseException:
+def also_runtime_error(error: BaseException) -> BaseException:
     """Let `except RuntimeError` catch it too, as it does upstream for all but these three."""
     if isinstance(error, (RuntimeError, ValueError, TypeError)):
         return error
     cls = type(error)
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        # pickle looks classes up by their names, and would find the other one.
+        "__reduce_ex__": lambda self, protocol: self._remote_original.__reduce_ex__(protocol),
+    }
     try:
-        made: Any = type(cls.__name__, (cls, RuntimeError), members)
-        also: BaseException = made.__new__(made)
+        also = _exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
     except TypeError:
-        return error  # not to be combined with RuntimeError, or not to be made without arguments
-    also.args = error.args
-    also.__dict__.update(vars(error), _remote_original=error)
+        return error  # not to be combined with RuntimeError
+    vars(also)["_remote_original"] = error
     return also

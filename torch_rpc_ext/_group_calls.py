@@ -128,7 +128,7 @@ def gather(
         function: what rpc.rpc_async() takes, or a remote function of this package.
         args: its arguments.
         kwargs: its keyword arguments.
-        timeout: of each call, s; 0 for none, negative for the back end's default.
+        timeout: of each call, s; 0 for none, -1 for the back end's default.
 
     Returns:
         What it returned on each worker, in the order of `workers`.
@@ -211,7 +211,7 @@ def map_reduce(
             in this order whatever came first.
         args: the function's further arguments.
         kwargs: its keyword arguments.
-        timeout: of each call, s; 0 for none, negative for the back end's default.
+        timeout: of each call, s; 0 for none, -1 for the back end's default.
 
     Returns:
         The reduced result; with one item, its result.

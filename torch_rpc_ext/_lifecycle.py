@@ -46,6 +46,8 @@ def close_session() -> None:
         return
     _upstream_hooks.uninstall()
     _state.set_current(None)
+    if session.events is not None:
+        session.events.close()
     if session.all_done:
         # init_rpc keeps the store alive in a global, and with it, on rank 0, its port. Nobody
         # needs it any more, and the next init_rpc, maybe with another rank 0, can have the port.

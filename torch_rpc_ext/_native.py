@@ -7,12 +7,15 @@ import importlib
 import importlib.util
 import os
 import sys
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from torch_rpc_ext import _environment
+from torch_rpc_ext import _build, _environment
+
+_FOLDER = Path(__file__).resolve().parent
 
 # In the order of their dependence on each other.
 _LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
@@ -41,26 +44,39 @@ class Ucx(NamedTuple):
 
 
 def load() -> Any:
-    """Load UCX and torch_rpc_ext._C, once.
+    """Load UCX, the core and torch_rpc_ext._C for the running torch, once.
+
+    An extension module for this minor release of torch that is not there is compiled first, which
+    takes a minute or two (_build.py).
 
     Returns:
         The module torch_rpc_ext._C.
 
     Raises:
-        ImportError: it is not built, built for another torch or Python, or UCX is missing or too
-            old; the text says what to do.
+        ImportError: the core is not built, the extension module cannot be compiled, or UCX is
+            missing or too old; the text says what to do.
     """
     global _module
     if _module is None:
-        build = _check_build()
-        _load_ucx(str(build.UCX_VERSION))
+        _load_ucx(_built_against())
+        core = _FOLDER / _build.CORE_LIBRARY
+        file = _FOLDER / _build.extension_name(torch.__version__)
         try:
-            _module = importlib.import_module("torch_rpc_ext._C")
-        except ImportError as error:
+            # By its path, so that _C finds the core by its soname.
+            ctypes.CDLL(str(core), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+            if not file.exists():
+                file = _build.compile_extension()
+            _module = _import_extension(file)
+        except (ImportError, OSError) as error:
             raise ImportError(
                 f"torch_rpc_ext's extension module cannot be loaded ({error}). Build it again: "
                 "run `make build` in its source folder, or reinstall the package."
             ) from error
+    return _module
+
+
+def loaded() -> Any:
+    """Return the module torch_rpc_ext._C, None while it has not been loaded."""
     return _module
 
 
@@ -71,40 +87,28 @@ def ucx() -> Ucx:
     return _ucx
 
 
-def _check_build() -> Any:
-    """Compare what the extension was built for with what runs, before symbols can clash."""
+def _built_against() -> str:
+    """Return the UCX whose headers the core was compiled with."""
     try:
         build = importlib.import_module("torch_rpc_ext._build_info")
     except ImportError:
         raise ImportError(
-            "torch_rpc_ext's extension module is not built. Run `make build` in its source "
+            "torch_rpc_ext's core library is not built. Run `make build` in its source "
             "folder, or reinstall the package."
         ) from None
-    running = {
-        "torch": _release(torch.__version__),
-        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
-    }
-    built = {
-        "torch": _release(str(build.TORCH_VERSION)),
-        "Python": ".".join(str(build.PYTHON_VERSION).split(".")[:2]),
-    }
-    for what, version in built.items():
-        if version != running[what]:
-            raise ImportError(
-                f"torch_rpc_ext was built for {what} {version}, but {what} {running[what]} is "
-                f"running: reinstall it (`pip install --force-reinstall --no-build-isolation "
-                f"torch-rpc-ext`, or `make build`), or install {what} {version}."
-            )
-    return build
+    return str(build.UCX_VERSION)
 
 
-def _release(version: str) -> str:
-    """Return major.minor.patch of '2.13.0+cpu' or '2.13.0a0+git123'."""
-    parts = []
-    for part in version.split("+")[0].split(".")[:3]:
-        digits = "".join(c for c in part.split("a")[0].split("b")[0].split("rc")[0] if c.isdigit())
-        parts.append(digits or "0")
-    return ".".join(parts)
+def _import_extension(file: Path) -> Any:
+    """Import a file as torch_rpc_ext._C, whatever torch its name says."""
+    name = "torch_rpc_ext._C"
+    loader = ExtensionFileLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[name] = module
+    return module
 
 
 def _load_ucx(built_for: str) -> None:
@@ -135,13 +139,13 @@ def _load_ucx(built_for: str) -> None:
 
 
 def _wheel_folder() -> Path:
-    spec = importlib.util.find_spec("libucx")
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        return Path(location) / "lib"
-    raise ImportError(
-        "torch_rpc_ext needs UCX, and its wheel is not installed: run `pip install libucx-cu13`, "
-        f"or use the system's UCX with {_environment.UCX}=system."
-    )
+    root = _build.ucx_root()
+    if root is None:
+        raise ImportError(
+            "torch_rpc_ext needs UCX, and its wheel is not installed: run `pip install "
+            f"libucx-cu13`, or use the system's UCX with {_environment.UCX}=system."
+        )
+    return root / "lib"
 
 
 def _open(folder: Path | None, source: str) -> ctypes.CDLL:

@@ -5,10 +5,13 @@ UcxRpcBackendOptions is built on it, and the docs are made from it.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h); a test holds
@@ -73,6 +76,8 @@ def byte_count(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an int (bytes), got {value!r}")
     if value < 0:
         raise ValueError(f"{name} must be 0 or more bytes, got {value}")
+    if value > sys.maxsize:
+        raise ValueError(f"{name} must be less than 2**63 bytes, got {value}")
     return int(value)
 
 
@@ -263,8 +268,44 @@ def message_delays(name: str, value: Any) -> dict[str, float]:
 
 def default_receive_cache() -> int:
     """Return 4 GiB, or an eighth of the machine's memory where that is less; bytes."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(4 << 30, memory // 8)
+    return min(4 << 30, _physical_memory() // 8)
+
+
+def default_receive_budget() -> int:
+    """Return an eighth of the memory that this process may use; bytes."""
+    return min(_physical_memory(), *_cgroup_limits()) // 8
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_limits() -> list[int]:
+    """Return the limits of this process's cgroup and of those above it; bytes.
+
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst, memory.max; for version 1
+    cgroup-v1/memory.rst, memory.limit_in_bytes.
+    """
+    limits = [sys.maxsize]
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return limits
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        if controllers == "":
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        here = root / path.lstrip("/")
+        for directory in (here, *here.parents):
+            if directory.is_relative_to(root):
+                # Not there at the root; "max" where there is no limit.
+                with contextlib.suppress(OSError, ValueError):
+                    limits.append(int((directory / name).read_text()))
+    return limits
 
 
 def default_init_timeout(timeout: float) -> float:
@@ -388,6 +429,15 @@ OPTIONS: tuple[Option, ...] = (
         "s",
         "After how long unused some of that memory is given back to the system. When less than "
         "1/16 of the machine's memory is left, all of it is.",
+    ),
+    Option(
+        "receive_budget",
+        None,
+        byte_count,
+        "bytes",
+        "Memory for the tensors of requests that have been received and that no thread serves "
+        "yet; more stay with their callers. By default an eighth of the machine's memory, or of "
+        "the cgroup's limit; 0 for no limit. See [faults.md](faults.md#load).",
     ),
     Option(
         "max_message_bytes",

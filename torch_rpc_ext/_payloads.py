@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _state
+from torch_rpc_ext import _exceptions, _native, _state
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
@@ -35,6 +36,8 @@ _NONE = b"\x01None"
 _TENSOR = b"\x01Tensor"
 # A function of a module, called with the table's tensors; then follow the names, a zero after each.
 _CALL = b"\x01Call\0"
+# In front of the pickle of what a function has raised; csrc/bindings/remote_exception.cpp asks.
+_RAISED = b"\x01Raised"
 
 
 def install() -> None:
@@ -72,10 +75,13 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         The payload and the tensors that it refers to, by their places.
 
     Raises:
-        Exception: what pickle raises for a value that it does not take.
+        Exception: what pickle raises for a call that it does not take; for a result that it does
+            not take, the payload is a TypeError for the caller.
     """
     if value is None:
         return _NONE, []
+    if type(value) is internal.RemoteException:
+        return _raised(value)
     # Somebody else's pickler may send by value what is sent by name here.
     if internal._pickler is pickle.Pickler:
         if _is_plain(value):
@@ -89,15 +95,43 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
                 and len(set(map(id, args))) == len(args)
             ):
                 return _CALL + name, list(args)
-    return _pickled(value)
+    try:
+        return _pickled(value)
+    except Exception as error:
+        if type(value) is internal.PythonUDF:
+            _explain(value.func, error)
+            raise
+        # As an answer: upstream's would be a RuntimeError with the C++ stack.
+        return _raised(_exceptions.unsent(value, error))
 
 
-def deserialize(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+def _raised(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    pickled, tensors = _pickled(value)
+    return _RAISED + pickled, tensors
+
+
+def _explain(function: Any, error: Exception) -> None:
+    """Raise another error, of the same type, where it is the function that pickle does not take."""
+    name = str(getattr(function, "__qualname__", ""))
+    if "<" in name and isinstance(error, (pickle.PicklingError, AttributeError)):
+        kind = "lambda" if name.endswith("<lambda>") else "function within a function"
+        raise type(error)(
+            f"{function.__module__}.{name} cannot be pickled, because it is a {kind}: define it at "
+            "the top level of a module that all workers can import, and pass it by that name."
+        ) from None
+
+
+def deserialize(
+    payload: bytes,
+    tensors: list[torch.Tensor],
+    read: Callable[[bytes, list[torch.Tensor]], Any] | None = None,
+) -> Any:
     """Stand in for upstream's pickler.
 
     Args:
         payload: from serialize(), on any worker.
         tensors: those that came with it.
+        read: reads pickles; upstream's pickler, if not given.
 
     Returns:
         The value. An AttributeError, not raised, where a function does not exist, as upstream.
@@ -109,13 +143,33 @@ def deserialize(payload: bytes, tensors: list[torch.Tensor]) -> Any:
         return tensors[0]
     if payload == _NONE:
         return None
-    if payload.startswith(_CALL):
-        module, name, _ = payload[len(_CALL) :].split(b"\0")
-        function = _find(module, name)
+    if payload.startswith(_RAISED):
+        return (read or _from_pickle)(payload[len(_RAISED) :], tensors)
+    named = short_call(payload)
+    if named is not None:
+        function = _find(*named)
         if isinstance(function, AttributeError):
             return function
         return internal.PythonUDF(function, tuple(tensors), {})
-    return _from_pickle(payload, tensors)
+    return (read or _from_pickle)(payload, tensors)
+
+
+def short_call(payload: bytes) -> tuple[str, str] | None:
+    """Return module and name of the function that the short form of a call names.
+
+    Args:
+        payload: from serialize(), on any worker.
+
+    Returns:
+        None where it is of another form.
+
+    Raises:
+        ValueError: it begins like the short form and is none.
+    """
+    if not payload.startswith(_CALL):
+        return None
+    module, name, _ = payload[len(_CALL) :].split(b"\0")
+    return module.decode(), name.decode()
 
 
 def _is_plain(value: Any) -> bool:
@@ -138,17 +192,18 @@ def _name_of(function: Any) -> bytes | None:
     return f"{module}\0{name}\0".encode()
 
 
-def _find(module: bytes, name: bytes) -> Any:
+def _find(module: str, name: str) -> Any:
     if internal._unpickler is pickle.Unpickler:
-        found = getattr(sys.modules.get(module.decode()), name.decode(), None)
+        found = getattr(sys.modules.get(module), name, None)
         if found is not None:
             return found
-    # Imports the module, and asks the allow-list. PROTO 4, the two strings, STACK_GLOBAL, STOP.
+    # Imports the module. PROTO 4, the two strings, STACK_GLOBAL, STOP.
     return _from_pickle(b"\x80\x04%b%b\x93." % (_pickled_text(module), _pickled_text(name)), [])
 
 
-def _pickled_text(text: bytes) -> bytes:
-    return b"X%b%b" % (len(text).to_bytes(4, "little"), text)
+def _pickled_text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X%b%b" % (len(encoded).to_bytes(4, "little"), encoded)
 
 
 def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -175,9 +230,31 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _from_pickle(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+    return with_tensors(tensors, lambda: type(_pickler).deserialize(_pickler, payload, tensors))
+
+
+def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
+    """Return what read() does, while pickles find their tensors here.
+
+    Args:
+        tensors: those that came with the payload.
+        read: reads it.
+    """
+    if torch.is_inference_mode_enabled():
+        # What is fetched is ordinary, also where unpickling makes tensors.
+        with torch.inference_mode(False):
+            return with_tensors(tensors, read)
     before = getattr(_tables, "recv_tables", None)
+    _tables.recv_tables = tensors
     try:
-        return type(_pickler).deserialize(_pickler, payload, tensors)
+        return read()
+    except Exception as error:
+        # Upstream makes a RuntimeError of what an unpickler raises, so programs catch that; and a
+        # program's own handler of a signal may have raised it, whose class it must keep.
+        also = _exceptions.also_runtime_error(error)
+        if also is error:
+            raise
+        raise also.with_traceback(error.__traceback__) from error.__cause__
     finally:
         # Upstream leaves its own at an error.
         if before is None:
@@ -191,9 +268,15 @@ def _rref_classes() -> tuple[type, ...]:
 
 
 def _reduce_rref(rref: Any) -> tuple[Any, ...]:
-    _state.require().agent.require_owner(rref)
+    _native.load().before_passing(_state.require().agent, rref)
     reduced: tuple[Any, ...] = _pickler._py_rref_reducer(rref)
     return reduced
+
+
+def _reduce_worker_info(info: Any) -> tuple[Any, ...]:
+    # Not pybind11's way, which makes an object without its C++ part and fills that in later: who
+    # reads with an allow-list does not make such.
+    return (rpc.WorkerInfo, (info.name, info.id))
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
@@ -203,7 +286,7 @@ def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
 
 
 def _restore_parameter(index: int) -> torch.Tensor:
-    tensor: torch.Tensor = _tables.recv_tables[index]
+    tensor = _restore_tensor(index)
     # The same tensor under another class, not a new Parameter: within a distributed autograd
     # context it gets its history after this, and a copy would stay outside of the graph.
     tensor.__class__ = torch.nn.Parameter
@@ -230,8 +313,11 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _restore_tensor(index: int) -> torch.Tensor:
-    tensor: torch.Tensor = _tables.recv_tables[index]
-    return tensor
+    # A peer's number: not a slice of the table either.
+    tensors: list[torch.Tensor] = _tables.recv_tables
+    if type(index) is not int or not 0 <= index < len(tensors):
+        raise ValueError(f"a message of {len(tensors)} tensors has none at {index!r}")
+    return tensors[index]
 
 
 def _restore_compressed(
@@ -247,4 +333,8 @@ def _restore_compressed(
     )
 
 
-_REDUCERS: dict[type, Any] = {torch.nn.Parameter: _reduce_parameter, torch.Tensor: _reduce_tensor}
+_REDUCERS: dict[type, Any] = {
+    torch.nn.Parameter: _reduce_parameter,
+    torch.Tensor: _reduce_tensor,
+    rpc.WorkerInfo: _reduce_worker_info,
+}

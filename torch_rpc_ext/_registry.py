@@ -40,22 +40,10 @@ def construct_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> An
 def init_backend(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
-    """Start the agent; upstream's init_backend_handler."""
-    from torch_rpc_ext import _backend
-    from torch_rpc_ext.options import UcxRpcBackendOptions
+    """Start the agent, with TENSORPIPE's options or ours; upstream's init_backend_handler."""
+    from torch_rpc_ext import takeover
 
-    if not isinstance(rpc_backend_options, UcxRpcBackendOptions):
-        raise TypeError(
-            f"`rpc_backend_options` must be a `UcxRpcBackendOptions`. {rpc_backend_options}"
-        )
-    return _backend.start(
-        store=store,
-        name=name,
-        rank=rank,
-        world_size=world_size,
-        options=rpc_backend_options,
-        given_options=rpc_backend_options,
-    )
+    return takeover.init_tensorpipe(store, name, rank, world_size, rpc_backend_options)
 
 
 def register(rpc: Any) -> None:

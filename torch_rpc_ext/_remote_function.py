@@ -31,7 +31,7 @@ class RemoteFunction(Generic[P, T]):
     """A function of a module, with methods that call it on other workers.
 
     It travels by its name: callees import the module. Called itself, it runs here.
-    All methods take the function's arguments and `rpc_timeout`: s, 0 for none, negative for the
+    All methods take the function's arguments and `rpc_timeout`: s, 0 for none, -1 for the
     back end's default, of each call. `to` is a name, a rank or a WorkerInfo.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch_rpc_ext import _secret, errors
 from torch_rpc_ext._members import Member, is_alive, validate
-from torch_rpc_ext._store import Deadline, describe, poll
+from torch_rpc_ext._store import Deadline, describe, poll, serves_by_rank_0
 
 PREFIX = "torch_rpc_ext"
 _KIND = f"{PREFIX}/kind"
@@ -63,6 +63,27 @@ def claim_kind(store: Any, *, is_static: bool) -> None:
         )
 
 
+def check_rank_0(store: Any) -> None:
+    """Look into the store of a process that has the port which this rank 0 wanted to serve.
+
+    Raises:
+        RefusedError: it waits for its group, as rank 0 too.
+    """
+    key = f"{PREFIX}/rank/0"
+    there = store.get(key).decode() if store.check([key]) else _TAKEN
+    if not there.startswith(_TAKEN) and "error" not in json.loads(there):
+        raise _not_unique(Member.from_json(there), store, "and this process was started as it too")
+
+
+def _not_unique(other: Member, store: Any, problem: str) -> errors.RefusedError:
+    return errors.RefusedError(
+        f"Rank {other.rank} is not unique: worker {other.name} (pid {other.pid} on "
+        f"{other.host.split('/')[0]}) waits with it at {describe(store)}, {problem}. Give every "
+        "process a rank of its own.",
+        worker=other.name,
+    )
+
+
 def is_static(store: Any) -> bool:
     """Return whether the store's group is noted as static; without changing the store."""
     return bool(store.check([_KIND])) and store.get(_KIND).decode() == "static"
@@ -94,10 +115,20 @@ class Rendezvous:
         name, rank: this worker's.
         world_size: number of workers.
         seconds: how long to wait for them, for the whole of it.
+        numbered: the store as init_rpc gives it to any other back end.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, seconds: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        numbered: Any = None,
+    ) -> None:
         self._store = store
+        self._numbered = numbered
         self._name = name
         self._rank = rank
         self._world_size = world_size
@@ -151,8 +182,9 @@ class Rendezvous:
                 # Before the entry: rank 0 gets the reason in its place. A live other's stays.
                 self._replace(json.dumps({"error": text}), lambda there: not there)
             elif not self._id:
-                self._store.compare_set(self._mailbox(self._rank), self._entry, f"{_TAKEN}-")
+                self._withdraw()
             elif self._rank == 0:
+                self._withdraw()
                 self._store.compare_set(self._key("go", self._id), "", text)
             else:
                 self._store.compare_set(self._ready(self._rank), "", text)
@@ -173,6 +205,10 @@ class Rendezvous:
             return ""
         text = str(self._store.get(key).decode())
         return "" if text.startswith(_TAKEN) else text
+
+    def _withdraw(self) -> None:
+        """Take this worker's entry away, if it is still there."""
+        self._store.compare_set(self._mailbox(self._rank), self._entry, f"{_TAKEN}-")
 
     def _replace(self, text: str, allowed: Callable[[str], bool]) -> bool:
         """Put text into this rank's mailbox where allowed(entry there) says so."""
@@ -195,12 +231,7 @@ class Rendezvous:
             other = Member.from_json(there)
             if other.host == me.host and (other.pid == me.pid or not is_alive(other.pid)):
                 return True
-            raise errors.RefusedError(
-                f"Rank {me.rank} is not unique: worker {other.name} (pid {other.pid} on "
-                f"{other.host.split('/')[0]}) waits with it at {describe(self._store)}, so worker "
-                f"{me.name} cannot have it. Give every process a rank of its own.",
-                worker=other.name,
-            )
+            raise _not_unique(other, self._store, f"so worker {me.name} cannot have it")
 
         if not self._replace(text, left_over):
             raise errors.RefusedError(f"Rank {me.rank} is not unique: others keep claiming it.")
@@ -234,14 +265,21 @@ class Rendezvous:
 
         def look() -> bool:
             nonlocal problem
-            for rank in range(self._world_size):
+            for rank in range(1, self._world_size):
                 text = self._read(rank)
                 if text and not problem:
                     problem = self._take(me, rank, text, found)
+            if not problem and len(found) == self._world_size - 1:
+                # The own entry last: until then it tells another process that was started as rank 0
+                # by mistake that the rank is taken, and by whom.
+                problem = self._take(me, 0, self._entry, found)
             return bool(problem) or len(found) == self._world_size
 
         if not poll(look, self._deadline):
-            problem = self._late([r for r in range(self._world_size) if r not in found], "joined")
+            missing = [r for r in range(1, self._world_size) if r not in found]
+            problem = self._late(missing or [0], "joined")
+        if problem:
+            self._withdraw()
         blob: dict[str, Any] = {"error": problem}
         if not problem:
             blob = {
@@ -299,4 +337,19 @@ class Rendezvous:
             f"init_rpc timed out after {self._deadline.seconds:g} s: rank(s) {shown} of "
             f"{self._world_size} have not {what} (store {describe(self._store)}). Start them with "
             "the same store address and world size, or raise init_timeout."
+            f"{self._elsewhere(ranks)}"
         )
+
+    def _elsewhere(self, ranks: list[int]) -> str:
+        """Return a sentence where ranks that are missing wait on another back end, else ''."""
+        remedy = "give all ranks backend=BackendType.UCX, or TORCH_RPC_BACKEND=ucx"
+        for rank in ranks if self._numbered is not None else ():
+            # Where the Gloo group that TENSORPIPE opens first says how to reach it.
+            if self._numbered.check([f"0/{rank}"]):
+                return f" Rank {rank} is there with the back end TENSORPIPE: {remedy}."
+        if self._rank != 0 and 0 in ranks and serves_by_rank_0(self._store):
+            return (
+                " Rank 0 serves this store but does not look for the others here: if it has the "
+                f"back end TENSORPIPE, {remedy}."
+            )
+        return ""

@@ -173,9 +173,13 @@ def may_return(text: str) -> str:
 
     Returns:
         'welcome', or 'ended' where this group is at its end, or why it may not.
+
+    Raises:
+        RefusedError: another worker asks for it.
     """
     session = _state.require()
     member = Member.from_json(text)
+    _dynamic.check_speaks_for(member.name)
     former = session.members.get(member.name)
     if session.all_done or former is None:
         return _ENDED
@@ -191,9 +195,20 @@ def member_returned(text: str) -> dict[str, int]:
     Returns:
         For the sets of workers that have called _all_gather, how many times; without the one that
         waits for this worker now.
+
+    Raises:
+        RefusedError: another worker says so, or no such worker was in this group.
     """
-    member = Member.from_json(text)
-    _dynamic.add_member(_state.require(), member)
+    session, member = _state.require(), Member.from_json(text)
+    _dynamic.check_speaks_for(member.name)
+    former = session.members.get(member.name)
+    if session.directory is not None or former is None or former.rank != member.rank:
+        raise errors.RefusedError(
+            f"Worker {member.name} (rank {member.rank}) was not in {session.me.name}'s group, so "
+            "it cannot come back to it.",
+            worker=member.name,
+        )
+    _dynamic.add_member(session, member)
     with api._all_gather_dict_lock:
         counts = dict(api._all_gather_sequence_id)
         for names, count in counts.items():

@@ -31,6 +31,7 @@ class Session:
         place: this worker's in the store (_returning.Place), None in a dynamic group.
         directory: the dynamic group's directory (_dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
+        events: what tells subscribers of other workers (events._Hub), None before the first.
         all_done: every worker of the static group has reached rpc.shutdown().
         pid: the process it lives in: a forked child inherits the object, but no threads.
     """
@@ -45,6 +46,7 @@ class Session:
     place: Any = None
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
+    events: Any = None
     all_done: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)

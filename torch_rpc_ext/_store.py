@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -114,7 +115,7 @@ def open_tcp(
         RpcError: the port is taken, or nobody answers there.
     """
     deadline = Deadline(seconds)
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    serves = rank == 0 and not _launcher_serves()
     arguments: dict[str, Any] = {
         "world_size": world_size if world_size and world_size > 0 else None,
         "timeout": timedelta(seconds=max(1.0, seconds)),
@@ -142,6 +143,46 @@ def open_tcp(
     return dist.TCPStore(host, port, is_master=False, **arguments)
 
 
+def _launcher_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def serves_by_rank_0(store: Any) -> bool:
+    """Return whether it is rank 0 of the group that keeps what is in the store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore) and not _launcher_serves()
+
+
+def _look_at_rank_0(host: str, port: int) -> None:
+    """Look whether the port is taken by another process that was started as rank 0.
+
+    Raises:
+        RefusedError: it is; the text names that process.
+    """
+    from torch_rpc_ext import _rendezvous
+
+    found: list[errors.RefusedError] = []
+
+    def look() -> None:
+        # Another program may be there, which understands nothing of this.
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(
+                host, port, timeout=timedelta(seconds=1), is_master=False, wait_for_workers=False
+            )
+            try:
+                _rendezvous.check_rank_0(store)
+            except errors.RefusedError as error:
+                found.append(error)
+
+    # And it may never answer: then this thread is left behind.
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    if found:
+        raise found[0]
+
+
 def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> Any:
     patience = Deadline(_PORT_PATIENCE)
     while True:
@@ -156,6 +197,8 @@ def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> 
                 raise errors.RpcError(
                     f"The store cannot listen on port {port} (MASTER_PORT): Address already in "
                     "use. Another program, or a job before this one, still has it; choose "
-                    "another port."
+                    "another port. If it is another process of this job, give each a rank of its "
+                    "own: rank 0 alone serves the store."
                 ) from error
+            _look_at_rank_0(host, port)
         time.sleep(0.1)

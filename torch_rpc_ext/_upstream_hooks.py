@@ -14,6 +14,11 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
 - api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
   a RuntimeError of the error's text upstream, and one whose creation fails later marks a wrong RRef
   (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
+- api.remote, api._invoke_rpc: args=(tensor) without the comma is taken apart by its rows upstream.
+  Here it is an error. So is a negative time-out, or NaN, for rpc._set_rpc_timeout.
+- rpc.RRef: a value that contains itself ends the process upstream, and so does passing on an RRef
+  to a tuple. Here the first is a TypeError, and the second passes the tuple on as a Python object
+  (csrc/bindings/rrefs.cpp).
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
 - internal._internal_rpc_pickler: the commonest payloads have short forms (_payloads.py), and its
@@ -21,7 +26,8 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
   An RRef whose owner has died and come back is an error here, and not a wait without an end there.
-- internal._unpickler, deserialize, with the option allow_list only: they check what is named.
+- internal._unpickler, deserialize, _run_function, with the option allow_list only: what is named,
+  and what is called, is checked.
 
 Source: torch/distributed/rpc/api.py, internal.py.
 """
@@ -32,7 +38,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +49,7 @@ from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import _exceptions, _native, _payloads, _state, errors
+from torch_rpc_ext import _option_table as table
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -61,11 +68,12 @@ _RREF_PATIENCE = timedelta(seconds=10)
 _WATCH_AFTER = 1.0
 _WATCH_INTERVAL = 0.5
 
-_REMOTES = (
-    "_invoke_remote_builtin",
-    "_invoke_remote_torchscript",
-    "_invoke_remote_python_udf",
-)
+# And the place of the time-out among their arguments.
+_REMOTES = {
+    "_invoke_remote_builtin": 2,
+    "_invoke_remote_torchscript": 2,
+    "_invoke_remote_python_udf": 3,
+}
 
 _originals: dict[str, Callable[..., Any]] = {}
 
@@ -90,9 +98,17 @@ def install(allowed: Any = None) -> None:
     api._invoke_rpc_torchscript = _invoke_rpc_torchscript
     _originals["invoke_rpc_python_udf"] = api._invoke_rpc_python_udf
     api._invoke_rpc_python_udf = _native.load().invoke_function
-    for name in _REMOTES:
+    _originals["remote"] = api.remote
+    api.remote = rpc.remote = functools.wraps(api.remote)(_remote)
+    _originals["set_rpc_timeout"] = rpc._set_rpc_timeout
+    rpc._set_rpc_timeout = functools.wraps(rpc._set_rpc_timeout)(_set_rpc_timeout)
+    for name, place in _REMOTES.items():
         _originals[name] = getattr(api, name)
-        setattr(api, name, _typed(_originals[name]))
+        setattr(api, name, _typed(_originals[name], place))
+    api._invoke_remote_torchscript = _typed(
+        _invoke_remote_torchscript, _REMOTES["_invoke_remote_torchscript"]
+    )
+    rpc.RRef.__init__ = _make_rref
     # The C++ side looks these up by name when it first needs them in a session.
     internal._run_function = _exceptions.run_function
     internal._handle_exception = _exceptions.handle_exception
@@ -101,6 +117,7 @@ def install(allowed: Any = None) -> None:
         _originals["deserialize"] = internal.deserialize
         internal._unpickler = allowed.unpickler
         internal.deserialize = allowed.deserialize
+        internal._run_function = allowed.run_function
     _payloads.install()
 
 
@@ -113,8 +130,11 @@ def uninstall() -> None:
     api._invoke_rpc_builtin = _originals.pop("invoke_rpc_builtin")
     api._invoke_rpc_torchscript = _originals.pop("invoke_rpc_torchscript")
     api._invoke_rpc_python_udf = _originals.pop("invoke_rpc_python_udf")
+    api.remote = rpc.remote = _originals.pop("remote")
+    rpc._set_rpc_timeout = _originals.pop("set_rpc_timeout")
     for name in _REMOTES:
         setattr(api, name, _originals.pop(name))
+    del rpc.RRef.__init__  # PyRRef's comes back
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
     if "unpickler" in _originals:
@@ -131,20 +151,67 @@ def _invoke_rpc(
     kwargs: Any = None,
     rpc_timeout: float = api.UNSET_RPC_TIMEOUT,
 ) -> Any:
+    if type(args) is not tuple:
+        args = _checked(args)
+    if not rpc_timeout >= 0:
+        _check_timeout(rpc_timeout)
     set_synchronous = _native.load().set_synchronous
-    # Set back, because it may be a call that pickling the arguments of another one makes.
-    before = set_synchronous(rpc_type is _SYNC)
+    before = False
     try:
+        # Set back, because it may be a call that pickling the arguments of another one makes; and
+        # within the `try`, because a signal's handler may raise between any two lines.
+        before = set_synchronous(rpc_type is _SYNC)
         if api._get_should_profile():
             invoke = _originals.get("invoke_rpc", api._invoke_rpc)
             future = invoke(to, func, rpc_type, args, kwargs, rpc_timeout)
         else:
-            future = _invoke(to, func, args or (), kwargs or {}, rpc_timeout)
+            future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
     finally:
         waits = set_synchronous(before)
     if waits and (session := _state.current()) is not None:
         session.agent.await_answer(future)
     return future
+
+
+def _checked(args: Any) -> Any:
+    """Refuse args=(tensor), which without a comma is a tensor, to be taken apart by its rows."""
+    if args is None:
+        return ()
+    if not isinstance(args, Iterable) or isinstance(args, (torch.Tensor, str, bytes)):
+        raise TypeError(
+            f"args must be a tuple of the function's arguments, got a {type(args).__name__}: write "
+            "args=(value,), with the comma, for one argument."
+        )
+    return args
+
+
+def _check_timeout(seconds: float) -> None:
+    """Refuse what is negative or NaN, as csrc/agent/ucx_agent_calls.cpp does for any call.
+
+    Here it comes before an RRef is made, or pickled: that would wait for ever for the call.
+    """
+    if not seconds >= 0 and seconds != api.UNSET_RPC_TIMEOUT:
+        raise ValueError(
+            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
+            f"options, got {seconds:g}"
+        )
+
+
+def _remote(
+    to: Any,
+    func: Any,
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = api.UNSET_RPC_TIMEOUT,
+) -> Any:
+    if type(args) is not tuple:
+        args = _checked(args)
+    return _originals.get("remote", api.remote)(to, func, args, kwargs, timeout)
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    table.rpc_timeout("rpc_timeout", seconds)
+    _originals.get("set_rpc_timeout", native_rpc._set_rpc_timeout)(seconds)
 
 
 def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
@@ -182,20 +249,34 @@ def _invoke_rpc_torchscript(
     return invoke(to, function, args, kwargs, timeout, is_async)
 
 
-def _typed(invoke: Callable[..., Any]) -> Callable[..., Any]:
-    def invoke_typed(to: Any, *args: Any, **kwargs: Any) -> Any:
+def _make_rref(self: Any, value: Any, type_hint: Any = None) -> None:
+    _native.load().require_finite(value)
+    rpc.PyRRef.__init__(self, value, type_hint)
+
+
+def _invoke_remote_torchscript(
+    to: Any, name: str, timeout: float, is_async: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    _native.load().require_script_arguments(args, kwargs)
+    return _originals["_invoke_remote_torchscript"](to, name, timeout, is_async, *args, **kwargs)
+
+
+def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def invoke_typed(*args: Any, **kwargs: Any) -> Any:
+        if not args[place] >= 0:
+            _check_timeout(args[place])
+        native = _native.load()
+        native.forget_creation_failure()
         try:
-            rref = invoke(to, *args, **kwargs)
-            _native.load().watch_creation(rref)
-            return rref
-        except errors.RpcError:
+            rref = invoke(*args, **kwargs)
+        except RuntimeError:
+            try:
+                native.raise_creation_failure()
+            except errors.RpcError as typed:
+                raise typed from None
             raise
-        except RuntimeError as error:
-            worker = getattr(to, "name", to)
-            typed = errors.from_text(str(error), worker)
-            if typed is None:
-                raise
-            raise typed from None
+        native.watch_creation(rref)
+        return rref
 
     return invoke_typed
 

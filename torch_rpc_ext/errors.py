@@ -51,34 +51,6 @@ class IntegrityError(RpcError):
     """
 
 
-# As csrc/base/error.cpp calls the kinds, and upstream time-outs (rpc_agent.h, RPCErrorType).
-_KINDS: tuple[tuple[str, type[RpcError]], ...] = (
-    ("failed (peer lost)", PeerLostError),
-    ("failed (refused)", RefusedError),
-    ("failed (overloaded)", OverloadedError),
-    ("failed (shut down)", ShutDownError),
-    ("failed (corrupted)", IntegrityError),
-    ("RPCErr:1:", CallTimeoutError),
-)
-
-
-def from_text(text: str, worker: str) -> RpcError | None:
-    """Return the error of which upstream has kept nothing but the text.
-
-    Args:
-        text: the whole of it.
-        worker: the worker that was called.
-
-    Returns:
-        An error of the kind that the text names; None where it is none of ours.
-    """
-    if text.startswith("RPCErr:"):
-        for mark, kind in _KINDS:
-            if mark in text:
-                return kind(text, worker=worker)
-    return None
-
-
 def is_timeout(problem: BaseException) -> bool:
     """Return whether a call had no answer in time, on any back end.
 
@@ -87,8 +59,8 @@ def is_timeout(problem: BaseException) -> bool:
     """
     if isinstance(problem, RpcError):
         return isinstance(problem, CallTimeoutError)
-    # TENSORPIPE raises RuntimeErrors that say so.
-    return "timeout" in str(problem).lower()
+    # TENSORPIPE's RuntimeErrors begin with upstream's code for it (RPCErrorType::TIMEOUT).
+    return str(problem).startswith("RPCErr:1:")
 
 
 def brief(problem: BaseException) -> str:

@@ -58,8 +58,9 @@ def snapshot() -> dict[str, Any]:
         s; for rates between two snapshots), ``counters`` (the agent's get_metrics() as numbers),
         ``histograms`` (name -> upper bounds, counts with one more for what is above, and sum; times
         in ns, sizes in bytes), ``members`` (names), ``lost`` (those of them that cannot be reached
-        any more) and ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``).
-        On TENSORPIPE ``histograms``, ``lost`` and ``peers`` are empty.
+        any more), ``waiting`` (caller -> number and bytes of its requests that wait here for room)
+        and ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``).
+        On TENSORPIPE ``histograms``, ``lost``, ``waiting`` and ``peers`` are empty.
     """
     agent = api._get_current_rpc_agent()
     me = agent.get_worker_info()
@@ -75,6 +76,7 @@ def snapshot() -> dict[str, Any]:
         "histograms": agent.get_histograms() if on_ucx else {},
         "members": members,
         "lost": sorted(set(agent.lost_workers()) & set(members)) if on_ucx else [],
+        "waiting": agent.waiting_callers() if on_ucx else {},
         "peers": [dict(peer) for peer in agent.describe_peers()] if on_ucx else [],
     }
 

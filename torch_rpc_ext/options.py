@@ -21,6 +21,13 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 __all__ = ["UcxRpcBackendOptions"]
 
+# Those with a keyword of another name are for tests.
+_PUBLIC = [
+    *(option.name for option in table.BY_NAME.values() if not option.keyword),
+    "device_maps",
+    "devices",
+]
+
 
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options for ``init_rpc(backend=BackendType.UCX, rpc_backend_options=...)``.
@@ -50,6 +57,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
             of the machine's memory, whichever is less.
         receive_cache_idle: after how long unused some of it is given back, s.
+        receive_budget: memory for the tensors of requests that no thread serves yet, bytes; more
+            stay with their callers. 0 for no limit, None for an eighth of the machine's memory or
+            of the cgroup's limit.
         max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
         max_calls_in_flight: calls that this worker may have under way to each other one; more
             wait. 0 for no limit.
@@ -84,6 +94,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     encryption: str
     receive_cache_bytes: int
     receive_cache_idle: float
+    receive_budget: int
     max_message_bytes: int
     max_calls_in_flight: int
     max_bytes_in_flight: int
@@ -117,6 +128,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         encryption: str = "off",
         receive_cache_bytes: int | None = None,
         receive_cache_idle: float = 30.0,
+        receive_budget: int | None = None,
         max_message_bytes: int = 0,
         max_calls_in_flight: int = table.DEFAULT_MAX_CALLS_IN_FLIGHT,
         max_bytes_in_flight: int = 0,
@@ -154,6 +166,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
                 else receive_cache_bytes
             ),
             "receive_cache_idle": receive_cache_idle,
+            "receive_budget": (
+                table.default_receive_budget() if receive_budget is None else receive_budget
+            ),
             "max_message_bytes": max_message_bytes,
             "max_calls_in_flight": max_calls_in_flight,
             "max_bytes_in_flight": max_bytes_in_flight,
@@ -179,13 +194,12 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             value = _devices(value)
         elif not name.startswith("_"):
             # A misspelt option would otherwise be lost without a word.
-            known = ", ".join([*table.BY_NAME, "device_maps", "devices"])
+            known = ", ".join(_PUBLIC)
             raise AttributeError(f"UcxRpcBackendOptions has no option {name!r}; it has {known}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        shown = [*table.BY_NAME, "device_maps", "devices"]
-        values = {name: getattr(self, name) for name in shown}
+        values = {name: getattr(self, name) for name in _PUBLIC}
         if values["secret"] is not None:
             values["secret"] = "..."  # options end up in logs
         return f"UcxRpcBackendOptions({', '.join(f'{n}={v!r}' for n, v in values.items())})"

@@ -8,8 +8,11 @@ whether it may run twice only its author knows::
     policy.rpc_async("ps", read, args=(key,)).wait()
 
     @policy
-    def refresh() -> Tensor:  # as often as it takes, whatever it calls
+    def refresh() -> Tensor:  # as often as it takes, whatever it calls; an async def too
         return rpc.rpc_sync("ps", read, args=(key,))
+
+Within distributed autograd, call the function again that opens the context (`@policy` on it): a
+call that failed stays in its context's graph, and backward() would wait for its gradient for ever.
 
 The loop, the waiting times and the conditions are tenacity's.
 """
@@ -17,11 +20,11 @@ The loop, the waiting times and the conditions are tenacity's.
 from __future__ import annotations
 
 import functools
-import threading
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 try:
     import tenacity
@@ -32,7 +35,7 @@ except ImportError as problem:
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import errors
+from torch_rpc_ext import _attempts, errors
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -107,7 +110,7 @@ class RetryPolicy:
             Exception: what the last attempt raised.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return self._retrying()(
+        return tenacity.Retrying(**self._arguments())(
             lambda: rpc.rpc_sync(to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end))
         )
 
@@ -119,7 +122,10 @@ class RetryPolicy:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Future[Any]:
-        """Call as rpc_sync() here, in a thread of its own.
+        """Call as rpc_sync() here, but do not wait.
+
+        No thread belongs to the call: an attempt that fails leads to the next one from where its
+        answer arrives, and one thread of the process ends the pauses of all.
 
         Args:
             to: as rpc_sync().
@@ -131,48 +137,59 @@ class RetryPolicy:
         Returns:
             A future of what the function returns. Its error has the type of the last attempt's.
         """
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                result = self.rpc_sync(to, func, args, kwargs, timeout)
-            except Exception as error:  # noqa: BLE001  the future carries it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=run, name="rpc-retry", daemon=True).start()
-        return future
+        end = None if self.deadline is None else time.monotonic() + self.deadline
+        return _attempts.begin(
+            self._arguments(),
+            lambda: rpc.rpc_async(
+                to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)
+            ),
+        )
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Make a function that is run again as the policy says; a decorator.
 
-        The deadline ends the attempts, but cannot shorten one: calls within the function have
-        their own time-outs.
+        Of an `async def` it makes an `async def`. The deadline ends the attempts, but cannot
+        shorten one: calls within the function have their own time-outs.
         """
+        if _is_async(function):
+
+            async def run_again(*args: P.args, **kwargs: P.kwargs) -> Any:
+                retrying = tenacity.AsyncRetrying(**self._arguments())
+                return await retrying(cast(Any, function), *args, **kwargs)
+
+            retried_async: Any = functools.wraps(function)(run_again)
+            return cast(Callable[P, T], retried_async)
 
         @functools.wraps(function)
         def retried(*args: P.args, **kwargs: P.kwargs) -> T:
-            return self._retrying()(function, *args, **kwargs)
+            return tenacity.Retrying(**self._arguments())(function, *args, **kwargs)
 
         return retried
 
-    def _retrying(self) -> tenacity.Retrying:
+    def _arguments(self) -> dict[str, Any]:
+        """Return what tenacity's loops are made with."""
         stop: Any = tenacity.stop_after_attempt(self.attempts)
         if self.deadline is not None:
             # A pause that would end after the deadline is not begun.
             stop = tenacity.stop_any(stop, tenacity.stop_before_delay(self.deadline))
-        return tenacity.Retrying(
-            stop=stop,
-            wait=tenacity.wait_exponential(multiplier=self.wait, max=self.max_wait)
+        return {
+            "stop": stop,
+            "wait": tenacity.wait_exponential(multiplier=self.wait, max=self.max_wait)
             + tenacity.wait_random(0, self.jitter),
-            retry=tenacity.retry_if_exception_type(self.retry_on),
-            reraise=True,
-        )
+            "retry": tenacity.retry_if_exception_type(self.retry_on),
+            "reraise": True,
+        }
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of it makes a coroutine; of an object with an `async def __call__` too."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  its kind is asked for
+    )
 
 
 def _timeout(timeout: float | None, end: float | None) -> float:
-    """Return the time-out of an attempt as upstream has it: negative for default, 0 for none."""
+    """Return the time-out of an attempt as upstream has it: -1 for default, 0 for none."""
     if end is None:
         return -1.0 if timeout is None else timeout
     # Never 0, which would mean none.

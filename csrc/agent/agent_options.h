@@ -40,6 +40,8 @@ struct AgentOptions {
   float rpcTimeoutSeconds = 60;
   uint64_t receiveCacheBytes = uint64_t{4} << 30;
   double receiveCacheIdleSeconds = 30;
+  // What requests that are not yet served may hold here; 0 for no limit.
+  uint64_t receiveBudgetBytes = 0;
   // Storages up to this size travel inside the frame, larger ones as bulk.
   uint64_t inlineBytes = 16 << 10;
   // To each other worker; 0 for no limit.

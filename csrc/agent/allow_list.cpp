@@ -12,9 +12,16 @@ namespace {
 // stand directly below it.
 constexpr std::string_view kRoot = "__torch__.";
 
-// Modules that torch generates for RemoteModule (nn/jit/instantiator.py). They
-// only call forward() of a module that lives here.
+// The function in each module that torch generates for RemoteModule
+// (nn/jit/instantiator.py). It only calls forward() of a module that lives
+// here.
 constexpr std::string_view kRemoteModule = "_remote_module_";
+constexpr std::string_view kRemoteForward = "_remote_forward";
+
+bool isOfRemoteModule(std::string_view module, std::string_view function) {
+  return function == kRemoteForward && module.starts_with(kRemoteModule) &&
+      module.find('.') == std::string_view::npos;
+}
 
 } // namespace
 
@@ -40,8 +47,10 @@ bool AllowList::allows(const ScriptCall& call) const {
   if (call.hasOp()) {
     return false;
   }
-  const std::string module = name.substr(0, name.rfind('.'));
-  return modules.contains(module) || module.starts_with(kRemoteModule);
+  const size_t dot = name.rfind('.');
+  const std::string module = name.substr(0, dot);
+  return modules.contains(module) ||
+      isOfRemoteModule(module, std::string_view(name).substr(dot + 1));
 }
 
 } // namespace torch_rpc_ext::agent

@@ -7,8 +7,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// In the text of every refusal. Between processes an error of C++ is a text, so
-// this is how the caller knows which class it is of.
+// In the text of every refusal, for people: between processes the kind travels
+// as a code (failure_message.h).
 inline constexpr const char* kNotAllowed = "is not in its allow_list";
 
 // Which builtin operators and TorchScript functions peers may run. What they

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/admission.h"
 #include "agent/codec.h"
 #include "agent/ucx_agent.h"
 #include "transport/transport.h"
@@ -16,14 +17,22 @@ struct UcxAgent::Arrival {
   std::optional<Decoder> decoder;
   std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
   device::Streams streams; // for its devices, once chosen
+  Admission::Room room; // of a request with bulk, until it is served
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
+  // Of a request: from here on its caller does not wait.
+  PendingCall::Clock::time_point deadline =
+      PendingCall::Clock::time_point::max();
   std::optional<PendingCall> call; // of a response
   // Made by decoded(), on the streams.
   std::optional<base::Result<c10::intrusive_ptr<rpc::Message>>> message;
 
   const wire::CallHeader& header() const {
     return decoder->header();
+  }
+  // Of a request: nobody waits for its answer any more.
+  bool givenUp(PendingCall::Clock::time_point now) const {
+    return now >= deadline || connection->closed();
   }
 };
 

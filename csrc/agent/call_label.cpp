@@ -189,6 +189,20 @@ Inner innermost(const Message& message) {
 
 } // namespace
 
+bool isUserCall(MessageType type) {
+  switch (type) {
+    case MessageType::SCRIPT_CALL:
+    case MessageType::PYTHON_CALL:
+    case MessageType::SCRIPT_REMOTE_CALL:
+    case MessageType::PYTHON_REMOTE_CALL:
+    case MessageType::FORWARD_AUTOGRAD_REQ:
+    case MessageType::RUN_WITH_PROFILING_REQ:
+      return true;
+    default:
+      return false;
+  }
+}
+
 bool createsRRef(const Message& message) {
   const int type = innermost(message).type;
   return type == MessageType::PYTHON_REMOTE_CALL ||
@@ -238,7 +252,8 @@ std::string labelOf(const Message& message) {
 uint64_t bytesOf(const Message& message) {
   uint64_t bytes = message.payload().size();
   for (const auto& tensor : message.tensors()) {
-    bytes += tensor.has_storage() ? tensor.storage().nbytes() : 0;
+    const bool hasBytes = tensor.has_storage() && !tensor.is_meta();
+    bytes += hasBytes ? tensor.storage().nbytes() : 0;
   }
   return bytes;
 }

@@ -14,6 +14,10 @@ namespace torch_rpc_ext::agent {
 // texts must not cost anything on calls that succeed.
 std::string labelOf(const torch::distributed::rpc::Message& message);
 
+// Whether it calls what a user has written or named: a function, an operator.
+// The others are upstream's own, for RRefs, backward passes and profiles.
+bool isUserCall(torch::distributed::rpc::MessageType type);
+
 // Whether it is rpc.remote(), within distributed autograd and under a profiler
 // too.
 bool createsRRef(const torch::distributed::rpc::Message& message);

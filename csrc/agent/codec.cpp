@@ -102,6 +102,7 @@ Error Encoder::write(Encoded& encoded) {
   frame.header.messageType = static_cast<uint16_t>(message_->type());
   frame.header.callId = options_.callId;
   frame.header.answer = options_.answer;
+  frame.header.timeout = options_.timeout;
   frame.payload = {payload.data(), payload.size()};
   frame.payloadBulk = payload.size() > options_.inlineThreshold;
   frame.storages = tensors_.storages();
@@ -159,11 +160,14 @@ bool Encoded::giveAway(
     const transport::ConnectionPtr& to) {
   std::vector<transport::BulkSpan> spans = bulk;
   bool shared = !spans.empty();
-  for (auto& span : spans) {
-    const auto storage =
-        std::find_if(storages.begin(), storages.end(), [&span](const auto& s) {
-          return s.data() == span.data && s.nbytes() == span.size;
+  const auto storageOf = [this](const base::ConstSpan& span) {
+    return std::find_if(
+        storages.begin(), storages.end(), [&span](const auto& storage) {
+          return storage.data() == span.data && storage.nbytes() == span.size;
         });
+  };
+  for (auto& span : spans) {
+    const auto storage = storageOf(span);
     if (storage == storages.end()) {
       return false; // what stays here must not wait for what goes
     }
@@ -182,11 +186,20 @@ bool Encoded::giveAway(
     }
     span.region = block->region();
   }
-  if (shared) {
-    bulk = std::move(spans);
-    given = true;
+  if (!shared) {
+    return false;
   }
-  return given;
+  // A fork from here on changes nothing: nobody writes to the memory here any
+  // more, and the child cannot reach it.
+  for (auto& span : spans) {
+    if (!span.returned) {
+      const auto storage = std::make_shared<c10::Storage>(*storageOf(span));
+      span.owner = {storage, blockOf(*storage)->shared()};
+    }
+  }
+  bulk = std::move(spans);
+  given = true;
+  return true;
 }
 
 void Encoded::discard() {
@@ -223,7 +236,7 @@ Result<std::vector<base::MutableSpan>> Decoder::allocate(
   if (view_.hasDevices()) {
     wire::StorageView storage;
     for (auto cursor = view_.storages(); cursor.next(storage);) {
-      if (storage.place == wire::kHostPlace) {
+      if (!wire::isOnDevice(storage.place)) {
         continue;
       }
       if (auto error =
@@ -299,7 +312,7 @@ Error Decoder::allocateBulk(
     if (!storage.bulk) {
       continue;
     }
-    if (storage.place != wire::kHostPlace) {
+    if (wire::isOnDevice(storage.place)) {
       bulk_.push_back(device::pinned(storage.size));
       spans.push_back({bulk_.back().mutable_data(), storage.size});
       continue;
@@ -328,7 +341,7 @@ void Decoder::landOn(std::shared_ptr<device::Landing> landing) {
       continue;
     }
     const c10::Storage& host = *bulk++;
-    if (storage.place != wire::kHostPlace &&
+    if (wire::isOnDevice(storage.place) &&
         storage.dtype == wire::WireDtype::kFloat32 &&
         storage.size >= device::kPieceBytes) {
       landing->add(host, device::deviceAt(storage.place));
@@ -340,6 +353,9 @@ void Decoder::landOn(std::shared_ptr<device::Landing> landing) {
 Result<c10::Storage> Decoder::onHostAsWas(
     const wire::StorageView& storage,
     c10::Storage bulk) {
+  if (storage.place == wire::kMetaPlace) {
+    return metaStorage(storage.size);
+  }
   if (storage.dtype == wire::WireDtype::kFloat32) {
     return storage.bulk ? std::move(bulk) : copyBytesOf(storage.bytes);
   }
@@ -388,7 +404,7 @@ Error Decoder::placeStorages(
     if (storage.beside) {
       continue;
     }
-    if (storage.place == wire::kHostPlace) {
+    if (!wire::isOnDevice(storage.place)) {
       auto taken = onHostAsWas(
           storage, storage.bulk ? std::move(*bulk++) : c10::Storage());
       if (!taken.ok()) {

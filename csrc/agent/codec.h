@@ -25,10 +25,11 @@
 
 // Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
 // of CPU and CUDA: strided ones of every dtype, sparse ones (COO, CSR, CSC,
-// BSR, BSC); affinely quantised ones of the CPU. Sparse and quantised tensors
-// travel as the strided tensors they consist of and not through torch's jit
-// pickler: its Unpickler believes the sizes and indices that it is told, and
-// reads and allocates out of bounds when a peer lies.
+// BSR, BSC); affinely quantised ones of the CPU; strided ones of the meta
+// device, of which there is nothing but the description. Sparse and quantised
+// tensors travel as the strided tensors they consist of and not through torch's
+// jit pickler: its Unpickler believes the sizes and indices that it is told,
+// and reads and allocates out of bounds when a peer lies.
 
 namespace torch_rpc_ext::agent {
 
@@ -77,6 +78,8 @@ struct EncodeOptions {
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
   // Of a request: what the caller wants for the answer's.
   std::optional<wire::WireDtype> answer = std::nullopt;
+  // Of a request: ms for which the caller still waits; 0 without limit.
+  uint32_t timeout = 0;
   bool checked = false; // with checksums
   // Bulk from devices may leave while the rest is copied (device/staging.h).
   bool inPieces = false;

@@ -17,7 +17,8 @@ std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
     if (computed != staged_.sums.end() && computed->entry == &storage) {
       sums.push_back(*computed++->sum);
     } else {
-      sums.push_back(storage.beside ? 0 : base::checksum(storage.bytes));
+      const bool travels = storage.bulk || storage.isInline();
+      sums.push_back(travels ? base::checksum(storage.bytes) : 0);
     }
   }
   return sums;
@@ -28,7 +29,7 @@ std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
 bool Decoder::isSummedLater(
     const wire::StorageView& storage,
     device::Launcher* launcher) const {
-  return storage.bulk && storage.place != wire::kHostPlace &&
+  return storage.bulk && wire::isOnDevice(storage.place) &&
       launcher != nullptr && view_.recordCount() == view_.tensorCount() &&
       launcher->hasChecksum(device::deviceAt(storage.place));
 }

@@ -1,5 +1,6 @@
 #include "agent/executor.h"
 
+#include "base/boundary.h"
 #include "base/log.h"
 
 #include <algorithm>
@@ -79,7 +80,7 @@ void Executor::spawn() {
   polling_.fetch_add(1);
   try {
     std::thread([this] { threadMain(); }).detach();
-  } catch (const std::system_error& error) {
+  } catch (const std::exception& error) {
     polling_.fetch_sub(1);
     base::log(
         base::LogLevel::kError,
@@ -92,7 +93,10 @@ void Executor::spawn() {
 // Counted in polling_ on entry.
 void Executor::threadMain() {
   threadState.executor = this;
-  auto scope = threadScope_ ? threadScope_() : nullptr;
+  std::shared_ptr<void> scope; // only makes Python faster
+  base::guarded(base::Boundary::kThread, [&] {
+    scope = threadScope_ ? threadScope_() : nullptr;
+  });
   bool joins = false;
   for (;;) {
     Work work = takeWork(joins);
@@ -105,6 +109,9 @@ void Executor::threadMain() {
       const size_t counts = work.kind == Kind::kInternal ? 0 : 1;
       busy_.fetch_add(counts);
       run(std::move(work));
+      if (afterTask_) {
+        afterTask_();
+      }
       busy_.fetch_sub(counts);
       joins = true; // it takes the place that it had
       if (!comesBack()) {
@@ -194,10 +201,25 @@ Executor::Work Executor::takeWork(bool joins) {
 }
 
 void Executor::run(Work work) {
+  const bool isRequest = work.kind == Kind::kRequest;
   threadState.chainable = work.kind == Kind::kInternal;
-  work.task->run();
+  threadState.inRequest |= isRequest;
+  base::caughtHere(base::Boundary::kTask, [&] { work.task->run(); });
   work.task.reset();
   threadState.chainable = false;
+  if (!isRequest) {
+    return;
+  }
+  threadState.inRequest = false;
+  const RequestScopePtr scope = std::move(threadState.scope);
+  std::unique_lock lock(mutex_);
+  if (scope != nullptr) {
+    scope->finished = true;
+    if (scope->nested != 0) {
+      return; // its slot was given away already
+    }
+  }
+  releaseSlotLocked(lock);
 }
 
 void Executor::enqueue(Work work) {
@@ -241,7 +263,9 @@ void Executor::tellWhenFull(std::unique_lock<std::mutex>& lock) {
   if (backlog_.size() == 1) {
     fullSince_ = now;
   }
-  if (now < fullSince_ + kFullAfter || now < nextFullHook_ || !fullHook_) {
+  // An admitted request that no thread has taken yet keeps none busy.
+  if (now < fullSince_ + kFullAfter || now < nextFullHook_ || !fullHook_ ||
+      !readyRequests_.empty()) {
     return;
   }
   nextFullHook_ = now + kFullEvery;
@@ -253,22 +277,7 @@ void Executor::tellWhenFull(std::unique_lock<std::mutex>& lock) {
 }
 
 void Executor::admit(base::TaskPtr task) {
-  enqueue(
-      {base::makeTask([this, task = std::move(task)] {
-         threadState.inRequest = true;
-         task->run();
-         threadState.inRequest = false;
-         const RequestScopePtr scope = std::move(threadState.scope);
-         std::unique_lock lock(mutex_);
-         if (scope != nullptr) {
-           scope->finished = true;
-           if (scope->nested != 0) {
-             return; // its slot was given away already
-           }
-         }
-         releaseSlotLocked(lock);
-       }),
-       Kind::kRequest});
+  enqueue({std::move(task), Kind::kRequest});
 }
 
 void Executor::releaseSlotLocked(std::unique_lock<std::mutex>& lock) {

@@ -56,6 +56,11 @@ class Executor final : public base::TaskRunner {
   void setThreadScope(ThreadScope scope) {
     threadScope_ = std::move(scope);
   }
+  // Runs on a thread of the pool after each task: what user code has changed
+  // there must not reach the next task. Set it before start().
+  void setAfterTask(std::function<void()> afterTask) {
+    afterTask_ = std::move(afterTask);
+  }
   void start();
   // Runs what is queued (requests excepted, they are dropped) and joins the
   // threads. False when some were still in user code after `milliseconds`: then
@@ -112,6 +117,7 @@ class Executor final : public base::TaskRunner {
 
   const size_t requestThreads_;
   ThreadScope threadScope_;
+  std::function<void()> afterTask_;
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
   const size_t busyTarget_; // threads that run tasks before others join in

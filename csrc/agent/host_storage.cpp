@@ -20,12 +20,21 @@ c10::Storage makeStorage(at::DataPtr data, size_t size) {
       /*resizable=*/true);
 }
 
-void deleteBlock(void* block) {
-  delete static_cast<Block*>(block);
+// What a storage is made of; tensors lie in it for as long as it lives.
+template <typename T>
+struct HeldMemory {
+  T memory;
+  memory::SharedMap::Hold hold; // goes first
+};
+using HeldBlock = HeldMemory<Block>;
+using HeldAdopted = HeldMemory<transport::Adopted>;
+
+void deleteBlock(void* held) {
+  delete static_cast<HeldBlock*>(held);
 }
 
-void deleteAdopted(void* adopted) {
-  delete static_cast<transport::Adopted*>(adopted);
+void deleteAdopted(void* held) {
+  delete static_cast<HeldAdopted*>(held);
 }
 
 bool hasOneOwner(const c10::Storage& storage) {
@@ -36,9 +45,11 @@ bool hasOneOwner(const c10::Storage& storage) {
 }
 
 c10::Storage adoptBlock(Block block) {
-  auto owner = std::make_unique<Block>(std::move(block));
-  void* const data = owner->data();
-  const size_t size = owner->size();
+  memory::SharedMap* const shared = block.shared();
+  std::unique_ptr<HeldBlock> owner(
+      new HeldBlock{std::move(block), memory::SharedMap::Hold(shared)});
+  void* const data = owner->memory.data();
+  const size_t size = owner->memory.size();
   at::DataPtr pointer(data, owner.release(), deleteBlock, at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
 }
@@ -59,8 +70,10 @@ base::Result<c10::Storage> allocateOnHost(
 }
 
 c10::Storage adoptMemory(transport::Adopted adopted, size_t size) {
-  auto owner = std::make_unique<transport::Adopted>(std::move(adopted));
-  void* const data = owner->memory.get();
+  memory::SharedMap* const shared = adopted.memory.get();
+  std::unique_ptr<HeldAdopted> owner(
+      new HeldAdopted{std::move(adopted), memory::SharedMap::Hold(shared)});
+  void* const data = shared->data();
   at::DataPtr pointer(
       data, owner.release(), deleteAdopted, at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
@@ -81,9 +94,17 @@ c10::Storage borrow(base::ConstSpan bytes) {
       at::DataPtr(const_cast<void*>(bytes.data), at::Device(at::kCPU)));
 }
 
+c10::Storage metaStorage(size_t size) {
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(),
+      size,
+      c10::GetAllocator(c10::DeviceType::Meta),
+      /*resizable=*/true);
+}
+
 Block* blockOf(const c10::Storage& storage) {
   return storage.data_ptr().get_deleter() == deleteBlock
-      ? static_cast<Block*>(storage.data_ptr().get_context())
+      ? &static_cast<HeldBlock*>(storage.data_ptr().get_context())->memory
       : nullptr;
 }
 
@@ -99,9 +120,11 @@ uint64_t returnable(
       !hasOneOwner(storage)) {
     return 0;
   }
-  const auto* const adopted =
-      static_cast<transport::Adopted*>(storage.data_ptr().get_context());
-  return adopted->home.lock() == to ? adopted->region : 0;
+  const transport::Adopted& adopted =
+      static_cast<HeldAdopted*>(storage.data_ptr().get_context())->memory;
+  return adopted.home.lock() == to && !adopted.memory->discarded()
+      ? adopted.region
+      : 0;
 }
 
 } // namespace torch_rpc_ext::agent

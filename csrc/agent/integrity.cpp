@@ -71,7 +71,7 @@ base::Error checkSums(
   auto cursor = frame.storages();
   size_t next = 0;
   for (uint32_t i = 0; cursor.next(storage); ++i) {
-    if (storage.beside) {
+    if (storage.beside || storage.place == wire::kMetaPlace) {
       continue;
     }
     base::ConstSpan bytes = storage.bytes;

@@ -15,8 +15,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// In the text of every kCorrupted. Between processes an error of C++ is a text,
-// so this is how the caller knows which class it is of.
+// In the text of every kCorrupted, for people: between processes the kind
+// travels as a code (failure_message.h).
 inline constexpr const char* kChangedOnTheWay = "changed on its way";
 
 // Compares what has arrived, on the host, with the sender's checksums: its

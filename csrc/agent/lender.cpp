@@ -24,7 +24,7 @@ constexpr size_t kMaxSpans = 16;
 constexpr uint64_t kAtOnceBytes = uint64_t{8} << 20;
 // One core copies at about the speed of the memory.
 constexpr uint64_t kBytesPerThread = uint64_t{64} << 20;
-constexpr uint64_t kMaxThreads = 4;
+constexpr uint64_t kMaxCopyThreads = 4;
 // From here on the receiver would not find it in a cache anyway.
 constexpr uint64_t kStreamedBytes = uint64_t{32} << 20;
 // What a thread takes at a time.
@@ -89,7 +89,7 @@ class Copy {
       transport::BulkSpan& span = encoded_.bulk[i];
       span.data = blocks_[i]->data();
       span.region = blocks_[i]->region();
-      span.owner = {blocks_[i], blocks_[i]->data()};
+      span.owner = {blocks_[i], blocks_[i]->shared()};
     }
     encoded_.storages.clear();
     encoded_.lent = std::move(blocks_);
@@ -149,7 +149,7 @@ void Lender::lend(Encoded encoded, Then then) {
   static const uint64_t cores =
       std::max(1u, std::thread::hardware_concurrency());
   const uint64_t threads = std::clamp<uint64_t>(
-      bytes / kBytesPerThread, 1, std::min(cores, kMaxThreads));
+      bytes / kBytesPerThread, 1, std::min(cores, kMaxCopyThreads));
   copy->setThreads(threads);
   for (uint64_t i = 0; i < threads; ++i) {
     runner_.submit(base::makeTask([copy] {

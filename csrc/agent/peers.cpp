@@ -57,7 +57,10 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
       if (auto successor = openTo(member->info.name_, member->life + 1)) {
         return successor; // this worker could not be told that it came back
       }
-      if (now < it->second.again) {
+      // A dead process does not come back at that address.
+      const bool isDead =
+          it->second.connection->peer() == transport::PeerState::kDead;
+      if (isDead || now < it->second.again) {
         return it->second.connection;
       }
     }
@@ -68,7 +71,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   if (made->closed()) {
     // It failed at once, and its onClosed() is over: the call that is sent on
     // it learns why, the next one connects anew.
-    lost_.try_emplace(member->info.name_);
+    lost_.try_emplace(member->info.name_, "a connection to it failed at once");
     auto& entry = unreachable_[id];
     const bool repeated = entry.address == member->address;
     const auto pause =
@@ -195,6 +198,10 @@ std::optional<std::string> Peers::onClosed(
   const Peer peer = std::move(it->second);
   const std::string& name = peer.name;
   known_.erase(it);
+  std::erase_if(ended_, [](const auto& entry) {
+    return entry.second.connection.expired();
+  });
+  ended_[connection.get()] = peer;
   const auto id = membership_.idOf(name);
   const auto member = id ? membership_.find(*id) : nullptr;
   if (member != nullptr && member->life != peer.life) {
@@ -213,14 +220,11 @@ std::optional<std::string> Peers::onClosed(
     why = error.message;
   }
   if (error.kind == base::ErrorKind::kPeerLost && member != nullptr) {
-    using Clock = std::chrono::steady_clock;
-    // A dead process does not come back at that address, and each attempt
-    // costs a descriptor inside of UCX.
+    // Each attempt costs a descriptor inside of UCX.
     unreachable_[*id] = {
         connection,
         member->address,
-        connection->peerDied() ? Clock::time_point::max()
-                               : Clock::now() + kFirstPause,
+        std::chrono::steady_clock::now() + kFirstPause,
         kFirstPause};
   }
   return name;
@@ -249,7 +253,15 @@ std::string Peers::whyLost(const std::string& name) const {
 std::string Peers::nameOf(const transport::Connection* connection) const {
   std::lock_guard lock(mutex_);
   auto it = known_.find(connection);
-  return it == known_.end() ? "an unknown worker" : it->second.name;
+  if (it != known_.end()) {
+    return it->second.name;
+  }
+  it = ended_.find(connection);
+  // Not another one at the same address.
+  if (it != ended_.end() && it->second.connection.lock().get() == connection) {
+    return it->second.name;
+  }
+  return "an unknown worker";
 }
 
 std::optional<PeerLife> Peers::lifeOf(

@@ -65,7 +65,8 @@ class Peers {
   std::string whyLost(const std::string& name) const;
 
   // The worker at the other end; for a connection that was never established,
-  // the one it was meant for.
+  // the one it was meant for. As long as the connection lives, also after its
+  // end.
   std::string nameOf(const transport::Connection* connection) const;
   std::optional<PeerLife> lifeOf(const transport::Connection* connection) const;
 
@@ -104,6 +105,8 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, Peer> known_;
+  // Those whose connection has ended; entries stay while somebody refers to it.
+  std::unordered_map<const transport::Connection*, Peer> ended_;
   std::unordered_map<worker_id_t, Unreachable> unreachable_;
   std::map<std::string, std::string> lost_; // name -> why
 };

@@ -27,13 +27,15 @@ uint64_t PendingCalls::add(PendingCall call) {
   return id;
 }
 
-void PendingCalls::setConnection(
+void PendingCalls::setSent(
     uint64_t id,
-    const transport::ConnectionPtr& connection) {
+    const transport::ConnectionPtr& connection,
+    UntakenPtr untaken) {
   std::lock_guard lock(mutex_);
   auto it = calls_.find(id);
   if (it != calls_.end()) {
     it->second.call.connection = connection;
+    it->second.call.untaken = std::move(untaken);
   }
 }
 

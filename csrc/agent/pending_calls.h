@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/rpc/message.h>
 #include <torch/csrc/distributed/rpc/types.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -22,6 +23,9 @@
 
 namespace torch_rpc_ext::agent {
 
+// Bytes of a request that the callee has not taken yet.
+using UntakenPtr = std::shared_ptr<std::atomic<uint64_t>>;
+
 // A request that waits for its response.
 struct PendingCall {
   using Clock = std::chrono::steady_clock;
@@ -29,6 +33,7 @@ struct PendingCall {
   uint64_t id = 0; // given by PendingCalls
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future;
   transport::ConnectionPtr connection;
+  UntakenPtr untaken; // null: nothing waits to be taken
   std::string worker; // name of the callee
   std::string label; // what was asked for
   std::chrono::milliseconds timeout{0}; // 0: none
@@ -67,7 +72,10 @@ class PendingCalls {
   // Returns the id of the call.
   uint64_t add(PendingCall call);
   // Says on which connection the call went: it is lost with it.
-  void setConnection(uint64_t id, const transport::ConnectionPtr& connection);
+  void setSent(
+      uint64_t id,
+      const transport::ConnectionPtr& connection,
+      UntakenPtr untaken);
   // Says who waits for the answer.
   void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
   // False for a call that is not here any more.

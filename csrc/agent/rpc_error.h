@@ -29,4 +29,13 @@ class RpcError : public std::runtime_error {
   std::string worker_;
 };
 
+// This worker refuses a request. Its answer tells the caller the kind; of any
+// other error, such as that of a call which the request has made, it tells the
+// text.
+class Refusal : public RpcError {
+ public:
+  Refusal(std::string worker, const std::string& text)
+      : RpcError(base::ErrorKind::kRefused, std::move(worker), text) {}
+};
+
 } // namespace torch_rpc_ext::agent

@@ -32,7 +32,7 @@ class RunningRequests {
     std::list<std::string>::iterator at_;
   };
 
-  // "3 x module.function, 1 x aten::add"
+  // "3 x module.function, 1 x aten::add"; empty when none runs.
   std::string describe() const {
     std::map<std::string, size_t> counts;
     {
@@ -46,7 +46,7 @@ class RunningRequests {
       text +=
           (text.empty() ? "" : ", ") + std::to_string(count) + " x " + label;
     }
-    return text.empty() ? "nothing" : text;
+    return text;
   }
 
  private:

@@ -55,6 +55,12 @@ at::Layout torchLayout(TensorLayout layout) {
   }
 }
 
+c10::DispatchKey keyOf(c10::Device device) {
+  return device.is_cpu() ? c10::DispatchKey::CPU
+      : device.is_meta() ? c10::DispatchKey::Meta
+                         : c10::DispatchKey::CUDA;
+}
+
 // torch looks at each index, scale and zero point: with strides of 0 a few
 // bytes could stand for as many as an hour goes through.
 bool hasEachElement(const at::Tensor& tensor) {
@@ -158,10 +164,9 @@ Error TensorBuilder::buildStrided(
   }
   // What at::empty() and as_strided() do, without their dispatch.
   const auto type = c10::scalarTypeToTypeMeta(*dtype);
-  const bool onCpu = storage.device().is_cpu();
   if (quantizer) {
-    if (!onCpu) {
-      return fail("is quantised and for a device");
+    if (!storage.device().is_cpu()) {
+      return fail("is quantised and not for the CPU");
     }
     tensor = at::detail::make_tensor<at::QTensorImpl>(
         c10::Storage(storage),
@@ -171,8 +176,7 @@ Error TensorBuilder::buildStrided(
   } else {
     tensor = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(storage),
-        c10::DispatchKeySet(
-            onCpu ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA),
+        c10::DispatchKeySet(keyOf(storage.device())),
         type);
   }
   const Shape shape = shapeOf(view);
@@ -225,6 +229,9 @@ Error TensorBuilder::readParts(
     }
     if (auto error = buildStrided(part, storages_, nullptr, parts_[i])) {
       return error;
+    }
+    if (parts_[i].is_meta()) {
+      return fail("has a part of the meta device");
     }
     if (parts_[i].device().is_cpu()) {
       readable_[i] = parts_[i];

@@ -45,10 +45,25 @@ const uint64_t kPlainKeys =
     plainKeys(c10::DispatchKey::CPU, c10::BackendComponent::CPUBit);
 const uint64_t kPlainDeviceKeys =
     plainKeys(c10::DispatchKey::CUDA, c10::BackendComponent::CUDABit);
+const uint64_t kPlainMetaKeys =
+    plainKeys(c10::DispatchKey::Meta, c10::BackendComponent::MetaBit);
+
+// 0, which no tensor has only, for devices whose tensors cannot be sent.
+uint64_t plainKeysOf(c10::Device device) {
+  switch (device.type()) {
+    case c10::kCPU:
+      return kPlainKeys;
+    case device::kType:
+      return kPlainDeviceKeys;
+    case c10::kMeta:
+      return kPlainMetaKeys;
+    default:
+      return 0;
+  }
+}
 
 bool isPlain(const at::Tensor& tensor) {
-  const uint64_t plain =
-      tensor.device().is_cpu() ? kPlainKeys : kPlainDeviceKeys;
+  const uint64_t plain = plainKeysOf(tensor.device());
   return (tensor.key_set().raw_repr() & ~plain) == 0 &&
       tensor.layout() == at::kStrided && tensor.has_storage();
 }
@@ -94,6 +109,11 @@ Error TensorEncoder::add(const at::Tensor& tensor) {
   if (isPlain(tensor)) {
     return addCompact(tensor, tensor.requires_grad(), Held::kYes);
   }
+  if (tensor.device().is_meta()) {
+    return fail(
+        "is on device meta and not an ordinary strided tensor: of that device "
+        "only those can be sent");
+  }
   if (!tensor.device().is_cpu() &&
       (tensor.device().type() != device::kType || tensor.is_quantized())) {
     return fail(
@@ -127,6 +147,9 @@ Error TensorEncoder::addCompact(
     const at::Tensor& tensor,
     bool requiresGrad,
     Held held) {
+  if (tensor.device().is_meta()) {
+    return addStrided(tensor, requiresGrad, held); // costs nothing either way
+  }
   const uint64_t whole =
       tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
   if (whole >= kMinCompactBytes) {

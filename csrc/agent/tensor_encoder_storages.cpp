@@ -84,6 +84,10 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
   }
 
   const size_t size = storage.nbytes();
+  if (storage.device().is_meta()) {
+    addEntry(key, {nullptr, size}, /*bulk=*/false, wire::kMetaPlace);
+    return next;
+  }
   wire::DevicePlace place = wire::kHostPlace;
   if (route_.map != nullptr || !storage.device().is_cpu()) {
     auto mapped = route_.placeOf(storage.device());
@@ -157,7 +161,8 @@ Error TensorEncoder::narrow(wire::WireDtype dtype, memory::BufferCache* cache) {
   }
   for (size_t i = 0; i < storages_.size(); ++i) {
     const size_t size = storages_[i].bytes.size;
-    if (exact_[i] || size == 0 || size % sizeof(float) != 0) {
+    if (exact_[i] || size == 0 || size % sizeof(float) != 0 ||
+        storages_[i].place == wire::kMetaPlace) {
       continue;
     }
     if (auto error = narrowOne(i, dtype, cache)) {

@@ -1,5 +1,6 @@
 #include "agent/ucx_agent.h"
 
+#include "agent/thread_state.h"
 #include "agent/transports.h"
 #include "base/log.h"
 
@@ -44,16 +45,21 @@ UcxAgent::UcxAgent(
                 std::move(call), {base::ErrorKind::kTimedOut, std::string()});
           }),
       load_(options_.maxCallsInFlight, options_.maxBytesInFlight),
+      admission_(options_.receiveBudgetBytes),
       ipc_(std::make_shared<device::Ipc>(options_.useCudaIpc, ipcLinks())),
       trimTimer_(executor_.poller(), [this] { trim(); }) {
+  executor_.setAfterTask(restoreThreadState);
   executor_.setFullHook([this](size_t waiting, double seconds) {
+    const std::string running = runningRequests_.describe();
+    waiting += admission_.load().waitingRequests;
     base::log(
         base::LogLevel::kWarning,
         "all " + std::to_string(executor_.requestThreads()) +
             " threads for requests have been busy for " +
             std::to_string(static_cast<int>(seconds)) + " s, and " +
-            std::to_string(waiting) +
-            " requests wait. Running: " + runningRequests_.describe() +
+            std::to_string(waiting) + " requests wait. Running: " +
+            (running.empty() ? "the copies of arguments and answers"
+                             : running) +
             ". More threads (option num_worker_threads) or shorter functions "
             "would help");
   });
@@ -80,6 +86,7 @@ void UcxAgent::shutdownImpl() {
   if (stopped_.exchange(true)) {
     return;
   }
+  events_.end();
   // First the calls: threads that wait for one must be able to end.
   load_.stop();
   for (auto& call : pending_.takeAll()) {
@@ -94,6 +101,7 @@ void UcxAgent::shutdownImpl() {
   ipc_->stop();
   remote_->stop();
   loopback_->stop();
+  admission_.stop(); // after its callers know that it is the end
   pending_.stop();
   trimTimer_.stop();
   if (!executor_.stop(kStopMilliseconds)) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/admission.h"
 #include "agent/agent_options.h"
 #include "agent/barrier.h"
 #include "agent/codec.h"
@@ -11,10 +12,12 @@
 #include "agent/executor.h"
 #include "agent/lender.h"
 #include "agent/load_limits.h"
+#include "agent/lost_callers.h"
 #include "agent/membership.h"
 #include "agent/peers.h"
 #include "agent/pending_calls.h"
 #include "agent/running_requests.h"
+#include "agent/worker_events.h"
 #include "memory/buffer_cache.h"
 #include "metrics/call_log.h"
 #include "metrics/counters.h"
@@ -80,6 +83,12 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void sync() override {}
   void startImpl() override;
   void shutdownImpl() override;
+  // In a forked child, where the agent's threads do not exist and its UCX
+  // belongs to the parent: nothing is sent any more, RRefs that end there
+  // included.
+  void abandon() {
+    rpcAgentRunning_.store(false);
+  }
   const rpc::WorkerInfo& getWorkerInfo(const std::string& name) const override;
   const rpc::WorkerInfo& getWorkerInfo(rpc::worker_id_t id) const override;
   std::vector<rpc::WorkerInfo> getWorkerInfos() const override;
@@ -116,6 +125,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       uint32_t life);
   void removeMember(const std::string& name) {
     membership_.remove(name);
+    events_.removed(name);
   }
   // An error if the RRef's owner has died since it was made; none if it has
   // not been started again, when its calls fail by themselves.
@@ -127,6 +137,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::map<std::string, transport::PathInfo> paths() const {
     return peers_.paths();
   }
+  // Whose requests wait here for room, by name.
+  std::map<std::string, Admission::Load> waitingCallers() const;
   // How CUDA tensors go to a worker; empty before the first one.
   device::Ipc::Description devicePath(const std::string& worker) const {
     return ipc_->describe(worker);
@@ -135,9 +147,19 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   std::vector<std::string> lostWorkers() const {
     return peers_.lost();
   }
+  // The worker at the other end, also when the connection has ended.
+  std::string nameOf(const transport::ConnectionPtr& connection) const {
+    return peers_.nameOf(connection.get());
+  }
   // Connects to a worker, so that its death is noticed.
-  void watch(rpc::worker_id_t id) {
-    peers_.connection(id);
+  void watch(rpc::worker_id_t id);
+  // What happens to the other workers.
+  WorkerEvents& events() {
+    return events_;
+  }
+  // What is to be done when the callers of running functions are lost.
+  LostCallers& callers() {
+    return callers_;
   }
   // False once it has been noticed that a worker is gone. Throws for one that
   // is not in the group.
@@ -233,6 +255,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // contexts (pytorch issue 26379), and RRefs if it is dead.
   void release(const Membership::MemberPtr& worker, bool died);
 
+  // Has the bulk of a request fetched when there is room for it.
+  void fetchWhenAdmitted(std::shared_ptr<Arrival> arrival, uint64_t bytes);
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
   void completeLater(std::shared_ptr<Arrival> arrival);
@@ -247,6 +271,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   c10::intrusive_ptr<rpc::JitFuture> execute(
       c10::intrusive_ptr<rpc::Message> request,
       device::Streams streams);
+  // Takes note of a request whose caller has given up.
+  void notBegun(Arrival& arrival);
   void answer(Served served, c10::intrusive_ptr<rpc::Message> response);
   static c10::intrusive_ptr<rpc::Message> responseOf(
       rpc::JitFuture& future,
@@ -264,6 +290,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   // How messages are written (ucx_agent_encoding.cpp).
   EncodeOptions requestOptions(
       uint64_t callId,
+      uint32_t timeout,
       const std::string& worker,
       const transport::ConnectionPtr& connection);
   EncodeOptions answerOptions(const Asker& asker);
@@ -361,7 +388,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   Peers peers_;
   PendingCalls pending_;
   LoadLimits load_;
+  Admission admission_;
   RunningRequests runningRequests_;
+  LostCallers callers_;
+  WorkerEvents events_;
   Barrier barrier_;
   uint64_t barrierRound_ = 0;
   std::function<void()> interruptCheck_;

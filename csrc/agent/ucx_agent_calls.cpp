@@ -1,15 +1,19 @@
 // UcxAgent, the calling side: from a message to the future of its answer.
 
 #include "agent/call_label.h"
-#include "agent/integrity.h"
+#include "agent/creation_failure.h"
+#include "agent/failure_message.h"
 #include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
+#include "base/boundary.h"
 #include "base/log.h"
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -53,6 +57,9 @@ thread_local LastCall lastCall;
 // This thread waits for the answer to the call that it makes next.
 thread_local bool synchronous = false;
 
+// See creation_failure.h.
+thread_local std::exception_ptr creationFailed;
+
 // Whether the sender of `request` waits at once for the answer.
 bool isAwaited(const rpc::Message& request) {
   switch (request.type()) {
@@ -77,10 +84,62 @@ rpc::RPCErrorType typeOf(const PendingCall& call, base::ErrorKind kind) {
       : rpc::RPCErrorType::UNKNOWN_ERROR;
 }
 
-// Completes a future, which runs its callbacks. Some of upstream's throw when
-// the call has failed; without this the process would end.
+// What a future with these devices has to know of: it refuses storages of the
+// meta device, on which nothing is queued.
+std::vector<rpc::JitFuture::WeakStorage> storagesOf(
+    const rpc::Message& message,
+    const std::vector<c10::Device>& devices) {
+  if (devices.empty()) {
+    return {};
+  }
+  auto storages = message.getStorages();
+  std::erase_if(storages, [](const auto& weak) {
+    const auto storage = weak.lock();
+    return storage && storage->device().is_meta();
+  });
+  return storages;
+}
+
+// Upstream takes a negative time-out for one that is over already, and NaN for
+// whatever the processor makes of NaN.
+void checkTimeout(float seconds, std::chrono::milliseconds preset) {
+  if (seconds == rpc::kUnsetRpcTimeout) {
+    if (preset.count() < 0) {
+      throw std::invalid_argument(
+          "the default time-out of calls is " + std::to_string(preset.count()) +
+          " ms: give rpc._set_rpc_timeout() seconds, 0 for no time-out");
+    }
+  } else if (!(seconds >= 0)) {
+    throw std::invalid_argument(
+        c10::str(
+            "timeout must be a number of seconds, 0 for none, or -1 for the "
+            "default of the options, got ",
+            seconds));
+  }
+}
+
+// What the text of a time-out says about a request that still waits here.
+std::string whyUntaken(const PendingCall& call) {
+  const uint64_t bytes = call.untaken == nullptr ? 0 : call.untaken->load();
+  return bytes == 0 ? ""
+                    : ", and has not taken the " + std::to_string(bytes) +
+          " bytes of the call yet: it takes no more than its receive_budget "
+          "before it serves what it has";
+}
+
+// For how long the caller still waits, in ms, as the frame says it: at least 1;
+// 0 without limit, or for more than fits.
+uint32_t timeLeft(const PendingCall& call) {
+  if (call.timeout.count() <= 0 || call.timeout.count() > UINT32_MAX) {
+    return 0;
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+      call.sentAt + call.timeout - PendingCall::Clock::now());
+  return static_cast<uint32_t>(std::max<int64_t>(left.count(), 1));
+}
+
 template <typename F>
-void settle(const PendingCall& call, F&& complete) {
+void sayWhatWasRaised(const PendingCall& call, F&& complete) {
   try {
     complete();
   } catch (const c10::Error& error) {
@@ -96,7 +155,29 @@ void settle(const PendingCall& call, F&& complete) {
   }
 }
 
+// Completes a future, which runs its callbacks. Some of upstream's throw when
+// the call has failed; without this the process would end.
+template <typename F>
+void settle(const PendingCall& call, F&& complete) {
+  base::guarded(
+      base::Boundary::kFuture,
+      [&] { sayWhatWasRaised(call, complete); },
+      [&](const base::Error& error) {
+        call.future->setErrorIfNeeded(
+            std::make_exception_ptr(
+                RpcError(error.kind, call.worker, error.message)));
+      });
+}
+
 } // namespace
+
+std::exception_ptr creationFailure() {
+  return creationFailed;
+}
+
+void forgetCreationFailure() {
+  creationFailed = nullptr;
+}
 
 c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     const rpc::WorkerInfo& to,
@@ -114,6 +195,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             static_cast<int>(message->type()),
             " but RPC is no longer running on this node."));
   }
+  checkTimeout(rpcTimeoutSeconds, getRpcTimeout());
   PendingCall call;
   call.future = c10::make_intrusive<rpc::JitFuture>(
       at::AnyClassType::get(), devices_.devices());
@@ -140,6 +222,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     fail(std::move(call), error);
     return future;
   }
+  const uint32_t timeout = timeLeft(call);
   const uint64_t id = pending_.add(std::move(call));
 
   device::Route route{.receiver = &to.name_};
@@ -153,7 +236,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   std::optional<Executor::Leader> leader;
   try {
     const transport::ConnectionPtr connection = peers_.connection(to.id_);
-    const EncodeOptions options = requestOptions(id, to.name_, connection);
+    const EncodeOptions options =
+        requestOptions(id, timeout, to.name_, connection);
     lastCall = {to.id_ == workerInfo_.id_ ? nullptr : this, id};
     if (device::anyOn(message->tensors())) {
       error = sendFromDevices(options, message, route, connection);
@@ -216,7 +300,11 @@ void UcxAgent::sendCallNow(
     uint64_t callId,
     Encoded encoded,
     const transport::ConnectionPtr& connection) {
-  pending_.setConnection(callId, connection);
+  UntakenPtr untaken;
+  if (!encoded.bulk.empty() && encoded.lent.empty()) {
+    untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
+  }
+  pending_.setSent(callId, connection, untaken);
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
   // Holds the memory that `bulk` points into until the peer has taken it, even
@@ -234,8 +322,12 @@ void UcxAgent::sendCallNow(
       std::move(bulk),
       [this,
        callId,
+       untaken,
        held = borrows ? std::make_shared<Encoded>(std::move(encoded))
                       : nullptr](const base::Error& error) {
+        if (untaken != nullptr) {
+          untaken->store(0);
+        }
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);
         }
@@ -324,16 +416,8 @@ bool UcxAgent::awaitedHere(uint64_t callId) const {
 }
 
 base::Error UcxAgent::limit(PendingCall& call, const rpc::Message& message) {
-  switch (message.type()) {
-    case rpc::MessageType::SCRIPT_CALL:
-    case rpc::MessageType::PYTHON_CALL:
-    case rpc::MessageType::SCRIPT_REMOTE_CALL:
-    case rpc::MessageType::PYTHON_REMOTE_CALL:
-    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
-    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
-      break;
-    default:
-      return {}; // what others wait for: RRefs, backward passes, shutdown
+  if (!isUserCall(message.type())) {
+    return {}; // what others wait for: RRefs, backward passes, shutdown
   }
   if (load_.countsBytes()) {
     call.bytes = bytesOf(message);
@@ -364,28 +448,33 @@ void UcxAgent::callEnded(const PendingCall& call) {
 void UcxAgent::finish(
     PendingCall call,
     c10::intrusive_ptr<rpc::Message> message) {
-  std::exception_ptr raised =
-      exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
-  if (raised == nullptr && message->type() == rpc::MessageType::EXCEPTION) {
+  std::exception_ptr raised;
+  try {
+    raised = exceptionDecoder_ ? exceptionDecoder_(*message) : nullptr;
+  } catch (const std::exception&) {
+    failed(call, std::current_exception());
+    callEnded(call);
+    return;
+  }
+  const auto kind = failureKind(*message);
+  if (kind || message->type() == rpc::MessageType::EXCEPTION) {
     std::string text(message->payload().begin(), message->payload().end());
-    if (text.find(kChangedOnTheWay) != std::string::npos) {
-      fail(std::move(call), {base::ErrorKind::kCorrupted, text});
+    if (kind == base::ErrorKind::kCorrupted) {
+      fail(std::move(call), {*kind, text});
       return;
     }
     if (call.createsRRef) {
       text = rpc::makeRPCError(text, rpc::RPCErrorType::TIMEOUT);
     }
-    raised = text.find(kNotAllowed) != std::string::npos
-        ? std::make_exception_ptr(
-              RpcError(base::ErrorKind::kRefused, call.worker, text))
-        : std::make_exception_ptr(std::runtime_error(text));
+    raised = kind ? std::make_exception_ptr(RpcError(*kind, call.worker, text))
+                  : std::make_exception_ptr(std::runtime_error(text));
   }
   if (raised != nullptr) {
     failed(call, std::move(raised));
   } else {
     counters_.latency.add(PendingCall::Clock::now() - call.sentAt);
     log(call, /*failed=*/false);
-    auto storages = message->getStorages();
+    auto storages = storagesOf(*message, call.future->devices());
     settle(call, [&] {
       call.future->markCompleted(
           c10::IValue(std::move(message)), std::move(storages));
@@ -413,7 +502,8 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
             call.timeout.count(),
             " ms) and will now be marked with an error: ",
             what,
-            " has not answered"),
+            " has not answered",
+            whyUntaken(call)),
         typeOf(call, error.kind));
   } else if (error.message.starts_with("RPCErr:")) {
     text = error.message; // already in upstream's form (fault injection)
@@ -429,16 +519,28 @@ void UcxAgent::fail(PendingCall call, const base::Error& error) {
         what + " failed (" + base::toString(error.kind) + "): " + why,
         typeOf(call, error.kind));
   }
-  failed(
-      call, std::make_exception_ptr(RpcError(error.kind, call.worker, text)));
+  const auto why =
+      std::make_exception_ptr(RpcError(error.kind, call.worker, text));
+  if (call.createsRRef) {
+    creationFailed = why;
+  }
+  failed(call, why);
   callEnded(call);
 }
 
 void UcxAgent::failLater(PendingCall call, const base::Error& error) {
-  executor_.submitCompletion(
-      base::makeTask([this, call = std::move(call), error]() mutable {
-        fail(std::move(call), error);
-      }));
+  std::shared_ptr<PendingCall> held; // both here and by the task
+  base::guarded(
+      base::Boundary::kCompletion,
+      [&] {
+        held = std::make_shared<PendingCall>(std::move(call));
+        executor_.submitCompletion(base::makeTask([this, held, error] {
+          fail(std::move(*held), error);
+        }));
+      },
+      [&](const base::Error&) {
+        fail(std::move(held == nullptr ? call : *held), error);
+      });
 }
 
 } // namespace torch_rpc_ext::agent

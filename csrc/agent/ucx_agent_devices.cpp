@@ -2,7 +2,9 @@
 // its way out and on its way in.
 
 #include "agent/arrival.h"
+#include "agent/thread_state.h"
 #include "agent/ucx_agent.h"
+#include "base/boundary.h"
 #include "base/log.h"
 
 #include <algorithm>
@@ -130,6 +132,8 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
   if (arrival.error) {
     return arrival.error;
   }
+  // This thread may be the caller's, which leads.
+  const OrdinaryTensors ordinary;
   if (!arrival.decoder->hasDevices()) {
     return arrival.decoder->finish();
   }
@@ -174,9 +178,14 @@ bool UcxAgent::decoded(
       [arrival,
        sums = std::make_shared<PendingSums>(std::move(sums)),
        again = std::move(again)](const base::Error& error) {
-        if (const base::Error wrong = error ? error : sums->compare()) {
-          arrival->message = wrong;
-        }
+        base::guarded(
+            base::Boundary::kDeviceEvent,
+            [&] {
+              if (const base::Error wrong = error ? error : sums->compare()) {
+                arrival->message = wrong;
+              }
+            },
+            [&](const base::Error& thrown) { arrival->message = thrown; });
         again();
       });
   return false;
@@ -218,7 +227,12 @@ base::Error UcxAgent::encodeFromDevices(
     return {};
   }
   auto goOn = [encoder, ready = std::move(ready)](const base::Error& error) {
-    ready(error ? base::Result<Encoded>(error) : encoder->finish());
+    base::guarded(
+        base::Boundary::kDeviceEvent,
+        [&] {
+          ready(error ? base::Result<Encoded>(error) : encoder->finish());
+        },
+        [&](const base::Error& thrown) { ready(thrown); });
   };
   if (const auto filling = encoder->filling()) {
     // Not before: a device that has failed is mostly found out here, and then

@@ -8,6 +8,7 @@ namespace torch_rpc_ext::agent {
 
 EncodeOptions UcxAgent::requestOptions(
     uint64_t callId,
+    uint32_t timeout,
     const std::string& worker,
     const transport::ConnectionPtr& connection) {
   EncodeOptions options{
@@ -15,6 +16,7 @@ EncodeOptions UcxAgent::requestOptions(
       .kind = wire::CallKind::kRequest,
       .inlineThreshold = options_.inlineBytes,
       .answer = callDtype(),
+      .timeout = timeout,
       .checked = options_.integrity,
       .inPieces = connection->sendsPieces(),
       .cache = cache_.get()};

@@ -28,18 +28,27 @@ void UcxAgent::addMember(
     compat::beginContextIds(life);
     return;
   }
-  if (former == nullptr || former->life >= life) {
-    return;
+  if (former != nullptr && former->life < life) {
+    const base::Error why{
+        base::ErrorKind::kPeerLost,
+        "worker \"" + name + "\" died, and has been started again"};
+    for (const auto& connection : peers_.succeed(*membership_.find(id))) {
+      connection->lose(why);
+    }
+    ipc_->gone(name, /*hasEnded=*/true);
+    barrier_.regain(name);
+    release(former, /*died=*/true);
   }
-  const base::Error why{
-      base::ErrorKind::kPeerLost,
-      "worker \"" + name + "\" died, and has been started again"};
-  for (const auto& connection : peers_.succeed(*membership_.find(id))) {
-    connection->lose(why);
+  events_.added(name, life); // last: who hears of it may call the worker
+}
+
+void UcxAgent::watch(rpc::worker_id_t id) {
+  peers_.connection(id);
+  // An attempt that fails at once has no connection whose end is reported.
+  const std::string& name = membership_.byId(id).name_;
+  if (peers_.isLost(name)) {
+    events_.unreachable(name, /*left=*/false, peers_.whyLost(name));
   }
-  ipc_->gone(name, /*hasEnded=*/true);
-  barrier_.regain(name);
-  release(former, /*died=*/true);
 }
 
 base::Error UcxAgent::ownerDied(const rpc::RRefId& rref, rpc::worker_id_t owner)

@@ -15,6 +15,7 @@ constexpr double kNanosecondsPerMicrosecond = 1000;
 
 std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
   const auto cache = cache_->stats();
+  const auto received = admission_.load();
   const size_t running = executor_.runningRequests();
   const size_t poolSize = executor_.requestThreads();
   std::unordered_map<std::string, std::string> metrics = {
@@ -31,11 +32,16 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       // ours
       {"agent.threads", std::to_string(executor_.threads())},
       {"agent.queued_requests", std::to_string(executor_.queuedRequests())},
+      {"agent.receive_held_bytes", std::to_string(received.heldBytes)},
+      {"agent.receive_waiting_requests",
+       std::to_string(received.waitingRequests)},
+      {"agent.receive_waiting_bytes", std::to_string(received.waitingBytes)},
       {"agent.pending_calls", std::to_string(pending_.size())},
       {"agent.peers", std::to_string(peers_.size())},
       {"agent.calls_held_back", std::to_string(load_.heldBack())},
       {"agent.calls_sent", std::to_string(counters_.callsSent.load())},
       {"agent.calls_served", std::to_string(counters_.callsServed.load())},
+      {"agent.calls_not_begun", std::to_string(counters_.callsNotBegun.load())},
       {"agent.calls_failed", std::to_string(counters_.callsFailed.load())},
       {"agent.calls_timed_out", std::to_string(counters_.callsTimedOut.load())},
       {"agent.bytes_sent", std::to_string(counters_.bytesSent.load())},
@@ -77,6 +83,16 @@ std::map<std::string, metrics::Distribution> UcxAgent::histograms() const {
       {"agent.gil_wait", counters_.gilWait.read()},
       {"agent.message_bytes", counters_.messageBytes.read()},
   };
+}
+
+std::map<std::string, Admission::Load> UcxAgent::waitingCallers() const {
+  std::map<std::string, Admission::Load> waiting;
+  for (const auto& [caller, load] : admission_.byCaller()) {
+    if (load.waitingRequests != 0) {
+      waiting[peers_.nameOf(caller)] = load;
+    }
+  }
+  return waiting;
 }
 
 bool UcxAgent::isAlive(const std::string& worker) {

@@ -3,12 +3,13 @@
 
 #include "agent/arrival.h"
 #include "agent/call_label.h"
+#include "agent/failure_message.h"
 #include "agent/rpc_error.h"
+#include "agent/served_call.h"
 #include "agent/ucx_agent.h"
+#include "base/boundary.h"
 #include "base/log.h"
 #include "compat/torch_compat.h"
-
-#include <ATen/ThreadLocalState.h>
 
 namespace torch_rpc_ext::agent {
 
@@ -72,6 +73,7 @@ void UcxAgent::heardOf(const transport::ConnectionPtr& connection) {
   const std::string name = peers_.nameOf(connection.get());
   if (!peers_.isLost(name)) {
     barrier_.regain(name);
+    events_.heardOf(name);
   }
 }
 
@@ -80,20 +82,25 @@ void UcxAgent::onClosed(
     const base::Error& error) {
   const std::string name = peers_.nameOf(connection.get());
   const auto gone = peers_.onClosed(connection, error);
+  admission_.forget(connection.get());
   base::log(
       base::LogLevel::kInfo,
       "the connection to worker \"" + name + "\" ended: " + error.message);
   for (auto& call : pending_.takeAll(connection.get())) {
     failLater(std::move(call), error);
   }
+  for (auto& tell : callers_.take(connection.get())) {
+    executor_.submitCompletion(base::makeTask(std::move(tell)));
+  }
   if (gone) {
-    ipc_->gone(
-        *gone,
-        connection->peerDied() || error.kind == base::ErrorKind::kShutDown);
+    const bool died = connection->peer() == transport::PeerState::kDead;
+    const bool left = connection->peer() == transport::PeerState::kLeft;
+    ipc_->gone(*gone, died || left);
     barrier_.lose(
         *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
+    events_.unreachable(*gone, left, error.message);
     if (const auto id = membership_.idOf(*gone)) {
-      release(membership_.find(*id), connection->peerDied());
+      release(membership_.find(*id), died);
     }
   }
 }
@@ -163,6 +170,10 @@ void UcxAgent::onFrame(
   if (response && !pending_.contains(header.callId)) {
     return; // the call has timed out: nobody wants the bulk any more
   }
+  if (header.timeout != 0) {
+    arrival->deadline =
+        PendingCall::Clock::now() + std::chrono::milliseconds(header.timeout);
+  }
   const Executor::Claim claim(response && awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
     auto none = arrival->decoder->allocate(*cache_, {}, devices_.devices());
@@ -173,6 +184,11 @@ void UcxAgent::onFrame(
     return;
   }
   // Mapping memory and copying are not for the thread that polls.
+  const uint64_t toCopy = response ? 0 : arrival->incoming->bytesToCopy();
+  if (toCopy != 0) {
+    fetchWhenAdmitted(std::move(arrival), toCopy);
+    return;
+  }
   const auto mailbox = response ? pending_.mailboxOf(header.callId) : nullptr;
   base::TaskPtr fetch = base::makeTask(
       [this, arrival = std::move(arrival)] { fetchBulk(arrival); });
@@ -181,23 +197,48 @@ void UcxAgent::onFrame(
   }
 }
 
+void UcxAgent::fetchWhenAdmitted(
+    std::shared_ptr<Arrival> arrival,
+    uint64_t bytes) {
+  const auto* const caller = arrival->connection.get();
+  admission_.request(
+      caller,
+      bytes,
+      [this, arrival = std::move(arrival)](Admission::Room room) {
+        arrival->room = std::move(room);
+        executor_.submit(
+            base::makeTask([this, arrival] { fetchBulk(arrival); }));
+      });
+}
+
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
   auto* const incoming = arrival->incoming.get();
-  auto spans = arrival->decoder->allocate(
-      *cache_,
-      incoming->bulkSizes(),
-      devices_.devices(),
-      [incoming](size_t index) { return incoming->adopt(index); });
-  if (!spans.ok()) {
-    incoming->refuse(spans.error());
-    arrival->error = spans.error();
+  std::vector<base::MutableSpan> into;
+  transport::Incoming::Arrived arrived;
+  base::guarded(
+      base::Boundary::kFetch,
+      [&] {
+        auto spans = arrival->decoder->allocate(
+            *cache_,
+            incoming->bulkSizes(),
+            devices_.devices(),
+            [incoming](size_t index) { return incoming->adopt(index); });
+        if (!spans.ok()) {
+          arrival->error = spans.error();
+          return;
+        }
+        trimLater();
+        arrived = landEarly(*arrival);
+        into = std::move(spans.value());
+      },
+      [&](const base::Error& error) { arrival->error = error; });
+  if (arrival->error) {
+    incoming->refuse(arrival->error);
     dispatch(std::move(arrival));
     return;
   }
-  trimLater();
-  auto arrived = landEarly(*arrival);
   incoming->receive(
-      std::move(spans.value()),
+      std::move(into),
       [this, arrival = std::move(arrival)](const base::Error& error) {
         arrival->error = error;
         dispatch(arrival);
@@ -261,16 +302,36 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
 
 void UcxAgent::completeLater(std::shared_ptr<Arrival> arrival) {
   const auto mailbox = arrival->call->mailbox;
-  base::TaskPtr task = base::makeTask(
-      [this, arrival = std::move(arrival)] { complete(arrival); });
+  base::TaskPtr task = base::makeTask([this, arrival = std::move(arrival)] {
+    base::guarded(
+        base::Boundary::kCompletion,
+        [&] { complete(arrival); },
+        [&](const base::Error& error) {
+          if (arrival->call->future != nullptr) { // else it has failed
+            fail(std::move(*arrival->call), error);
+          }
+        });
+  });
   if (mailbox == nullptr || !mailbox->put(task)) {
     executor_.submitCompletion(std::move(task));
   }
 }
 
 void UcxAgent::serveLater(std::shared_ptr<Arrival> arrival) {
-  executor_.submitRequest(
-      base::makeTask([this, arrival = std::move(arrival)] { serve(arrival); }));
+  executor_.submitRequest(base::makeTask([this, arrival = std::move(arrival)] {
+    const uint64_t id = arrival->header().callId; // serve() may drop it
+    base::guarded(
+        base::Boundary::kRequest,
+        [&] { serve(arrival); },
+        [&](const base::Error& error) {
+          reply(
+              {.connection = arrival->connection, .callId = id},
+              rpc::createExceptionResponse(
+                  "worker \"" + workerInfo_.name_ +
+                      "\" could not serve the call: " + error.message,
+                  static_cast<int64_t>(id)));
+        });
+  }));
 }
 
 // ---- responses -------------------------------------------------------------
@@ -318,13 +379,22 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
     logDamage(peers_.nameOf(arrival->connection.get()), message.error());
     reply(
         served.asker,
-        rpc::createExceptionResponse(
+        makeFailure(
+            message.error().kind,
             "worker \"" + workerInfo_.name_ +
-                "\" could not take the message: " + message.error().message,
-            static_cast<int64_t>(served.asker.callId)));
+                "\" could not take the message: " + message.error().message));
     return;
   }
   arrival->decoder.reset();
+  arrival->room.release();
+  if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
+    notBegun(*arrival);
+    if (!createsRRef(*message.value())) {
+      return; // the caller has an error already
+    }
+    // Others may hold the RRef and wait for its value, which becomes an error:
+    // request_callback.cpp.
+  }
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
 
@@ -335,6 +405,8 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
       served.label = label;
     }
     const RunningRequests::Entry entry(runningRequests_, std::move(label));
+    const ServedCall call{arrival->connection, arrival->deadline};
+    const ServedCall::Scope scope(call);
     const auto before = waitedForGil;
     future = execute(std::move(message.value()), streams);
     served.gilWait = waitedForGil - before;
@@ -358,8 +430,23 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
       [this, id, served = std::move(served)](rpc::JitFuture& done) {
         counters_.serverActiveCalls.fetch_sub(1);
         counters_.serverActiveAsyncCalls.fetch_sub(1);
-        answer(served, responseOf(done, id));
+        base::guarded(
+            base::Boundary::kAnswer,
+            [&] { answer(served, responseOf(done, id)); },
+            [&](const base::Error& error) {
+              replyUnsent(served.asker.connection, id, error);
+            });
       });
+}
+
+void UcxAgent::notBegun(Arrival& arrival) {
+  metrics::add(counters_.callsNotBegun, 1);
+  base::log(
+      base::LogLevel::kDebug,
+      "did not begin " + labelOf(*arrival.message->value()) + " for worker \"" +
+          peers_.nameOf(arrival.connection.get()) + "\": " +
+          (arrival.connection->closed() ? "its connection has ended"
+                                        : "its time-out has passed"));
 }
 
 void UcxAgent::answer(
@@ -386,12 +473,6 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
     c10::intrusive_ptr<rpc::Message> request,
     device::Streams streams) {
   try {
-    // torch leaves its profiler's state behind on a thread that served a
-    // profiled request, which then records no other: give it one to spoil.
-    std::optional<at::ThreadLocalStateGuard> guard;
-    if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
-      guard.emplace(at::ThreadLocalState());
-    }
     return (*cb_)(*request, std::move(streams));
   } catch (const std::exception& error) {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
@@ -403,10 +484,17 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::execute(
 c10::intrusive_ptr<rpc::Message> UcxAgent::responseOf(
     rpc::JitFuture& future,
     uint64_t callId) {
-  return future.hasError()
-      ? rpc::createExceptionResponse(
-            future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId))
-      : future.value().toCustomClass<rpc::Message>();
+  if (!future.hasError()) {
+    return future.value().toCustomClass<rpc::Message>();
+  }
+  try {
+    std::rethrow_exception(future.exception_ptr());
+  } catch (const Refusal& refusal) {
+    return makeFailure(refusal.kind(), refusal.what());
+  } catch (...) {
+    return rpc::createExceptionResponse(
+        future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId));
+  }
 }
 
 void UcxAgent::reply(
@@ -439,10 +527,10 @@ void UcxAgent::replyUnsent(
     const transport::ConnectionPtr& connection,
     uint64_t callId,
     const base::Error& why) {
-  const auto message = rpc::createExceptionResponse(
+  const auto message = makeFailure(
+      why.kind,
       "worker \"" + workerInfo_.name_ +
-          "\" could not send its result: " + why.message,
-      static_cast<int64_t>(callId));
+          "\" could not send its result: " + why.message);
   auto encoded = encode(
       message, {callId, wire::CallKind::kResponse, options_.inlineBytes});
   if (encoded.ok()) { // a text without tensors: always
@@ -470,12 +558,17 @@ void UcxAgent::sendReplyNow(
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
   const bool borrows = encoded.borrows();
+  Admission::Untaken untaken;
+  if (!encoded.bulk.empty() && encoded.lent.empty() && !encoded.given) {
+    untaken = admission_.answering(connection.get(), encoded.totalBytes);
+  }
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   connection->send(
       std::move(head),
       std::move(bulk),
-      [held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+      [untaken = std::move(untaken),
+       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
                       : nullptr](const base::Error& error) {
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);

@@ -40,6 +40,7 @@ void UcxAgent::join(bool /*shutdown*/, float timeout) {
   if (!isStaticGroup_ || !rpcAgentRunning_.load()) {
     return; // members of a dynamic group leave one by one
   }
+  events_.groupEnds();
   const auto deadline = timeout > 0 ? Clock::now() +
           std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000))
                                     : Clock::time_point::max();

@@ -1,5 +1,6 @@
 #include "base/poller.h"
 
+#include "base/boundary.h"
 #include "base/timer.h"
 
 #include <poll.h>
@@ -104,7 +105,10 @@ Poller::Ended Poller::wait(int timeoutMs) {
     return Ended::kWake;
   }
   if (auto entry = find(event.data.u64)) {
-    entry->handler();
+    // Disarmed before it was rearmed, it would never be heard of again.
+    guarded(Boundary::kEvent, entry->handler, [&](const Error&) {
+      rearm(entry->fd);
+    });
   }
   return Ended::kEvent;
 }
@@ -148,7 +152,7 @@ Poller::Ended Poller::Lead::wait(int timeoutMs) {
     (void)!read(signal_->fd_, &count, sizeof(count));
     return Ended::kWake;
   }
-  entry_->handler();
+  guarded(Boundary::kEvent, entry_->handler); // poll() tells of it again
   return Ended::kEvent;
 }
 

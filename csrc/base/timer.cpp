@@ -1,5 +1,7 @@
 #include "base/timer.h"
 
+#include "base/boundary.h"
+
 #include <sys/timerfd.h>
 #include <unistd.h>
 
@@ -9,6 +11,13 @@
 #include <system_error>
 
 namespace torch_rpc_ext::base {
+
+namespace {
+
+// How long after a handler that threw it is called again.
+constexpr std::chrono::milliseconds kAgain{100};
+
+} // namespace
 
 void Timer::set(Clock::time_point moment) {
   if (!stopped_.load()) { // else the queue may be gone
@@ -83,7 +92,9 @@ void TimerQueue::onReadable() {
   }
   poller_.rearm(fd_);
   if (timer != nullptr) {
-    timer->handler_();
+    guarded(Boundary::kTimer, timer->handler_, [&](const Error&) {
+      set(*timer, Clock::now() + kAgain);
+    });
   }
 }
 

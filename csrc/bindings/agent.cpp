@@ -1,4 +1,3 @@
-#include "agent/rpc_error.h"
 #include "agent/ucx_agent.h"
 #include "bindings/bindings.h"
 #include "bindings/ptx_source.h"
@@ -9,7 +8,6 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/rpc/py_rref.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace torch_rpc_ext::bindings {
@@ -34,7 +32,7 @@ void checkInterrupt() {
 // The agent's threads need the GIL to end, so the last reference must not hold
 // it while it waits for them.
 template <typename T>
-struct ReleaseGil {
+struct DeleteWithoutGil {
   void operator()(T* object) const {
     if (PyGILState_Check() != 0) {
       py::gil_scoped_release release;
@@ -57,7 +55,7 @@ std::shared_ptr<UcxAgent> makeAgent(
           id,
           isStatic,
           makeRequestCallback(options.allowed, name)),
-      ReleaseGil<UcxAgent>());
+      DeleteWithoutGil<UcxAgent>());
   agent->setInterruptCheck(checkInterrupt);
   agent->setThreadScope(keepPythonThreadState);
   agent->setDropValues([](UcxAgent::RRefs values) {
@@ -83,6 +81,7 @@ void bindOptions(py::module_& module) {
       .def_readwrite("receive_cache_bytes", &AgentOptions::receiveCacheBytes)
       .def_readwrite(
           "receive_cache_idle", &AgentOptions::receiveCacheIdleSeconds)
+      .def_readwrite("receive_budget", &AgentOptions::receiveBudgetBytes)
       .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
       .def_readwrite("max_calls_in_flight", &AgentOptions::maxCallsInFlight)
       .def_readwrite("max_bytes_in_flight", &AgentOptions::maxBytesInFlight)
@@ -177,57 +176,6 @@ void bindOptions(py::module_& module) {
           });
 }
 
-// An error that remote() raises. Time-outs, and faults injected by tests, show
-// where the RRef is used, as upstream's do.
-bool isRaised(const rpc::JitFuture& future) {
-  try {
-    std::rethrow_exception(future.exception_ptr());
-  } catch (const agent::RpcError& error) {
-    return error.kind() != base::ErrorKind::kTimedOut &&
-        rpc::getRPCErrorType(future) != rpc::RPCErrorType::INTENTIONAL_FAILURE;
-  } catch (...) {
-    return false;
-  }
-}
-
-// Marks an RRef once its creation fails; raises the error where it has failed
-// already.
-void watchCreation(const rpc::PyRRef& python) {
-  const auto future = python.getFuture();
-  const auto rref =
-      c10::static_intrusive_pointer_cast<rpc::RRef>(python.toIValue().toRRef());
-  py::gil_scoped_release release;
-  if (!future->completed()) {
-    // Before the future has the error: who hears of that uses the RRef next,
-    // and where this worker is the owner itself it would wait for a value for
-    // ever.
-    const auto ours = std::dynamic_pointer_cast<UcxAgent>(
-        rpc::RpcAgent::getCurrentRpcAgent());
-    if (ours == nullptr || ours->beforeFailure(UcxAgent::lastCallId(), [rref] {
-          compat::failedToCreate(*rref);
-        })) {
-      return;
-    }
-    future->wait(); // it is ending at this moment
-  }
-  if (future->hasError()) {
-    compat::failedToCreate(*rref);
-    if (isRaised(*future)) {
-      std::rethrow_exception(future->exception_ptr());
-    }
-  }
-}
-
-// Raises where the RRef's owner has died since it was made.
-void requireOwner(const UcxAgent& agent, const rpc::PyRRef& python) {
-  const auto rref =
-      c10::static_intrusive_pointer_cast<rpc::RRef>(python.toIValue().toRRef());
-  const base::Error error = agent.ownerDied(rref->rrefId(), rref->owner());
-  if (error) {
-    throw agent::RpcError(error.kind, rref->ownerName(), error.message);
-  }
-}
-
 std::vector<std::map<std::string, std::string>> describePeers(
     const UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
@@ -242,6 +190,15 @@ std::vector<std::map<std::string, std::string>> describePeers(
          {"devices_why", devices.why}});
   }
   return peers;
+}
+
+std::map<std::string, std::pair<uint64_t, uint64_t>> describeWaiting(
+    const UcxAgent& agent) {
+  std::map<std::string, std::pair<uint64_t, uint64_t>> waiting;
+  for (const auto& [name, load] : agent.waitingCallers()) {
+    waiting[name] = {load.waitingRequests, load.waitingBytes};
+  }
+  return waiting;
 }
 
 using PlainHistogram =
@@ -308,7 +265,6 @@ void bindAgent(py::module_& module) {
       },
       py::arg("dtype"),
       "What this thread's calls have on the wire; returns what it was before.");
-  module.def("watch_creation", &watchCreation, py::arg("rref"));
   module.def(
       "prepare_reinit",
       [](int64_t /*rank*/) { compat::forgetAutogradWorker(); },
@@ -414,13 +370,13 @@ void bindAgent(py::module_& module) {
       .def_property_readonly("pending_calls", &UcxAgent::pendingCalls)
       .def_property_readonly("pending_deadlines", &UcxAgent::pendingDeadlines)
       .def("describe", &UcxAgent::getMetrics, Release())
-      .def("require_owner", &requireOwner, py::arg("rref"))
       .def("lost_workers", &UcxAgent::lostWorkers, Release())
       .def("watch", &UcxAgent::watch, Release(), py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())
+      .def("waiting_callers", &describeWaiting, Release())
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
-        // In a forked child the agent's threads do not exist and its UCX
-        // belongs to the parent: nothing of it may be torn down.
+        // Of a forked child: nothing of it may be torn down there.
+        self->abandon();
         new std::shared_ptr<UcxAgent>(self);
       });
 }

@@ -7,7 +7,11 @@ namespace torch_rpc_ext::bindings {
 void bindErrors(pybind11::module_& module);
 void bindUcx(pybind11::module_& module);
 void bindAgent(pybind11::module_& module);
+void bindRRefs(pybind11::module_& module);
 void bindCalls(pybind11::module_& module);
+void bindCurrentCall(pybind11::module_& module);
+void bindWorkerEvents(pybind11::module_& module);
+void bindBoundaries(pybind11::module_& module);
 void bindWire(pybind11::module_& module);
 void bindCuda(pybind11::module_& module);
 

@@ -12,9 +12,14 @@
 // Here it is made by who waits, who has the GIL anyway.
 
 #include "bindings/bindings.h"
+#include "bindings/remote_exception.h"
+#include "bindings/rrefs.h"
 
 #include <ATen/ThreadLocalState.h>
+#include <torch/csrc/autograd/profiler.h>
+#include <torch/csrc/autograd/record_function_ops.h>
 #include <torch/csrc/distributed/autograd/utils.h>
+#include <torch/csrc/distributed/rpc/profiler/remote_profiler_manager.h>
 #include <torch/csrc/distributed/rpc/python_call.h>
 #include <torch/csrc/distributed/rpc/python_resp.h>
 #include <torch/csrc/distributed/rpc/python_rpc_handler.h>
@@ -105,20 +110,6 @@ bool returnsOneTensor(const jit::Operator& op) {
       returns[0].type()->kind() == c10::TypeKind::TensorType;
 }
 
-// As upstream: what Python raised must not be let go of without the GIL.
-std::exception_ptr withoutPython(py::error_already_set& error) {
-  const py::gil_scoped_acquire acquire;
-  const std::string what = error.what();
-  const auto plain = error.matches(PyExc_ValueError)
-      ? std::make_exception_ptr(py::value_error(what))
-      : error.matches(PyExc_TypeError)
-      ? std::make_exception_ptr(py::type_error(what))
-      : std::make_exception_ptr(std::runtime_error(what));
-  error.restore();
-  PyErr_Clear();
-  return plain;
-}
-
 // What a future becomes when the answer to its call is there.
 using ResultOf = c10::IValue (*)(const rpc::Message&);
 
@@ -137,7 +128,9 @@ c10::intrusive_ptr<rpc::JitFuture> futureOf(
         try {
           value = resultOf(*answer.value().toCustomClass<rpc::Message>());
         } catch (py::error_already_set& error) {
-          result->setError(withoutPython(error));
+          // Reading an answer runs Python: what an unpickler raises, and what a
+          // signal handler raises meanwhile. Upstream makes a text of it.
+          result->setError(pythonException(error));
           return;
         } catch (const std::exception&) {
           result->setError(std::current_exception());
@@ -192,6 +185,37 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       futureOf(answer, c10::TensorType::get(), &resultOfScript));
 }
 
+// A call of a TorchScript function, for torch's profilers, under the name that
+// upstream gives it. Under the legacy profiler a key is set, and who has set it
+// has told of the call. Upstream sets one for the others too, which stays: they
+// see no more than the first such call of a thread.
+class ProfiledCall {
+ public:
+  ProfiledCall(
+      const rpc::RpcAgent& agent,
+      const std::string& function,
+      const std::string& to) {
+    if (torch::autograd::profiler::profilerEnabled() &&
+        !rpc::RemoteProfilerManager::getInstance().isCurrentKeySet()) {
+      record_ = torch::autograd::profiler::record_function_enter_new(
+          "rpc_async_jit#" + function + "(" + agent.getWorkerInfo().name_ +
+          " -> " + to + ")");
+    }
+  }
+
+  // The future that is done when the profiler knows of the end.
+  c10::intrusive_ptr<rpc::JitFuture> until(
+      c10::intrusive_ptr<rpc::JitFuture> done) const {
+    return record_ == nullptr
+        ? done
+        : torch::autograd::profiler::_call_end_callbacks_on_fut_new(
+              record_, done);
+  }
+
+ private:
+  c10::intrusive_ptr<torch::autograd::profiler::PythonRecordFunction> record_;
+};
+
 // Null for a call that upstream's own function has to refuse.
 std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
     const std::string& to,
@@ -210,10 +234,13 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
   jit::Stack stack;
   {
     const py::gil_scoped_acquire acquire;
+    requireScriptArguments(args, kwargs);
     stack = jit::createStackForSchema(
         schema, args.cast<py::args>(), kwargs.cast<py::kwargs>(), std::nullopt);
   }
   const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  const ProfiledCall profiled(
+      *agent, function.function_->qualname().qualifiedName(), to);
   const auto answer = torch::distributed::autograd::sendMessageWithAutograd(
       *agent,
       agent->getWorkerInfo(to),
@@ -221,8 +248,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
           .toMessage(),
       /*forceGradRecording=*/true,
       timeoutSeconds);
-  return std::make_shared<jit::PythonFutureWrapper>(
-      futureOf(answer, schema.returns()[0].type(), &resultOfScript));
+  return std::make_shared<jit::PythonFutureWrapper>(profiled.until(
+      futureOf(answer, schema.returns()[0].type(), &resultOfScript)));
 }
 
 // ---- functions of Python ---------------------------------------------------

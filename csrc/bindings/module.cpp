@@ -10,7 +10,11 @@ PYBIND11_MODULE(_C, module) {
   bindRemoteException(module);
   bindUcx(module);
   bindAgent(module);
+  bindRRefs(module);
   bindCalls(module);
+  bindCurrentCall(module);
+  bindWorkerEvents(module);
+  bindBoundaries(module);
   bindWire(module);
   bindCuda(module);
 }

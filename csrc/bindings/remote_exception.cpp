@@ -1,6 +1,5 @@
 #include "bindings/remote_exception.h"
 
-#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -13,8 +12,8 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// Where the class of a pickled RemoteException stands.
-constexpr size_t kLookedAt = 128;
+// Source: torch_rpc_ext/_payloads.py
+constexpr std::string_view kRaised("\x01Raised", 7);
 
 // A Python exception that travels through C++ futures, which copy, rethrow and
 // drop it on threads without the GIL.
@@ -40,15 +39,27 @@ class PythonException : public std::runtime_error {
 
 } // namespace
 
+std::exception_ptr pythonException(py::error_already_set& error) {
+  const py::gil_scoped_acquire gil;
+  const std::string text = error.what();
+  const py::object exception = error.value();
+  if (error.trace()) {
+    PyException_SetTraceback(exception.ptr(), error.trace().ptr());
+  }
+  auto carried = std::make_exception_ptr(PythonException(text, exception));
+  error.restore(); // let go of here, with the GIL
+  PyErr_Clear();
+  return carried;
+}
+
 std::exception_ptr decodeRemoteException(const rpc::Message& response) {
   if (response.type() != rpc::MessageType::PYTHON_RET &&
       response.type() != rpc::MessageType::FORWARD_AUTOGRAD_RESP) {
     return nullptr;
   }
+  // What distributed autograd adds stands behind it.
   const auto& payload = response.payload();
-  const std::string_view begin(
-      payload.data(), std::min(payload.size(), kLookedAt));
-  if (begin.find("RemoteException") == std::string_view::npos) {
+  if (!std::string_view(payload.data(), payload.size()).starts_with(kRaised)) {
     return nullptr;
   }
   py::gil_scoped_acquire gil;
@@ -66,9 +77,9 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
         py::str(exception).cast<std::string>();
     return std::make_exception_ptr(PythonException(text, exception));
   } catch (py::error_already_set& error) {
-    // Not to be read here: upstream's code gets its chance, and its error.
-    error.discard_as_unraisable("decoding a remote exception");
-    return nullptr;
+    // Reading it again would raise it again, or lose what a signal handler
+    // has raised.
+    return pythonException(error);
   }
 }
 

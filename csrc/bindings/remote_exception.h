@@ -14,6 +14,10 @@ namespace torch_rpc_ext::bindings {
 std::exception_ptr decodeRemoteException(
     const torch::distributed::rpc::Message& response);
 
+// What Python raised, for a future: raised again as it is where somebody waits.
+// Takes the GIL; the result needs none.
+std::exception_ptr pythonException(pybind11::error_already_set& error);
+
 void bindRemoteException(pybind11::module_& module);
 
 } // namespace torch_rpc_ext::bindings

@@ -1,13 +1,17 @@
 #include "bindings/request_callback.h"
 
 #include "agent/rpc_error.h"
+#include "agent/served_call.h"
 #include "agent/ucx_agent.h"
 #include "compat/script_calls.h"
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/rpc/profiler/server_process_global_profiler.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
+#include <torch/csrc/distributed/rpc/unpickled_python_remote_call.h>
+#include <torch/csrc/distributed/rpc/utils.h>
 
 #include <chrono>
 #include <memory>
@@ -45,11 +49,16 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   // and the operator's schema parsed.
   FuturePtr processMessage(rpc::Message& request, Streams streams)
       const override {
-    if (request.type() == rpc::MessageType::SCRIPT_CALL && streams.empty() &&
-        rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
+    if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
       try {
-        if (const auto call = scriptCalls_.read(request)) {
-          return processRpcWithErrors(*call, request.type(), streams);
+        if (request.type() == rpc::MessageType::SCRIPT_CALL) {
+          const auto call =
+              streams.empty() ? scriptCalls_.read(request) : nullptr;
+          if (call != nullptr) {
+            return processRpcWithErrors(*call, request.type(), streams);
+          }
+        } else if (mayRunPython(request.type())) {
+          return processPythonMessage(request, std::move(streams));
         }
       } catch (const std::exception& error) {
         return asFuture(handleError(error, request.type(), request.id()));
@@ -73,12 +82,76 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     const auto& call = static_cast<rpc::ScriptRemoteCall&>(command);
     // The error becomes the RRef's value, as one that a function raises:
     // upstream's user of an RRef whose creation fails says "timed out".
-    return allowed_.allows(call)
-        ? RequestCallbackImpl::processScriptRemoteCall(command, streams)
-        : assignOwnerRRef(call.retRRefId(), call.retForkId(), refusal(call));
+    if (!allowed_.allows(call)) {
+      return assignOwnerRRef(call.retRRefId(), call.retForkId(), refusal(call));
+    }
+    // An RRef of this worker itself has a type already, which must be met.
+    const bool isOwn = call.retRRefId() == call.retForkId();
+    return isGivenUp() && !isOwn
+        ? assignOwnerRRef(
+              call.retRRefId(),
+              call.retForkId(),
+              notBegun(at::AnyClassType::get()))
+        : RequestCallbackImpl::processScriptRemoteCall(command, streams);
+  }
+
+  FuturePtr processPythonRemoteCall(
+      rpc::RpcCommandBase& command,
+      const Streams& streams) const override {
+    const auto& call = static_cast<rpc::UnpickledPythonRemoteCall&>(command);
+    return isGivenUp()
+        ? assignOwnerRRef(
+              call.rrefId(), call.forkId(), notBegun(c10::PyObjectType::get()))
+        : RequestCallbackImpl::processPythonRemoteCall(command, streams);
   }
 
  private:
+  static bool mayRunPython(rpc::MessageType type) {
+    switch (type) {
+      case rpc::MessageType::PYTHON_CALL:
+      case rpc::MessageType::PYTHON_REMOTE_CALL:
+      case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
+      case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  FuturePtr processPythonMessage(rpc::Message& request, Streams streams) const {
+    auto& rrefs = rpc::RRefContext::getInstance();
+    std::shared_ptr<rpc::RpcCommandBase> command;
+    rrefs.recordThreadLocalPendingRRefs();
+    try {
+      command = deserializePythonRpcCommand(
+          rpc::deserializeRequest(request), request.type());
+    } catch (const std::exception&) {
+      rrefs.clearRecordedPendingRRefsOnError();
+      throw;
+    }
+    const auto ready = rrefs.waitForThreadLocalPendingRRefs();
+    if (ready->completed() && streams.empty()) {
+      return processRpcWithErrors(*command, request.type(), streams);
+    }
+    // RRefs among the arguments are still to be confirmed by their owners: the
+    // function begins on the thread that hears of the last one.
+    const auto* const current = agent::ServedCall::current();
+    return ready->thenAsync(
+        [this,
+         command = std::move(command),
+         type = request.type(),
+         streams = std::move(streams),
+         call = current == nullptr ? agent::ServedCall()
+                                   : *current](rpc::JitFuture& /*ready*/) {
+          const agent::ServedCall::Scope scope(call);
+          if (type == rpc::MessageType::PYTHON_CALL && isGivenUp()) {
+            return notBegun(at::AnyClassType::get());
+          }
+          return processRpcWithErrors(*command, type, streams);
+        },
+        c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
+  }
+
   // While the GIL is profiled: waits until it is free, and counts that. It is
   // given back, because upstream wants to come without it.
   static void waitForGil() {
@@ -94,13 +167,30 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
             std::chrono::steady_clock::now() - begin));
   }
 
+  // Nobody waits any more for the answer to the call of this thread.
+  static bool isGivenUp() {
+    const auto* const call = agent::ServedCall::current();
+    return call != nullptr && call->cancelled();
+  }
+
+  FuturePtr notBegun(c10::TypePtr type) const {
+    auto future = c10::make_intrusive<rpc::JitFuture>(std::move(type));
+    future->setError(
+        std::make_exception_ptr(
+            agent::RpcError(
+                base::ErrorKind::kTimedOut,
+                worker_,
+                "worker \"" + worker_ +
+                    "\" did not begin the call: its caller had given up")));
+    return future;
+  }
+
   FuturePtr refusal(const rpc::ScriptCall& call) const {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     const std::string name = agent::nameOf(call);
     future->setError(
         std::make_exception_ptr(
-            agent::RpcError(
-                base::ErrorKind::kRefused,
+            agent::Refusal(
                 worker_,
                 "worker \"" + worker_ + "\" refused " + name + ": it " +
                     agent::kNotAllowed +

@@ -1,8 +1,9 @@
-// _C.wire: the codec and the receive-buffer cache, for tests only.
+// _C.wire: the codec, the receive-buffer cache and other parts, for tests only.
 
 #include "agent/codec.h"
 #include "base/checksum.h"
 #include "memory/buffer_cache.h"
+#include "transport/ucx/peer_watch.h"
 #include "transport/ucx/secure_channel.h"
 
 #include <torch/csrc/utils/pybind.h>
@@ -21,7 +22,7 @@ using memory::BufferCache;
 namespace {
 
 template <typename T>
-T& unwrap(base::Result<T>& result) {
+T& valueOf(base::Result<T>& result) {
   if (!result.ok()) {
     throw py::value_error(result.error().message);
   }
@@ -52,7 +53,7 @@ py::tuple encodeMessage(
        .dtype = static_cast<wire::WireDtype>(dtype),
        .checked = checked});
   message.reset(); // what is still needed, `Encoded` must hold
-  agent::Encoded& encoded = unwrap(result);
+  agent::Encoded& encoded = valueOf(result);
   py::list bulk;
   for (const auto& span : encoded.bulk) {
     bulk.append(toBytes(span.data, span.size));
@@ -65,19 +66,19 @@ py::tuple decodeMessage(
     const std::string& head,
     const std::vector<std::string>& bulk) {
   auto parsed = agent::Decoder::parse({head.data(), head.size()});
-  agent::Decoder& decoder = unwrap(parsed);
+  agent::Decoder& decoder = valueOf(parsed);
   std::vector<uint64_t> sizes;
   for (const auto& bytes : bulk) {
     sizes.push_back(bytes.size());
   }
   BufferCache cache(0);
   auto allocated = decoder.allocate(cache, sizes, /*devices=*/{});
-  const auto& spans = unwrap(allocated);
+  const auto& spans = valueOf(allocated);
   for (size_t i = 0; i < spans.size() && i < bulk.size(); ++i) {
     std::memcpy(spans[i].data, bulk[i].data(), spans[i].size);
   }
   auto finished = decoder.finish();
-  auto& message = unwrap(finished);
+  auto& message = valueOf(finished);
   return py::make_tuple(
       toBytes(message->payload().data(), message->payload().size()),
       message->tensors(),
@@ -138,7 +139,7 @@ void bindBufferCache(py::module_& m) {
           "acquire",
           [](BufferCache& self, size_t size) {
             auto result = self.acquire(size);
-            return PyBlock{std::move(unwrap(result))};
+            return PyBlock{std::move(valueOf(result))};
           },
           py::arg("size"))
       .def("share", &BufferCache::share, py::arg("size"))
@@ -163,7 +164,7 @@ using transport::ucx::SecureChannel;
 // A sealed message is (number, bytes).
 py::tuple sealText(SecureChannel& channel, const std::string& text) {
   auto sealed = channel.seal(/*token=*/1, {}, {text.data(), text.size()});
-  const auto& data = unwrap(sealed).data;
+  const auto& data = valueOf(sealed).data;
   return py::make_tuple(
       sealed.value().header.transfer, toBytes(data.data(), data.size()));
 }
@@ -175,7 +176,7 @@ openText(SecureChannel& channel, uint64_t number, const std::string& bytes) {
   outer.token = 1;
   outer.transfer = number;
   auto opened = channel.open(outer, {bytes.data(), bytes.size()});
-  const base::ConstSpan data = unwrap(opened).data();
+  const base::ConstSpan data = valueOf(opened).data();
   return toBytes(data.data, data.size);
 }
 
@@ -191,6 +192,27 @@ void bindSecureChannel(py::module_& m) {
           py::arg("opener"))
       .def("seal", &sealText, py::arg("text"))
       .def("open", &openText, py::arg("number"), py::arg("bytes"));
+}
+
+// The states that a peer goes through when these words are heard.
+std::vector<std::string> peerStates(
+    const std::vector<std::string>& words,
+    bool watched) {
+  using transport::PeerState;
+  using transport::ucx::PeerWord;
+  PeerState state = PeerState::kConnecting;
+  std::vector<std::string> states = {transport::toString(state)};
+  for (const std::string& word : words) {
+    uint8_t number = 0;
+    while (word != transport::ucx::toString(PeerWord{number})) {
+      if (++number == transport::ucx::kPeerWords) {
+        throw py::value_error("there is no word \"" + word + "\"");
+      }
+    }
+    state = transport::ucx::next(state, PeerWord{number}, watched);
+    states.emplace_back(transport::toString(state));
+  }
+  return states;
 }
 
 } // namespace
@@ -217,6 +239,7 @@ void bindWire(py::module_& parent) {
             {info.ptr, static_cast<size_t>(info.size * info.itemsize)});
       },
       py::arg("bytes"));
+  m.def("peer_states", &peerStates, py::arg("words"), py::arg("watched"));
   m.def("size_class", &memory::sizeClass, py::arg("size"));
   bindBufferCache(m);
   bindSecureChannel(m);

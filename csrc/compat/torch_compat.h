@@ -6,8 +6,10 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -58,6 +60,7 @@ TORCH_RPC_EXT_EXPOSE(
     torch::distributed::rpc::RRefContext,
     nextLocalId_)
 TORCH_RPC_EXT_EXPOSE(RRefTimedOut, torch::distributed::rpc::RRef, timedOut_)
+TORCH_RPC_EXT_EXPOSE(RRefType, torch::distributed::rpc::RRef, type_)
 
 #undef TORCH_RPC_EXT_EXPOSE
 
@@ -217,6 +220,38 @@ releaseRRefsOf(
     }
   }
   return values;
+}
+
+// Whether RRef::fork() can write the type down for another worker. It asks a
+// tuple for its name, which only few have, and crashes; an enum's name means
+// nothing where nobody has compiled it.
+inline bool canBeNamed(const c10::Type& type) {
+  if (const auto* const tuple = type.castRaw<c10::TupleType>();
+      tuple != nullptr && !tuple->name()) {
+    return false;
+  }
+  const std::function<bool(const c10::Type&)> hasEnum =
+      [&](const c10::Type& part) {
+        const auto parts = part.containedTypes();
+        return part.kind() == c10::TypeKind::EnumType ||
+            std::any_of(parts.begin(), parts.end(), [&](const auto& each) {
+                 return hasEnum(*each);
+               });
+      };
+  return !hasEnum(type);
+}
+
+// Makes of the value's type that of a Python object, which has a name and whose
+// value is fetched as a pickle. Only of an RRef that has its value here, which
+// was made from Python and has never left: returns false for others.
+inline bool becomePython(torch::distributed::rpc::RRef& rref) {
+  namespace rpc = torch::distributed::rpc;
+  if (!rref.isOwner() || !static_cast<rpc::OwnerRRef&>(rref).hasValue()) {
+    return false;
+  }
+  const_cast<c10::TypePtr&>(rref.*privateMember(RRefType{})) =
+      c10::PyObjectType::get();
+  return true;
 }
 
 // What RRef::handleError() should have done.

@@ -1,6 +1,7 @@
 #include "memory/buffer_cache.h"
 
-#include <fcntl.h>
+#include "base/fork.h"
+
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
@@ -11,7 +12,6 @@
 #include <limits>
 #include <mutex>
 #include <new>
-#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -63,38 +63,6 @@ constexpr uint64_t kShortShare = 16;
 // Each holds a file descriptor.
 constexpr size_t kMaxSharedBlocks = 128;
 
-uint64_t randomId() {
-  static std::mutex mutex;
-  static std::mt19937_64 source{std::random_device{}()};
-  std::lock_guard lock(mutex);
-  uint64_t id = 0;
-  while (id == 0) {
-    id = source();
-  }
-  return id;
-}
-
-// Null, and no region, when there is no way.
-void* mapShared(size_t size, SharedRegion& region) {
-  const int fd =
-      ::memfd_create(kSharedRegionName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) {
-    return nullptr;
-  }
-  void* map = MAP_FAILED;
-  if (::ftruncate(fd, static_cast<off_t>(size)) == 0 &&
-      ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) ==
-          0) {
-    map = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  }
-  if (map == MAP_FAILED) {
-    ::close(fd);
-    return nullptr;
-  }
-  region = {randomId(), fd};
-  return map;
-}
-
 uint64_t freeMemory() {
   struct sysinfo info{};
   if (::sysinfo(&info) != 0) {
@@ -141,13 +109,13 @@ size_t sizeClass(size_t size) {
 
 // Shared by the cache and every block in use, so that a block can come home
 // after its cache is gone. Maps and unmaps without the lock: both may take
-// milliseconds.
+// milliseconds. In a forked child it only unmaps what the child lets go of.
 class BufferCache::State {
  public:
   struct Map {
-    void* data;
-    size_t capacity;
-    SharedRegion region;
+    void* data = nullptr;
+    size_t capacity = 0;
+    std::shared_ptr<SharedMap> shared = nullptr; // null: private
   };
 
   explicit State(size_t maxIdleBytes) : maxIdleBytes_(maxIdleBytes) {}
@@ -155,30 +123,33 @@ class BufferCache::State {
   // The new owner of `map`, whose data is null when there is no memory.
   Map take(size_t capacity, bool mustBeShared) {
     bool shared = mustBeShared;
+    const uint64_t lent = mustBeShared ? capacity : 0;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       shared = shared || sharedClasses_.count(capacity) != 0;
-      // The one used last is the one most likely still in the CPU's caches.
-      const auto found =
-          std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
-            return block.map.capacity == capacity &&
-                (!shared || block.map.region.id != 0);
-          });
-      if (found != idle_.rend()) {
+      auto found = findIdleLocked(capacity, shared);
+      if (found == idle_.end() && shared) {
+        shared = mayShareLocked(lent);
+        if (!shared && !mustBeShared) {
+          found = findIdleLocked(capacity, shared);
+        }
+      }
+      if (found != idle_.end()) {
         const Map map = found->map;
-        idle_.erase(std::next(found).base());
+        idle_.erase(found);
         stats_.idleBytes -= capacity;
         ++stats_.hits;
-        countUsed(capacity);
+        countUsed(capacity, lent);
         return map;
       }
-      shared = shared && sharedBlocks_ < kMaxSharedBlocks;
       sharedBlocks_ += shared ? 1 : 0;
     }
-    Map map{nullptr, capacity, {}};
+    Map map{nullptr, capacity};
     if (shared) {
-      map.data = mapShared(capacity, map.region);
-      if (map.data == nullptr) {
+      map.shared = SharedMap::create(capacity);
+      if (map.shared != nullptr) {
+        map.data = map.shared->data();
+      } else {
         std::lock_guard<std::mutex> lock(mutex_);
         --sharedBlocks_;
       }
@@ -193,18 +164,25 @@ class BufferCache::State {
     if (map.data != nullptr) {
       std::lock_guard<std::mutex> lock(mutex_);
       ++stats_.misses;
-      countUsed(capacity);
+      countUsed(capacity, lent);
     }
     return map;
   }
 
-  void giveBack(const Map& map, bool keep) noexcept {
+  void giveBack(const Map& map, bool lent) noexcept {
+    if (!home_.isHere()) {
+      unmapPrivate(map); // the lock may be that of a thread of the parent's
+      return;
+    }
     std::vector<Idle> surplus;
+    const bool keep = map.shared == nullptr || !map.shared->discarded();
     bool kept = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stats_.usedBytes -= map.capacity;
       --stats_.usedBlocks;
+      lentBytes_ -= lent ? map.capacity : 0;
+      lentBlocks_ -= lent ? 1 : 0;
       if (keep && !closed_ && map.capacity <= maxIdleBytes_) {
         try {
           idle_.push_back({map, Clock::now()});
@@ -273,9 +251,27 @@ class BufferCache::State {
     Clock::time_point since;
   };
 
-  void countUsed(size_t capacity) {
+  // The one used last is the one most likely still in the CPU's caches.
+  std::vector<Idle>::iterator findIdleLocked(size_t capacity, bool shared) {
+    const auto found =
+        std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
+          return block.map.capacity == capacity &&
+              (!shared || block.map.shared != nullptr);
+        });
+    return found == idle_.rend() ? idle_.end() : std::next(found).base();
+  }
+
+  // Whether one more shared block may be made, of which `lent` bytes are lent.
+  bool mayShareLocked(uint64_t lent) const {
+    return sharedBlocks_ < kMaxSharedBlocks &&
+        (lent == 0 || lentBlocks_ < 2 || lentBytes_ + lent <= kMaxLentBytes);
+  }
+
+  void countUsed(size_t capacity, uint64_t lent) {
     stats_.usedBytes += capacity;
     ++stats_.usedBlocks;
+    lentBytes_ += lent;
+    lentBlocks_ += lent == 0 ? 0 : 1;
   }
 
   // Moves out the oldest blocks: those over the cap, those from before
@@ -293,10 +289,16 @@ class BufferCache::State {
     stats_.idleBytes = left;
   }
 
+  static void unmapPrivate(const Map& map) noexcept {
+    if (map.shared == nullptr) {
+      ::munmap(map.data, map.capacity);
+    }
+  }
+
+  // Shared memory is unmapped with the last copy of `map`.
   void unmap(const Map& map) noexcept {
-    ::munmap(map.data, map.capacity);
-    if (map.region.id != 0) {
-      ::close(map.region.fd);
+    unmapPrivate(map);
+    if (map.shared != nullptr) {
       std::lock_guard<std::mutex> lock(mutex_);
       --sharedBlocks_;
     }
@@ -311,11 +313,14 @@ class BufferCache::State {
     return bytes;
   }
 
+  const base::HomeProcess home_;
   const size_t maxIdleBytes_;
   mutable std::mutex mutex_;
   std::vector<Idle> idle_; // by age, the oldest first
   std::set<size_t> sharedClasses_;
   size_t sharedBlocks_ = 0; // that exist
+  uint64_t lentBytes_ = 0; // in use, of acquireShared()
+  size_t lentBlocks_ = 0;
   BufferCacheStats stats_;
   bool closed_ = false;
 };
@@ -325,22 +330,22 @@ BufferCache::Block::Block(Block&& other) noexcept
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
       capacity_(std::exchange(other.capacity_, 0)),
-      region_(std::exchange(other.region_, {})),
-      discarded_(std::exchange(other.discarded_, false)) {}
+      shared_(std::move(other.shared_)),
+      lent_(std::exchange(other.lent_, false)) {}
 
 BufferCache::Block& BufferCache::Block::operator=(Block&& other) noexcept {
   std::swap(state_, other.state_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   std::swap(capacity_, other.capacity_);
-  std::swap(region_, other.region_);
-  std::swap(discarded_, other.discarded_);
+  std::swap(shared_, other.shared_);
+  std::swap(lent_, other.lent_);
   return *this;
 }
 
 BufferCache::Block::~Block() {
   if (data_ != nullptr) {
-    state_->giveBack({data_, capacity_, region_}, /*keep=*/!discarded_);
+    state_->giveBack({data_, capacity_, std::move(shared_)}, lent_);
   }
 }
 
@@ -389,7 +394,8 @@ BufferCache::Block BufferCache::take(size_t size, bool mustBeShared) {
     block.data_ = map.data;
     block.size_ = size;
     block.capacity_ = map.capacity;
-    block.region_ = map.region;
+    block.shared_ = map.shared;
+    block.lent_ = mustBeShared;
   }
   return block;
 }

@@ -2,6 +2,7 @@
 
 #include "base/buffer.h"
 #include "base/error.h"
+#include "memory/shared_map.h"
 
 #include <chrono>
 #include <cstddef>
@@ -18,14 +19,8 @@ inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 // most one eighth more than asked for. 0 if there is none.
 size_t sizeClass(size_t size);
 
-// Memory that another process can map: a sealed memfd of this process, which
-// cannot shrink. `id` is 0 for private memory, else random: it names the region
-// for as long as that exists.
-struct SharedRegion {
-  uint64_t id = 0;
-  int fd = -1;
-};
-inline constexpr const char* kSharedRegionName = "torch_rpc_ext";
+// Two blocks may always be lent: what was sent last, and what is sent now.
+inline constexpr uint64_t kMaxLentBytes = uint64_t{256} << 20;
 
 struct BufferCacheStats {
   uint64_t hits = 0; // acquire() served from idle blocks
@@ -62,12 +57,20 @@ class BufferCache {
     size_t capacity() const { // what is mapped
       return capacity_;
     }
-    const SharedRegion& region() const {
-      return region_;
+    // Null for private memory.
+    SharedMap* shared() const {
+      return shared_.get();
+    }
+    // Of shared memory that another process may have; else none.
+    SharedRegion region() const {
+      return shared_ == nullptr || shared_->discarded() ? SharedRegion{}
+                                                        : shared_->region();
     }
     // Another process may still use it: never to be handed out again.
     void discard() {
-      discarded_ = true;
+      if (shared_ != nullptr) {
+        shared_->discard();
+      }
     }
 
    private:
@@ -76,8 +79,8 @@ class BufferCache {
     void* data_ = nullptr;
     size_t size_ = 0;
     size_t capacity_ = 0;
-    SharedRegion region_;
-    bool discarded_ = false;
+    std::shared_ptr<SharedMap> shared_;
+    bool lent_ = false; // by acquireShared()
   };
 
   using Clock = std::chrono::steady_clock;
@@ -92,8 +95,10 @@ class BufferCache {
   // The content is whatever its last user left there. Fails with kOverloaded.
   base::Result<Block> acquire(size_t size);
 
-  // A block that another process can map; none when there is no memory, or when
-  // there are too many of them.
+  // A block that another process can map; none when there is no memory, when
+  // there are too many of them, or when none is idle and kMaxLentBytes of such
+  // blocks are in use: to fill fresh pages takes longer than to have the
+  // receiver copy.
   std::optional<Block> acquireShared(size_t size);
 
   // From now on blocks for this size can be mapped by other processes: for

@@ -15,6 +15,7 @@ struct Counters {
 
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsServed{0};
+  std::atomic<uint64_t> callsNotBegun{0}; // whose callers had given up
   std::atomic<uint64_t> callsFailed{0};
   std::atomic<uint64_t> callsTimedOut{0};
   std::atomic<uint64_t> bytesSent{0};

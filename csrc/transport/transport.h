@@ -18,7 +18,8 @@
 #include "base/error.h"
 #include "base/poller.h"
 #include "base/task.h"
-#include "memory/buffer_cache.h"
+#include "memory/shared_map.h"
+#include "transport/peer_state.h"
 
 #include <chrono>
 #include <cstdint>
@@ -49,8 +50,8 @@ class Filling {
 struct BulkSpan : base::ConstSpan {
   memory::SharedRegion region = {};
   // Keeps the region: the receiver may give it back (`returned`), and then it
-  // is used here on.
-  std::shared_ptr<void> owner = nullptr;
+  // is used here on. It is discarded when a child of the receiver's has it too.
+  std::shared_ptr<memory::SharedMap> owner = nullptr;
   // The region is one of the receiver's own, which it has sent over this
   // connection.
   bool returned = false;
@@ -66,7 +67,8 @@ class Connection;
 
 // Memory of the sender's that is used here.
 struct Adopted {
-  std::shared_ptr<void> memory; // null: there is none, it has to be copied
+  // Null: there is none, it has to be copied.
+  std::shared_ptr<memory::SharedMap> memory;
   // What it can be returned by (BulkSpan::returned), and over which connection.
   // 0: it is this process's own again.
   uint64_t region = 0;
@@ -89,6 +91,16 @@ class Incoming {
 
   virtual base::ConstSpan head() const = 0;
   virtual const std::vector<uint64_t>& bulkSizes() const = 0;
+
+  // Those of their bytes that take memory here: not of what adopt() is likely
+  // to find.
+  virtual uint64_t bytesToCopy() const {
+    uint64_t bytes = 0;
+    for (const uint64_t size : bulkSizes()) {
+      bytes += size;
+    }
+    return bytes;
+  }
 
   // Does not take the bulk; the sender's callback gets kRefused with the text.
   virtual void refuse(const base::Error& why) = 0;
@@ -128,18 +140,18 @@ class Connection {
   // sees kShutDown.
   virtual void close() = 0;
 
-  // Ends the connection without a word to the peer, which is known to be dead.
+  // Ends the connection as one that broke: the group takes the peer for dead,
+  // or another has its name.
   virtual void lose(const base::Error& /*why*/) {
     close();
   }
 
-  // True for good once the connection has ended or failed to open: who wants
-  // to go on has to connect anew.
-  virtual bool closed() const = 0;
+  // What is known of the other end. Who holds a connection that is over has to
+  // connect anew.
+  virtual PeerState peer() const = 0;
 
-  // True once it is certain that the process at the other end is no more.
-  virtual bool peerDied() const {
-    return false;
+  bool closed() const {
+    return isOver(peer());
   }
 
   // The peer can map shared memory of this process (BulkSpan::region).

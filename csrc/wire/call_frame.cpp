@@ -18,7 +18,7 @@ using base::Result;
 
 namespace {
 
-constexpr size_t kHeaderBytes = 40;
+constexpr size_t kHeaderBytes = 44;
 constexpr size_t kStorageBytes = 8;
 constexpr size_t kRecordBytes = 16;
 constexpr size_t kDimBytes = 16;
@@ -162,15 +162,15 @@ void writeRecord(ByteWriter& writer, const TensorRecord& record) {
   writer.i64(record.offset);
 }
 
-bool isInline(const StorageEntry& storage) {
-  return !storage.bulk && !storage.beside;
-}
-
 uint64_t wordOf(const StorageEntry& storage) {
   return storage.bytes.size | (storage.bulk ? kBulkBit : 0) |
       (storage.beside ? kBesideBit : 0) |
       uint64_t{storage.place} << kPlaceShift |
       static_cast<uint64_t>(storage.dtype) << kDtypeShift;
+}
+
+DevicePlace placeOf(uint64_t word) {
+  return static_cast<DevicePlace>((word & kPlaceBits) >> kPlaceShift);
 }
 
 WireDtype dtypeOf(uint64_t word) {
@@ -194,11 +194,18 @@ Error checkStorage(uint64_t word, uint64_t bytes) {
         "a storage of " + std::to_string(bytes) +
         " bytes has 2 bytes for each element");
   }
+  if (placeOf(word) == kMetaPlace &&
+      (word & (kBulkBit | kBesideBit | kDtypeBits)) != 0) {
+    return invalid("the bytes of a storage of the meta device travel");
+  }
+  if ((word & kBesideBit) != 0 && placeOf(word) == kHostPlace) {
+    return invalid("a storage for the CPU travels beside the frame");
+  }
   return {};
 }
 
 bool isInline(uint64_t word) {
-  return (word & (kBulkBit | kBesideBit)) == 0;
+  return (word & (kBulkBit | kBesideBit)) == 0 && placeOf(word) != kMetaPlace;
 }
 
 bool hasBeside(const CallFrame& frame) {
@@ -219,6 +226,9 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.header.answer && frame.header.kind == CallKind::kResponse) {
     return invalid("a response asks for a dtype of its answer");
   }
+  if (frame.header.timeout != 0 && frame.header.kind == CallKind::kResponse) {
+    return invalid("a response has a time-out");
+  }
   if (frame.payload.size > kMaxPayloadBytes) {
     return exceeds("payload size", frame.payload.size, kMaxPayloadBytes);
   }
@@ -229,12 +239,11 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     if (auto error = checkStorage(wordOf(storage), storage.bytes.size)) {
       return error;
     }
-    if (storage.beside && (storage.bulk || storage.place == kHostPlace)) {
-      return invalid(
-          "a storage for the CPU, or bulk, travels beside the frame");
+    if (storage.beside && storage.bulk) {
+      return invalid("a storage that is bulk travels beside the frame");
     }
     // At most 2^20 times 2^46: cannot overflow.
-    total += isInline(storage) ? storage.bytes.size : 0;
+    total += storage.isInline() ? storage.bytes.size : 0;
   }
   if (frame.note.size > kMaxNoteBytes) {
     return exceeds("note size", frame.note.size, kMaxNoteBytes);
@@ -289,6 +298,7 @@ void writeHeader(ByteWriter& writer, const CallFrame& frame, uint32_t tensors) {
   writer.u64(frame.payload.size | (frame.payloadBulk ? kBulkBit : 0));
   writer.u32(static_cast<uint32_t>(frame.storages.size()));
   writer.u32(static_cast<uint32_t>(frame.records.size()));
+  writer.u32(header.timeout);
 }
 
 void writeTables(ByteWriter& writer, const CallFrame& frame) {
@@ -353,7 +363,7 @@ Result<base::Buffer> encode(const CallFrame& frame) {
     writer.bytes(frame.payload);
   }
   for (const auto& storage : frame.storages) {
-    if (isInline(storage)) {
+    if (storage.isInline()) {
       writer.bytes(storage.bytes);
     }
   }
@@ -402,7 +412,7 @@ bool StorageCursor::next(StorageView& view) {
   view.size = word & kSizeBits;
   view.bulk = (word & kBulkBit) != 0;
   view.beside = (word & kBesideBit) != 0;
-  view.place = static_cast<DevicePlace>((word & kPlaceBits) >> kPlaceShift);
+  view.place = placeOf(word);
   view.dtype = dtypeOf(word);
   view.sum = sums_.remaining() == 0 ? 0 : sums_.u64();
   view.bytes = isInline(word) ? inlined_.bytes(view.size) : ConstSpan{};
@@ -476,6 +486,7 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
   const uint64_t payload = reader.u64();
   storageCount_ = reader.u32();
   recordCount_ = reader.u32();
+  header_.timeout = reader.u32();
   if (reader.failed()) {
     return truncated(size);
   }
@@ -491,6 +502,9 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
         header_.kind == CallKind::kResponse) {
       return invalid("unknown dtype for the answer, or a response with one");
     }
+  }
+  if (header_.timeout != 0 && header_.kind == CallKind::kResponse) {
+    return invalid("a response has a time-out");
   }
   payloadSize_ = payload & ~kBulkBit;
   payloadBulk_ = (payload & kBulkBit) != 0;
@@ -525,11 +539,7 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
     if ((word & ~kKnown) != 0 || (word & kBoth) == kBoth) {
       return invalid("reserved or contradictory bits in the storage table");
     }
-    const bool onDevice = (word & kPlaceBits) != 0;
-    if ((word & kBesideBit) != 0 && !onDevice) {
-      return invalid("a storage for the CPU travels beside the frame");
-    }
-    hasDevices_ |= onDevice;
+    hasDevices_ |= isOnDevice(placeOf(word));
     hasBeside_ |= (word & kBesideBit) != 0;
     // At most 2^20 times 2^46: cannot overflow.
     inlineBytes += isInline(word) ? bytes : 0;

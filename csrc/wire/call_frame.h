@@ -18,22 +18,28 @@
 //   8      payload       number of bytes; bit 63: travels as bulk
 //   4      storages      number of storages S
 //   4      records       number of tensor records R (tensors and their parts)
+//   4      timeout       ms for which the sender of a request still waits for
+//                        the answer, rounded up; 0 for no limit, or for more
+//                        than fits; 0 in a response
 //   8 S    storage table per storage: bits 0 to 46 number of bytes, bit 63: its
 //                        bytes travel as bulk, bit 62: they travel beside the
 //                        frame, in a way that needs no bytes of ours; bits 48
-//                        to 55: 0 for the receiver's CPU, else 1 + index of the
-//                        receiver's CUDA device; bits 56 and 57: WireDtype, the
+//                        to 55: 0 for the receiver's CPU, 255 for the meta
+//                        device, whose storages have no bytes to travel, else
+//                        1 + index of the receiver's CUDA device; bits 56 and
+//                        57: WireDtype, the
 //                        receiver widens the bytes to twice as many, which is
 //                        what the records are about; the other bits are 0. What
 //                        travels beside the frame has as many bytes there
 //   8 S+8  checksums     if there are: of the payload, then of the bytes of
 //   each
 //                        storage as they travel, 0 for those beside the frame
+//                        and of the meta device
 //   var    tensor table  R records, see below
 //   8      head checksum if there are: of all bytes before it
 //   var    payload       its bytes, unless bulk
-//   var    storages      the bytes of each that has neither bit 63 nor 62, in
-//                        table order
+//   var    storages      the bytes of each that has neither bit 63 nor 62, and
+//                        is not of the meta device, in table order
 //   8      note          number of bytes of the note; it and its number are
 //                        there only if a storage has bit 62
 //   var    note          what the way beside the frame says, opaque here
@@ -78,7 +84,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 5;
+inline constexpr uint8_t kVersion = 7;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 
@@ -120,19 +126,31 @@ struct CallHeader {
   uint64_t callId = 0;
   // Of a request: wanted for its answer.
   std::optional<WireDtype> answer = std::nullopt;
+  // Of a request: ms for which its sender still waits; 0 without limit.
+  uint32_t timeout = 0;
 };
 
-// Where a storage is on the receiver: 0 its CPU, else 1 + index of its CUDA
-// device.
+// Where a storage is on the receiver: 0 its CPU, 255 torch's meta device, else
+// 1 + index of its CUDA device.
 using DevicePlace = uint8_t;
 inline constexpr DevicePlace kHostPlace = 0;
+inline constexpr DevicePlace kMetaPlace = 0xff;
+// Whether it is on a CUDA device.
+constexpr bool isOnDevice(DevicePlace place) {
+  return place != kHostPlace && place != kMetaPlace;
+}
 
 struct StorageEntry {
   base::ConstSpan bytes; // data is not looked at when bulk or beside
   bool bulk = false;
-  bool beside = false; // not together with bulk, nor for the CPU
+  bool beside = false; // not together with bulk, and only for a CUDA device
   DevicePlace place = kHostPlace;
   WireDtype dtype = WireDtype::kFloat32; // of `bytes`
+
+  // Whether its bytes are in the frame.
+  bool isInline() const {
+    return !bulk && !beside && place != kMetaPlace;
+  }
 };
 
 struct Dim {
@@ -202,7 +220,7 @@ struct StorageView {
   bool beside = false;
   DevicePlace place = kHostPlace;
   WireDtype dtype = WireDtype::kFloat32;
-  base::ConstSpan bytes; // empty when bulk or beside
+  base::ConstSpan bytes; // empty unless they are in the frame
   uint64_t sum = 0; // CallFrameView::hasSums()
 
   uint64_t sizeHere() const {

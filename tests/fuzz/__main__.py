@@ -1,6 +1,7 @@
 """``python -m tests.fuzz --seconds 600``: what `make fuzz` runs.
 
-Each target runs under clang's libFuzzer with AddressSanitizer and UndefinedBehaviorSanitizer. What
+A target in C++ runs under clang's libFuzzer with AddressSanitizer and UndefinedBehaviorSanitizer,
+one in Python (pickles.py) in a process of its own. What
 a run learns is kept in build/fuzz/corpus for the next one. An input that fails is written to
 tests/fuzz/findings: commit it with the fix, the tests replay it from then on.
 
@@ -59,26 +60,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", nargs="?", choices=("run", "seeds"), default="run")
     parser.add_argument("--seconds", type=float, default=600, help="for all targets together")
-    parser.add_argument("--target", action="append", choices=registry.TARGETS)
+    targets = [*registry.TARGETS, *registry.PYTHON_TARGETS]
+    parser.add_argument("--target", action="append", choices=targets)
     arguments = parser.parse_args()
-    clang = shutil.which("clang++")
-    if clang is None:
+    names = arguments.target or targets
+    natives = [name for name in names if name in registry.TARGETS]
+    clang = shutil.which("clang++") or ""
+    if not clang and (natives or arguments.command == "seeds"):
         print("make fuzz needs clang++ with libFuzzer: install it (Debian: apt install clang)")
         return 1
     if arguments.command == "seeds":
         return _write_seeds(clang)
-    programs = cxx.build(
+    programs = natives and cxx.build(
         registry.BUILD / "libfuzzer",
         registry.programs(),
         compiler=clang,
         flags=("-O1", "-g", *_SANITIZE),
         libraries=("-lcrypto",),
     )
-    names = arguments.target or list(programs)
     workers = min(os.cpu_count() or 1, len(names))
     seconds = max(1, int(arguments.seconds / math.ceil(len(names) / workers)))
     with ThreadPoolExecutor(workers) as pool:
-        runs = {name: pool.submit(_run, name, programs[name], seconds) for name in names}
+        runs = {
+            name: pool.submit(_run, name, programs[name], seconds)
+            if name in registry.TARGETS
+            else pool.submit(_run_python, name, seconds)
+            for name in names
+        }
     outcomes = {name: run.result() for name, run in runs.items()}
     _report(outcomes)
     return 1 if any(outcome.failure for outcome in outcomes.values()) else 0
@@ -108,6 +116,20 @@ def _run(name: str, program: Path, seconds: int) -> Outcome:
         per_second=_number(r"stat::average_exec_per_sec:\s*(\d+)", text),
         coverage=int(coverage[-1]) if coverage else 0,
         failure=text[-4000:] if ended.returncode != 0 else "",
+    )
+
+
+def _run_python(name: str, seconds: int) -> Outcome:
+    findings = registry.FINDINGS / name
+    module = registry.PYTHON_TARGETS[name]
+    command = [sys.executable, "-m", module, "--seconds", str(seconds), "--findings", str(findings)]
+    ended = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    text = ended.stdout
+    return Outcome(
+        executions=_number(r"(\d+) programs", text),
+        per_second=_number(r"(\d+) a second", text),
+        coverage=_number(r"(\d+) outcomes", text),
+        failure=(text + ended.stderr)[-4000:] if ended.returncode != 0 else "",
     )
 
 

@@ -32,6 +32,8 @@ LIBRARY = [
         "wire/call_frame.cpp",
     )
 ]
+#: Targets in Python: modules that are programs.
+PYTHON_TARGETS = {"pickles": "tests.fuzz.pickles"}
 TARGETS = {source.stem: source for source in sorted((HERE / "targets").glob("*.cpp"))}
 
 

@@ -52,7 +52,8 @@ void writePreambles() {
   preamble.challenge = std::string(kChallengeBytes, 'c');
   preamble.token = 42;
   preamble.process = {1, 2, 345, 0x7f0000001000, 6};
-  preamble.address = std::string(48, 'a');
+  preamble.sameHost = true;
+  preamble.address = {std::string(48, 'a'), std::string(24, 'n')};
   preamble.hello = agent::encode(agent::Hello{"group", 3, "worker3"});
   write("preamble", "plain", fuzz::spanOf(encode(preamble)));
   preamble.keyShare = std::string(kKeyShareBytes, 'k');
@@ -82,7 +83,13 @@ void writeBulk() {
 }
 
 void writeSmallOnes() {
-  write("address", "address", encodeAddress(42, std::string(48, 'a')));
+  write(
+      "address",
+      "address",
+      encodeAddress(
+          {42,
+           {1, 2, 345, 0x7f0000001000, 6},
+           {std::string(48, 'a'), std::string(24, 'n')}}));
   write("hello", "hello", agent::encode(agent::Hello{"group", 3, "worker3"}));
   write(
       "hello",
@@ -164,6 +171,7 @@ void writeFrames() {
   frame.storages = narrowed;
   frame.header.kind = CallKind::kRequest;
   frame.header.answer = WireDtype::kFloat16;
+  frame.header.timeout = 60'000;
   write("call_frame", "narrowed", fuzz::spanOf(encode(frame).value()));
   const uint64_t sums[] = {1, 2, 3, 0};
   frame.sums = sums;

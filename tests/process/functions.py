@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def nested(depth: int, world_size: int) -> int:
 def sleep(seconds: float, *_: object) -> float:
     time.sleep(seconds)
     return seconds
+
+
+def begin_and_sleep(began: str, seconds: float) -> None:
+    """Sleeps, once a file says that it runs."""
+    Path(began).touch()
+    time.sleep(seconds)
 
 
 def name_here() -> str:
@@ -162,6 +169,11 @@ def script_parts(values: list[Tensor], times: int = 2) -> tuple[Tensor, int]:
 @torch.jit.script
 def script_nothing(a: Tensor) -> None:
     assert bool(a.sum() > 0), "it is not positive"
+
+
+@torch.jit.script
+def script_raise(text: str) -> None:
+    raise RuntimeError(text)
 
 
 @rpc.functions.async_execution

@@ -151,6 +151,27 @@ async def nap(seconds: float, value: Any = None) -> Any:
     return value
 
 
+INSIDE: list[asyncio.Future[None]] = []
+
+
+@aio.remote
+async def meet(count: int, value: Any) -> Any:
+    """Returns the value once so many calls are inside."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    INSIDE.append(waiter)
+    if len(INSIDE) == count:
+        for waiting in INSIDE:
+            waiting.set_result(None)
+        INSIDE.clear()
+    await waiter
+    return value
+
+
+def inside() -> int:
+    """How many calls of meet() wait for others."""
+    return len(INSIDE)
+
+
 @aio.remote(limit=1)
 async def one_at_a_time(seconds: float, value: Any) -> Any:
     RAN.append(value)
@@ -161,6 +182,7 @@ async def one_at_a_time(seconds: float, value: Any) -> Any:
 @aio.remote
 async def raise_async(text: str) -> None:
     await asyncio.sleep(0)
+    RAN.append(text)
     raise KeyError(text)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch.distributed import rpc
 
 #: Reachable through this module, but not defined in it.
 run_command = os.system
+neg = torch.neg
 
 
 def add(a: Any, b: Any) -> Any:
@@ -54,6 +58,97 @@ class Counter:
 
     def _reset(self) -> None:
         self.value = 0
+
+
+class Journal:
+    """Has what opcodes of pickle look for, and more; it writes down that it was used."""
+
+    def __init__(self, path: str = "") -> None:
+        self.path = path
+
+    def append(self, value: Any) -> None:
+        Path(self.path).touch()
+
+    def local_value(self) -> Any:
+        self.append(None)
+        return self
+
+    extend = add = __setitem__ = step = forward = parameters = append  # type: ignore[assignment]
+
+    def __call__(self, *_: Any) -> None:
+        self.append(None)
+
+    @classmethod
+    def of(cls, path: str) -> Journal:
+        return cls(path)
+
+
+class Shout(ValueError):
+    """An exception with a property that runs code."""
+
+    path = ""
+
+    @property
+    def loud(self) -> bool:
+        return True
+
+    @loud.setter
+    def loud(self, path: str) -> None:
+        Path(path).touch()
+
+
+def pick_function() -> Any:
+    """Returns what nobody listed."""
+    return os.system
+
+
+def pick_class() -> Any:
+    return type
+
+
+def serve_through(function: Any, *args: Any) -> Any:
+    """Calls what it is given: what a pickle can hold must be harmless here too."""
+    return function(*args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """Plain data of a class of its own."""
+
+    x: Any
+    y: Any = len
+
+
+class Names(list):  # type: ignore[type-arg]
+    """A list of a class of its own."""
+
+
+class Pair(NamedTuple):
+    """A tuple of a class of its own."""
+
+    a: Any
+    b: Any
+
+
+class Colour(enum.Enum):
+    """One of two."""
+
+    RED = 1
+    BLUE = 2
+
+
+@torch.jit.interface
+class DoubleInterface:
+    """Of a RemoteModule that is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pass
+
+
+def call_module(module: Any, x: Tensor) -> Tensor:
+    """Call a RemoteModule that has been sent here."""
+    result: Tensor = module.forward(x)
+    return result
 
 
 class Double(torch.nn.Module):

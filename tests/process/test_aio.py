@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import time
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process import remote_functions as m
-from tests.process.group import Group
+from tests.process.group import Group, init
 from tests.support.backend import needs_ucx, on_ucx
+from tests.support.child import Child, wait_for_end
 
 TO = "worker1"
 
@@ -208,6 +210,20 @@ def check_back_pressure() -> None:
     assert m.slow_batch.sync(TO, 5) == 5
 
 
+def check_a_name_that_is_taken() -> None:
+    from torch_rpc_ext.aio import _server
+
+    target, request, _ = m.meet._request((2, "first"), {})
+    first = rpc.rpc_async(TO, target, request)
+    while rpc.rpc_sync(TO, m.inside) == 0:
+        time.sleep(0.01)
+    # One of a peer that repeats the name leaves the other call alone.
+    with pytest.raises(ValueError, match="meet runs already"):
+        rpc.rpc_sync(TO, _server.run, (m.meet, request[1], (2, "second"), {}))
+    assert m.meet.sync(TO, 2, "third") == "third"
+    assert first.wait() == "first"
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -221,10 +237,46 @@ def check_back_pressure() -> None:
         check_batch_by_size_and_errors_per_call,
         check_bad_batches,
         check_back_pressure,
+        check_a_name_that_is_taken,
     ],
 )
 def test_aio(pair: Group, check: Any) -> None:
     pair.run(check)
+
+
+def fork_clients(init_method: str, world_size: int) -> None:
+    """All workers but the first, forked from this process, which has imported aio."""
+    forks = multiprocessing.get_context("fork")
+    clients = [
+        forks.Process(target=meet_at_service, args=(rank, world_size, init_method))
+        for rank in range(1, world_size)
+    ]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert [client.exitcode for client in clients] == [0] * len(clients)
+
+
+def meet_at_service(rank: int, world_size: int, init_method: str) -> None:
+    init(f"worker{rank}", rank, world_size, init_method, {})
+    # The service answers no call before the other client's is there too.
+    assert m.meet.sync("worker0", world_size - 1, rank) == rank
+    rpc.shutdown()
+
+
+def test_clients_forked_from_one_process() -> None:
+    with Group(1, init=False) as group:
+        serving = group[0].init(3)
+        parent = Child(fork_clients, (group.init_method, 3), name="parent")
+        try:
+            parent.start()
+            serving.result()
+            leaving = group[0].start(rpc.shutdown)
+            assert wait_for_end([parent], 60) and parent.exitcode == 0, parent.output()
+            leaving.result()
+        finally:
+            parent.close()
 
 
 @needs_ucx("has no allow_list")

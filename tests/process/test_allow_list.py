@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +219,7 @@ def use_rrefs() -> None:
 
 
 def use_remote_module() -> None:
+    from torch.distributed.nn.api import remote_module
     from torch.distributed.nn.api.remote_module import RemoteModule
     from torch.distributed.optim import DistributedOptimizer
 
@@ -227,6 +230,11 @@ def use_remote_module() -> None:
         optimizer: Any = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.5)
         optimizer.step(context)
     assert module.forward(torch.ones(2)).sum() == 2
+    assert sync(service.call_module, module, torch.ones(2)).sum() == 2
+    scripted: Any = remote_module._RemoteModule(
+        "worker1/cpu", service.Double, _module_interface_cls=service.DoubleInterface
+    )
+    assert scripted.forward(torch.ones(2)).sum() == 4
     other: Any = RemoteModule("worker1/cpu", torch.nn.Linear, args=(1, 1))
     refused(lambda: other.get_module_rref().to_here(), "Linear")
 
@@ -237,6 +245,39 @@ def test_upstreams_own_protocol_works() -> None:
     with Group(3, options={"allow_list": allow}) as group:
         group.run(use_rrefs)
         group.run(use_remote_module)
+
+
+def send_all_kinds() -> None:
+    with_metadata = collections.OrderedDict(a=1)
+    with_metadata._metadata = {"version": 2}  # type: ignore[attr-defined]
+    nested: Any = ((((1,),),),)
+    for value in (
+        *(rpc.get_worker_info("worker1"), torch.float32, torch.strided, torch.channels_last),
+        *(
+            torch.device("cpu"),
+            torch.Size([1, 2]),
+            datetime.timedelta(1),
+            datetime.date(2000, 1, 1),
+        ),
+        *(range(3), slice(1, 2), frozenset({1}), bytearray(b"ab"), 2**70, -1.5, "\udc80", nested),
+        *(collections.deque([1], 3), collections.defaultdict(list, a=[1]), collections.OrderedDict),
+        *(service.Point(1, service.add), service.Names("ab"), service.Pair(1, 2)),
+        *(service.Colour.RED, service.Counter, [service.add], int, ValueError),
+    ):
+        arrived = sync(service.serve_through, service.Pair, value, 1)[0]
+        assert type(arrived) is type(value)
+        assert arrived == value
+    arrived = sync(service.serve_through, service.Pair, with_metadata, 1)[0]
+    assert arrived._metadata == {"version": 2}
+    errors = sync(service.serve_through, service.Pair, OSError(2, "no", "file"), service.Shout("x"))
+    assert errors[0].filename == "file" and errors[1].args == ("x",)
+    arrived = sync(service.serve_through, service.Pair, torch.eye(2).to_sparse_csr(), 1)[0]
+    assert arrived.to_dense().trace() == 2
+
+
+def test_values_of_all_kinds_arrive() -> None:
+    with Group(2, options={"allow_list": SERVICE}) as group:
+        group.run(send_all_kinds)
 
 
 def take_evil_answer() -> None:

@@ -287,7 +287,12 @@ def test_results_of_python_functions(pair: Group) -> None:
 
 
 def check_unwilling() -> None:
-    for error, seen in ((ValueError, ValueError), (TypeError, TypeError), (KeyError, RuntimeError)):
+    for error, seen in (
+        (ValueError, ValueError),
+        (TypeError, TypeError),
+        (KeyError, RuntimeError),
+        (KeyError, KeyError),
+    ):
         future = rpc.rpc_async("worker1", unwilling, args=(error,))
         for _ in range(2):
             with pytest.raises(seen, match="not here"):
@@ -296,5 +301,5 @@ def check_unwilling() -> None:
 
 
 def test_a_result_that_cannot_be_unpickled(pair: Group) -> None:
-    """Three classes of error, as upstream: others become RuntimeError."""
+    """Three classes of error, as upstream: others are RuntimeErrors too, beside what they are."""
     pair.run(check_unwilling)

@@ -367,6 +367,34 @@ def test_missing_maps_and_nested_calls() -> None:
         group.run(nested_and_async)
 
 
+def meta_tensors() -> None:
+    meta = torch.empty(3, device="meta")
+    assert rpc.rpc_sync("worker1", devices_of, args=([meta, ramp(3, "cuda:0")],)) == [
+        "meta",
+        "cuda:1",
+    ]
+    # torch's own futures, where devices are: the error says which device, and the callee lives.
+    with pytest.raises(Exception, match="to be on a device of type cuda, got one on device meta"):
+        rpc.rpc_sync("worker1", torch.neg, args=(meta,))
+    assert_ramp(rpc.rpc_sync("worker1", plus, args=(ramp(3, "cuda:0"), 5)), "cuda:0", 5)
+
+
+def test_meta_tensors_can_be_arguments(cuda_pair: Group) -> None:
+    cuda_pair.run(meta_tensors)
+
+
+def test_meta_tensors_of_a_worker_without_devices_can_be_results() -> None:
+    with devices([{"worker1": {"cuda:0": "cpu"}}, {}]) as group:
+        group.run(meta_results)
+
+
+def meta_results() -> None:
+    assert rpc.rpc_sync("worker1", torch.empty, args=([3],), kwargs={"device": META}).is_meta
+
+
+META = torch.device("meta")
+
+
 def host_to_device(size: int) -> None:
     assert_ramp(rpc.rpc_sync("worker1", plus, args=(torch.arange(float(size)), 1)), "cpu", 1)
     many = [torch.ones(3) for _ in range(10)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
 import re
 import time
 from typing import Any
@@ -137,6 +139,52 @@ def check_exception_with_arguments() -> None:
         assert fn.__name__ in text, "no remote traceback"
 
 
+def raise_here(error: Any) -> None:
+    raise error
+
+
+def raise_missing_file() -> None:
+    open("/no such/file")  # noqa: SIM115
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def raise_keyword_only() -> None:
+    raise KeywordOnly(code=7)
+
+
+def check_what_exceptions_hold() -> None:
+    missing: Any = caught(raise_missing_file)
+    assert isinstance(missing, FileNotFoundError), repr(missing)
+    assert (missing.errno, missing.filename) == (errno.ENOENT, "/no such/file")
+    assert "worker1" in "".join(missing.__notes__), "no remote traceback"
+    wanted: Any = caught(raise_here, ImportError("no such", name="n", path="p"))
+    assert (wanted.name, wanted.path) == ("n", "p") and "worker1" in str(wanted)
+    stopped: Any = caught(raise_here, StopIteration(5))
+    assert isinstance(stopped, StopIteration) and stopped.value == 5
+    group: Any = caught(raise_here, ExceptionGroup("both", [KeyError("a"), ValueError("b")]))
+    assert [type(error) for error in group.exceptions] == [KeyError, ValueError]
+    only: Any = caught(raise_keyword_only)
+    assert isinstance(only, KeywordOnly) and only.code == 7 and "worker1" in str(only)
+    # The same through an RRef.
+    with pytest.raises(FileNotFoundError) as raised:
+        rpc.remote("worker1", raise_missing_file).to_here()
+    assert raised.value.filename == "/no such/file"
+    for error in (missing, wanted, stopped, group, caught(raise_here, KeyError("key"))):
+        assert isinstance(error, RuntimeError), "as upstream"
+        again = pickle.loads(pickle.dumps(error))
+        assert isinstance(error, type(again)) and str(again) == str(error)
+
+
+@needs_ucx("keeps the class of ValueError and TypeError only")
+def test_remote_exceptions_keep_what_they_hold(pair: Group) -> None:
+    pair.run(check_what_exceptions_hold)
+
+
 def check_exception_that_cannot_be_built() -> None:
     error = caught(f.raise_cannot_be_built)
     assert isinstance(error, RuntimeError), repr(error)
@@ -153,6 +201,99 @@ def test_remote_exception_that_cannot_be_built(pair: Group) -> None:
 @needs_ucx("cannot rebuild an exception whose constructor needs arguments (pytorch issue 45044)")
 def test_remote_exception_with_constructor_arguments(pair: Group) -> None:
     pair.run(check_exception_with_arguments)
+
+
+def check_what_is_a_timeout() -> None:
+    from torch_rpc_ext import errors
+
+    assert errors.is_timeout(caught(f.sleep, 2.0, timeout=0.1))
+    for text in ("Timeout", "a timeout of the database", "RPCErr:1:RPC ran for more than"):
+        assert not errors.is_timeout(caught(raise_here, RuntimeError(text))), text
+    assert not errors.is_timeout(caught(raise_here, TimeoutError("the timeout of another")))
+
+
+def test_a_timeout_is_told_by_its_code(pair: Group) -> None:
+    pair.run(check_what_is_a_timeout)
+
+
+#: What errors of ours say.
+OUR_WORDS = (
+    'worker "worker1" refused x: it is not in its allow_list',
+    "the payload of the message changed on its way: its 3 bytes have another checksum",
+    'RPCErr:0:f on worker "worker1" failed (peer lost): process 1 died',
+    "RPCErr:1:RPC ran for more than set timeout (1 ms)",
+    "RemoteException failed (overloaded)",
+)
+
+
+def check_texts_that_look_like_ours() -> None:
+    from torch_rpc_ext import RetryPolicy, errors
+
+    for text in OUR_WORDS:
+        for error in (
+            caught(f.script_raise, text),
+            caught(raise_here, RuntimeError(text)),
+            caught(raise_here, KeywordOnly(code=1)),
+            creation_error(f.script_raise, text),
+            creation_error(raise_here, RuntimeError(text)),
+        ):
+            assert not isinstance(error, errors.RpcError), repr(error)
+            assert not errors.is_timeout(error), repr(error)
+        assert text in str(caught(f.script_raise, text))
+        assert text in str(caught(raise_here, RuntimeError(text)))
+        assert rpc.rpc_sync("worker1", f.identity, args=(text,)) == text
+    COUNTED.clear()
+    with pytest.raises(RuntimeError, match="peer lost"):
+        RetryPolicy(attempts=3, wait=0).rpc_sync("worker0", count_and_raise, (OUR_WORDS[2],))
+    assert len(COUNTED) == 1
+
+
+COUNTED: list[str] = []
+
+
+def count_and_raise(text: str) -> None:
+    COUNTED.append(text)
+    raise RuntimeError(text)
+
+
+def creation_error(fn: Any, *args: Any) -> Exception:
+    """What an RRef to the value of a call raises."""
+    rref = rpc.remote("worker1", fn, args=args)
+    try:
+        rref.to_here()
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError(f"{fn} raised nothing")
+
+
+def count(text: str) -> None:
+    COUNTED.append(text)
+
+
+class ReadOnce:
+    """Says so each time that it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (count, ("RemoteException",))
+
+
+def read_once() -> ReadOnce:
+    return ReadOnce()
+
+
+def check_what_looks_like_an_exception_is_read_once() -> None:
+    COUNTED.clear()
+    assert rpc.rpc_sync("worker1", read_once) is None
+    assert COUNTED == ["RemoteException"]
+
+
+@needs_ucx("has no errors by kind")
+def test_a_functions_text_makes_no_error_of_ours(pair: Group) -> None:
+    pair.run(check_texts_that_look_like_ours)
+
+
+def test_a_result_is_unpickled_once(pair: Group) -> None:
+    pair.run(check_what_looks_like_an_exception_is_read_once)
 
 
 def check_text_survives() -> None:

@@ -66,7 +66,8 @@ def test_a_result_is_lent(pair: Group) -> None:
     pair.run(check_result_is_lent)
 
 
-def own_regions() -> set[int]:
+def open_regions() -> set[int]:
+    """What this process has descriptors of: its own, and what it has mapped of others."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -75,10 +76,8 @@ def own_regions() -> set[int]:
 
 
 def keep(tensor: Tensor) -> int:
-    """Returns the region of the caller's that it lies in; 0 for none."""
     kept.append(tensor)
-    region = region_of(tensor)
-    return 0 if region in own_regions() else region
+    return region_of(tensor)
 
 
 def value_kept(i: int) -> float:
@@ -92,14 +91,14 @@ def drop_kept() -> None:
 def check_more_than_there_are_blocks(count: int) -> None:
     warm_up()
     regions = [rpc.rpc_sync("worker1", keep, args=(numbers(i),)) for i in range(count)]
-    lent = [region for region in regions if region != 0]
+    lent = [region for region in regions if region in open_regions()]
     # The rest is read by the callee, as where nothing can be shared.
     assert 100 < len(lent) < count and len(set(lent)) == len(lent)
     for i in range(0, count, 7):
         assert rpc.rpc_sync("worker1", value_kept, args=(i,)) == i
     rpc.rpc_sync("worker1", drop_kept)
     deadline = time.monotonic() + 10
-    while rpc.rpc_sync("worker1", keep, args=(numbers(0),)) == 0:
+    while rpc.rpc_sync("worker1", keep, args=(numbers(0),)) not in open_regions():
         rpc.rpc_sync("worker1", drop_kept)
         assert time.monotonic() < deadline, "blocks do not come back"
         time.sleep(0.05)
@@ -413,6 +412,33 @@ def check_resources_stay() -> None:
 @needs_ucx("its own resources are not ours to test")
 def test_descriptors_and_maps_do_not_grow(pair: Group) -> None:
     pair.run(check_resources_stay)
+
+
+def keep_echoes() -> None:
+    sent = [torch.full((SIZE,), float(i)) for i in range(20)]  # too many to be lent: read
+    for _ in range(3):
+        kept[:] = rpc.rpc_sync("worker1", f.identity, args=(sent,))
+    assert all(region_of(tensor) for tensor in kept)
+
+
+def pop_kept() -> list[Tensor]:
+    tensors = list(kept)
+    kept.clear()
+    return tensors
+
+
+def check_comes_home() -> None:
+    before = open_regions()
+    for i, tensor in enumerate(rpc.rpc_sync("worker0", pop_kept)):
+        assert region_of(tensor) in before and tensor.eq(i).all()
+        tensor.fill_(-1)
+
+
+@needs_ucx("copies")
+def test_what_was_given_away_can_come_home_as_a_result(pair: Group) -> None:
+    for _ in range(2):
+        pair.run(keep_echoes)
+        pair[1].run(check_comes_home)
 
 
 def check_forged(message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
@@ -508,6 +509,48 @@ def profile_a_silent_one(entered: str, stopped: str) -> tuple[dict[str, str], li
     return prof.missing, sorted(prof.recordings)
 
 
+def profiled_names(kind: str, call: Any, times: int = 1) -> list[str]:
+    """What torch's profilers record of calls."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    profiler: Any = profiler_legacy.profile()  # type: ignore[no-untyped-call]
+    if kind == "kineto":
+        profiler = torch.profiler.profile(activities=activities)
+    with profiler as prof:
+        for _ in range(times):
+            made = call()
+            if kind == "legacy" and isinstance(made, rpc.PyRRef):
+                made._get_profiling_future().wait()
+    events = prof.events() if kind == "kineto" else prof.function_events
+    # Without the operators at the callee, which the legacy one names by the call.
+    names = [e.name for e in events or () if e.name.startswith("rpc_")]
+    return sorted(name for name in names if "#remote_op" not in name)
+
+
+@workers(2)
+def test_torchs_profilers_record_calls_of_torchscript() -> None:
+    tensor = torch.ones(2)
+    args = (tensor, tensor)
+    there = f"{torch._jit_internal._qualified_name(f.script_add)}(worker0 -> worker1)"
+    in_cpp = f"rpc_async_jit#{there}"
+    for call, name in {
+        lambda: rpc.rpc_sync("worker1", f.script_add, args): "sync",
+        lambda: rpc.rpc_async("worker1", f.script_add, args).wait(): "async",
+        lambda: rpc.remote("worker1", f.script_add, args): "remote",
+    }.items():
+        # As upstream: the legacy profiler, which knows of RPC, is told in Python; the others see
+        # the call that C++ makes.
+        seen = profiled_names("legacy", call)
+        assert seen == [f"rpc_{name}#{there}"], seen
+        if name == "remote":
+            assert profiled_names("kineto", call) == []
+        elif on_ucx():
+            assert profiled_names("kineto", call, times=2) == [in_cpp] * 2
+    if not on_ucx():  # which sees the first such call of a thread only, and no legacy profile then
+        assert profiled_names("kineto", lambda: rpc.rpc_sync("worker1", f.script_add, args)) == [
+            in_cpp
+        ]
+
+
 @workers(2)
 def test_operators_and_picture(tmp_path: Path) -> None:
     with profiled(operators=True) as prof:
@@ -533,6 +576,7 @@ def test_operators_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "trace.png").stat().st_size > 5000
 
 
+SERVED = ["tests.process.functions", "tests.process.remote_functions"]
 ALLOWED = ["tests.process.functions", "torch_rpc_ext.profiler.recorder"]
 
 
@@ -540,6 +584,27 @@ ALLOWED = ["tests.process.functions", "torch_rpc_ext.profiler.recorder"]
 @workers(2, options={"allow_list": ALLOWED})
 def test_with_an_allow_list() -> None:
     expect_it_works()
+
+
+@needs_ucx("has no allow_list")
+@workers(3, options=[{}, *[{"allow_list": SERVED}] * 2])
+def test_workers_that_are_not_recorded_are_left_alone() -> None:
+    rref = rpc.remote("worker1", f.Owned)
+    with profiled(workers=["worker0"]) as prof:
+        assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+        assert rpc.rpc_async("worker1", f.identity, args=(2,)).wait() == 2
+        assert rpc.remote("worker2", f.identity, args=(3,)).to_here() == 3
+        assert rref.rpc_sync().hello() == "hello"
+        assert remote_functions.nap.sync("worker2", 0.0, 4) == 4
+        # To oneself, between the others: recorded at both ends.
+        assert rpc.remote("worker0", f.identity, args=(5,)).to_here() == 5
+    found = rows(prof)
+    assert found["identity", "worker1"].calls == 2
+    assert found["identity", "worker2"].calls == found["hello", "worker1"].calls == 1
+    assert found["nap", "worker2"].calls == 1
+    assert [e.function for e in prof.recordings["worker0"].executions] == [
+        "tests.process.functions.identity",
+    ]
 
 
 @needs_ucx("has no allow_list")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process import remote_functions as m
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -66,6 +71,85 @@ def forget() -> None:
     CALLS.clear()
 
 
+def check_async_functions() -> None:
+    from torch_rpc_ext import aio
+    from torch_rpc_ext.errors import OverloadedError
+
+    kind = "OverloadedError"
+
+    @policy(attempts=5)
+    async def ask(times: int) -> Any:
+        return await aio.as_asyncio(rpc.rpc_async("worker1", fail_first, (times, kind)))
+
+    assert inspect.iscoroutinefunction(ask) and ask.__name__ == "ask"
+    assert asyncio.run(ask(2)) == 3
+    with pytest.raises(OverloadedError, match="not yet"):
+        asyncio.run(ask(9))
+    assert rpc.rpc_sync("worker1", calls) == 5
+    rpc.rpc_sync("worker1", forget)
+    # Methods, and remote functions called here.
+    rpc.rpc_sync("worker1", m.ran)
+    again = policy(attempts=2, retry_on=(KeyError,))
+    with pytest.raises(KeyError, match="here"):
+        asyncio.run(again(m.raise_async)("here"))
+    assert m.ran() == ["here", "here"]
+    with pytest.raises(KeyError, match="there"):
+        asyncio.run(again(m.raise_async.call)("worker1", "there"))
+    assert rpc.rpc_sync("worker1", m.ran) == ["there", "there"]
+
+    # Cancellation is for the caller, and is not called again.
+    async def cancel_while_it_pauses() -> None:
+        task = asyncio.ensure_future(policy(attempts=9, wait=60.0, max_wait=60.0)(ask)(9))
+        while not rpc.rpc_sync("worker1", calls) == 5:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_while_it_pauses())
+    assert rpc.rpc_sync("worker1", calls) == 5
+    rpc.rpc_sync("worker1", forget)
+
+
+def check_threads() -> None:
+    """Calls that wait for their answers, or pause, have no threads of their own."""
+    before = threading.active_count()
+    futures = [policy().rpc_async("worker1", wait_until_open) for _ in range(20)]
+    slow = policy(attempts=2, wait=1.0, max_wait=1.0)
+    futures += [slow.rpc_async("worker1", fail_first, (40, "OverloadedError")) for _ in range(20)]
+    while rpc.rpc_sync("worker1", calls) < 20:
+        time.sleep(0.01)
+    # The one that ends pauses; and those of the back end that have run a callback of Python.
+    mine = [thread for thread in threading.enumerate() if thread.name == "rpc-retry"]
+    assert len(mine) <= 1, mine
+    assert threading.active_count() < before + 20
+    rpc.rpc_sync("worker1", open_gate)
+    assert [future.wait() for future in futures[:20]] == [None] * 20
+    for future in futures[20:]:
+        with pytest.raises(RuntimeError, match="not yet"):
+            future.wait()
+    assert rpc.rpc_sync("worker1", calls) == 40
+    rpc.rpc_sync("worker1", forget)
+
+
+WAITING: list[Any] = []
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def wait_until_open() -> Any:
+    future: Any = torch.futures.Future()
+    WAITING.append(future)
+    return future
+
+
+def open_gate() -> None:
+    while len(WAITING) < 20:
+        time.sleep(0.01)
+    for future in WAITING:
+        future.set_result(None)
+    WAITING.clear()
+
+
 def check_kinds() -> None:
     # What the function raises is its answer, unless one says otherwise.
     with pytest.raises(ValueError, match="not yet"):
@@ -96,10 +180,23 @@ def check_deadline() -> None:
     with pytest.raises(CallTimeoutError):
         policy(attempts=1000, deadline=1.0).rpc_sync("worker1", f.sleep, (2.0,), timeout=0.1)
     assert 0.5 < time.monotonic() - start < 3
+    for timeout in (None, 0.1):
+        patient = policy(attempts=1000, deadline=1.0)
+        future = patient.rpc_async("worker1", f.sleep, (4.0,), timeout=timeout)
+        with pytest.raises(CallTimeoutError):
+            future.wait()
 
 
 def test_attempts(pair: Group) -> None:
     pair.run(check_attempts)
+
+
+def test_async_functions(pair: Group) -> None:
+    pair.run(check_async_functions)
+
+
+def test_calls_have_no_threads(pair: Group) -> None:
+    pair.run(check_threads)
 
 
 def test_kinds_of_errors(pair: Group) -> None:

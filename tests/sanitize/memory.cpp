@@ -1,13 +1,16 @@
-// memory::BufferCache, and transport::ucx::SharedMaps over its shared regions.
+// memory::BufferCache, transport::ucx::SharedMaps over its shared regions, and
+// memory::SharedMap, which both are made of, while the process forks.
 
 #include "memory/buffer_cache.h"
 #include "sanitize/stress.h"
 #include "transport/ucx/shared_maps.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 
 using namespace torch_rpc_ext;
@@ -55,9 +58,65 @@ void lend(BufferCache& cache, SharedMaps& maps, unsigned number) {
   const auto mapped = maps.map(getpid(), entry);
   require(mapped != nullptr, "a region of ours can be mapped");
   require(
-      std::memcmp(mapped.get(), &number, sizeof(number)) == 0, "same memory");
+      std::memcmp(mapped->data(), &number, sizeof(number)) == 0, "same memory");
   // It came back, and goes out again, before the peer has let go.
   require(maps.map(getpid(), entry) == mapped, "what is in use is mapped once");
+}
+
+// What tensors lie in is the child's as it was, whatever the parent and the
+// next users of the memory write. A lent block is mapped as a peer would, and
+// the peer forks.
+void leaveAChild(BufferCache& cache, SharedMaps& maps, unsigned number) {
+  const size_t size = 8 * kMib;
+  cache.share(size);
+  auto result = cache.acquire(size);
+  require(result.ok(), "there is memory");
+  BufferCache::Block block = std::move(result.value());
+  const auto region = block.region();
+  std::shared_ptr<memory::SharedMap> mapped;
+  if (number % 2 == 0 && region.id != 0) {
+    const BulkEntry entry{size, 0, region.id, static_cast<uint64_t>(region.fd)};
+    mapped = maps.map(getpid(), entry);
+    require(mapped != nullptr, "a region of ours can be mapped");
+  }
+  memory::SharedMap* const held = mapped ? mapped.get() : block.shared();
+  auto* const bytes =
+      static_cast<unsigned char*>(mapped ? mapped->data() : block.data());
+  std::optional<memory::SharedMap::Hold> hold(held);
+  const auto mark = static_cast<unsigned char>(number | 1);
+  bytes[0] = bytes[size / 2] = bytes[size - 1] = mark;
+  bytes[1] = 0;
+  int go[2];
+  require(pipe(go) == 0, "a pipe");
+  const pid_t child = fork();
+  require(child >= 0, "a process");
+  if (child == 0) {
+    close(go[1]);
+    char byte = 0;
+    (void)!read(go[0], &byte, 1);
+    const bool same =
+        bytes[0] == mark && bytes[size / 2] == mark && bytes[size - 1] == mark;
+    bytes[1] = 0xff;
+    _exit(same ? 0 : 1);
+  }
+  require(
+      held == nullptr || held->discarded(), "what a child has is discarded");
+  bytes[0] = bytes[size / 2] = 0;
+  if (mapped) {
+    block.discard(); // its lender has been told
+  }
+  hold.reset();
+  block = BufferCache::Block();
+  use(cache, number);
+  require(write(go[1], "", 1) == 1, "the child is told");
+  close(go[0]);
+  close(go[1]);
+  int status = 0;
+  require(waitpid(child, &status, 0) == child, "the child ends");
+  require(status == 0, "the child has its values");
+  if (mapped) {
+    require(bytes[1] != 0xff && bytes[size - 1] == mark, "so has the parent");
+  }
 }
 
 // What a peer offers that does not have it.
@@ -85,6 +144,7 @@ int main(int count, char** arguments) {
   crowd.add(3, [&](auto& random) { use(*cache, random()); });
   crowd.add(2, [&](auto& random) { lend(*cache, maps, random()); });
   crowd.add(1, [&](auto& random) { offer(maps, random()); });
+  crowd.add(2, [&](auto& random) { leaveAChild(*cache, maps, random()); });
   crowd.add(1, [&](auto& random) {
     cache->trim(std::chrono::microseconds(random() % 1000));
     maps.trim(std::chrono::microseconds(random() % 1000));

@@ -13,20 +13,23 @@ from tests.support import cxx
 HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "sanitize"
 
+_POLLER = ("base/boundary.cpp", "base/log.cpp", "base/poller.cpp", "base/timer.cpp")
+_EXECUTOR = ("agent/executor.cpp", *_POLLER)
 _NEEDS = {
-    "poller": ("base/poller.cpp", "base/timer.cpp"),
-    "executor": ("agent/executor.cpp", "base/log.cpp", "base/poller.cpp", "base/timer.cpp"),
+    "boundary": _EXECUTOR,
+    "poller": _POLLER,
+    "executor": _EXECUTOR,
     "mailbox": ("agent/mailbox.cpp",),
     "streaming_copy": ("base/streaming_copy.cpp",),
     "filling": ("transport/fill_level.cpp",),
-    "memory": ("memory/buffer_cache.cpp", "transport/ucx/shared_maps.cpp"),
-    "loopback": (
-        "agent/executor.cpp",
+    "memory": (
+        "base/fork.cpp",
         "base/log.cpp",
-        "base/poller.cpp",
-        "base/timer.cpp",
-        "transport/loopback/loopback.cpp",
+        "memory/buffer_cache.cpp",
+        "memory/shared_map.cpp",
+        "transport/ucx/shared_maps.cpp",
     ),
+    "loopback": (*_EXECUTOR, "transport/loopback/loopback.cpp"),
 }
 PROGRAMS = {
     name: [HERE / f"{name}.cpp", *(cxx.CSRC / source for source in sources)]

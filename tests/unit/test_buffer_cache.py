@@ -207,3 +207,15 @@ def test_shared_blocks_are_limited_and_private_ones_serve_instead() -> None:
     for block in blocks:
         block.release()
     assert cache.acquire(MIB).region[0] != 0
+
+
+def test_private_blocks_are_reused_where_no_more_can_be_shared() -> None:
+    cache = cache_of(4096)
+    cache.share(MIB)
+    blocks = [cache.acquire(MIB) for _ in range(140)]
+    private = [block for block in blocks if block.region[0] == 0]
+    addresses = {block.address for block in private}
+    for block in private:
+        block.release()
+    again = [cache.acquire(MIB) for _ in private]
+    assert {block.address for block in again} == addresses

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import os
 import pickle
 import traceback
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 
 from torch_rpc_ext import _exceptions
+from torch_rpc_ext.errors import RefusedError
 
 
 class Plain(Exception):
@@ -46,8 +50,44 @@ class Unpicklable(Exception):
         self.function = lambda: None
 
 
-def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseException:
-    """There and back, without RPC."""
+class KeywordOnly(Exception):
+    """Takes nothing by its place."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Slotted(Exception):
+    """Has its attribute in a slot."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Made(Exception):
+    """Wants an argument already to be made."""
+
+    def __new__(cls, *, code: int) -> Made:
+        return super().__new__(cls)
+
+    def __init__(self, *, code: int) -> None:
+        self.code = code
+
+
+class Disk(OSError):
+    """Takes an argument more."""
+
+    def __init__(self, number: int, text: str, sector: Any) -> None:
+        super().__init__(number, text)
+        self.sector = sector
+
+
+def _described(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a callee sends, after it was pickled and read."""
 
     class Agent:
         def get_worker_info(self) -> str:
@@ -59,7 +99,12 @@ def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseExcepti
         raise error
 
     udf: Any = _exceptions.internal.PythonUDF(fails, (), {})
-    sent = pickle.loads(pickle.dumps(_exceptions.run_function(udf)))
+    return pickle.loads(pickle.dumps(_exceptions.run_function(udf)))
+
+
+def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    """There and back, without RPC."""
+    sent = _described(error, monkeypatch)
     with pytest.raises(BaseException) as raised:
         _exceptions.handle_exception(sent)
     shown = "".join(traceback.format_exception_only(raised.value))
@@ -88,12 +133,110 @@ def test_constructor_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     error = travel(Cannot(7, "here"), monkeypatch)
-    assert type(error) is RuntimeError
+    assert type(error) is Cannot
     assert "Original exception on remote side was" in str(error) and "code 7" in str(error)
 
 
 def test_unpicklable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(travel(Unpicklable("x"), monkeypatch)) is Unpicklable
+
+
+def test_fields_of_builtin_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        open("/no such/file")  # noqa: SIM115
+    error: Any = travel(raised.value, monkeypatch)
+    assert type(error) is FileNotFoundError
+    assert (error.errno, error.strerror) == (errno.ENOENT, os.strerror(errno.ENOENT))
+    assert (error.filename, error.filename2) == ("/no such/file", None)
+    assert str(error) == str(raised.value)
+    error = travel(OSError(errno.EXDEV, "across", "from", None, "to"), monkeypatch)
+    assert (error.errno, error.filename, error.filename2) == (errno.EXDEV, "from", "to")
+    assert "only a text" in str(travel(OSError("only a text"), monkeypatch))
+    error = travel(Disk(errno.EIO, "broken", 3), monkeypatch)
+    assert type(error) is Disk and (error.errno, error.sector) == (errno.EIO, 3)
+
+    error = travel(ImportError("no such", name="n", path="p"), monkeypatch)
+    assert (error.name, error.path) == ("n", "p")
+    error = travel(UnicodeDecodeError("utf-8", b"ab", 1, 2, "why"), monkeypatch)
+    assert (error.encoding, error.object, error.start, error.end) == ("utf-8", b"ab", 1, 2)
+    assert "can't decode byte" in str(error) and error.reason == "why"
+    error = travel(NameError("no x", name="x"), monkeypatch)
+    assert error.name == "x"
+    with pytest.raises(SyntaxError) as wrong:
+        compile("a b", "file.py", "exec")
+    error = travel(wrong.value, monkeypatch)
+    assert (error.filename, error.lineno, error.text) == ("file.py", 1, "a b\n")
+
+
+def test_stop_iteration_keeps_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Any = travel(StopIteration([1]), monkeypatch)
+    assert type(error) is StopIteration and error.value == [1]
+
+
+@pytest.mark.parametrize("cls", [KeywordOnly, Slotted, Made])
+def test_constructors_that_cannot_be_called(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Any = travel(cls(code=7), monkeypatch)
+    assert type(error) is cls and error.code == 7
+
+
+def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ExceptionGroup("two", [KeywordOnly(code=1), OSError(errno.EIO, "x", "file")])
+    error: Any = travel(ExceptionGroup("outer", [group, ValueError("v")]), monkeypatch)
+    inner, value = error.exceptions
+    assert (error.message, inner.message, value.args) == ("outer", "two", ("v",))
+    assert inner.exceptions[0].code == 1 and inner.exceptions[1].filename == "file"
+
+
+def test_a_class_that_is_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(KeyError):
+        pass
+
+    local: Any = Local("x")
+    local.code = 7
+    error: Any = travel(local, monkeypatch)
+    assert type(error) is KeyError and error.code == 7 and "Local" in str(error)
+
+
+def test_classes_that_this_worker_may_not_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an allow-list: the nearest base that may be made, with what may be read."""
+
+    class Checks(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module != "builtins":
+                raise RefusedError(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    described = _described(Disk(errno.EIO, "broken", Plain("an argument")), monkeypatch)
+    monkeypatch.setattr(_exceptions.internal, "_unpickler", Checks)
+    with pytest.raises(OSError) as raised:
+        _exceptions.handle_exception(described)
+    assert type(raised.value) is OSError and raised.value.errno == errno.EIO
+    assert raised.value.sector is None  # type: ignore[attr-defined]
+
+
+def test_what_a_caller_catches() -> None:
+    """It is a RuntimeError too, and can be pickled again, as what it was."""
+    for error in (
+        KeyError("key"),
+        OSError(errno.ENOENT, "no such", "file"),
+        ImportError("no", name="n"),
+        KeywordOnly(code=3),
+        StopIteration(4),
+        ExceptionGroup("group", [ValueError("v")]),
+        Slotted(code=5),
+    ):
+        error.add_note("a note")
+        also: Any = _exceptions.also_runtime_error(error)
+        assert isinstance(also, RuntimeError) and isinstance(also, type(error)), also
+        assert str(also) == str(error) and also.args == error.args
+        for name in ("errno", "filename", "name", "code", "value", "exceptions"):
+            assert getattr(also, name, None) == getattr(error, name, None), (error, name)
+        if isinstance(error, KeywordOnly | Slotted):
+            continue  # which pickle cannot make again anyway
+        again = pickle.loads(pickle.dumps(also))
+        assert type(again) is type(error) and str(again) == str(error)
+        assert getattr(again, "__notes__", []) == ["a note"]
+        assert getattr(copy.copy(also), "errno", None) == getattr(error, "errno", None)
 
 
 def test_anything_else_passes() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
-from torch_rpc_ext import _native
+from torch_rpc_ext import _build, _build_info, _native
+
+RUNNING = torch.__version__
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +21,74 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "_mapped", lambda name: "")
 
 
-def build_info(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
-    module: Any = ModuleType("torch_rpc_ext._build_info")
-    module.TORCH_VERSION = given.get("torch", torch.__version__)
-    module.PYTHON_VERSION = given.get("python", sys.version.split()[0])
-    module.UCX_VERSION = given.get("ucx", "1.18.0")
-    monkeypatch.setitem(sys.modules, "torch_rpc_ext._build_info", module)
-
-
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_rpc_ext._build_info", None)
     with pytest.raises(ImportError, match="is not built. Run `make build`"):
         _native.load()
 
 
-@pytest.mark.parametrize("what", ["torch", "python"])
-def test_built_for_another(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    build_info(monkeypatch, **{what: "1.2.3"})
-    with pytest.raises(ImportError, match=r"was built for (torch|Python) 1\.2.* is running"):
+@pytest.fixture
+def another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A torch that there is no extension module for, and where modules are compiled into."""
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
+    return tmp_path
+
+
+def test_another_torch_and_no_compiler(
+    another_torch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    here = ".".join(RUNNING.split(".")[:2])
+    with pytest.raises(
+        ImportError,
+        match=rf"no extension module for torch 2\.99\.0.*install a C\+\+20 compiler "
+        rf"\(no-such-compiler is missing\), or install a torch .* one for: .*{here}",
+    ):
         _native.load()
+
+
+def test_another_torch_and_a_folder_that_is_none(another_torch: Path) -> None:
+    (another_torch / "compiled").write_text("a file")
+    with pytest.raises(ImportError, match="set TORCH_EXTENSIONS_DIR to a folder that can be"):
+        _native.load()
+
+
+def test_another_torch_and_sources_that_do_not_compile(
+    another_torch: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = another_torch / "csrc"
+    (broken / "compat").mkdir(parents=True)
+    (broken / "compat" / "broken.cpp").write_text("#error of this test")
+    monkeypatch.setattr(_build, "csrc", lambda: broken)
+    with pytest.raises(ImportError, match=r"torch 2\.99\.0\+cpu does not compile"):
+        _native.load()
+    assert "compiling the extension module for torch 2.99.0+cpu" in capfd.readouterr().err
+
+
+def test_a_module_that_was_compiled_is_found(another_torch: Path) -> None:
+    """Nothing is compiled again: the file is made by hand, and its content is the error's."""
+    name = _build.extension_name("2.99.0")
+    folder = another_torch / "compiled" / f"torch_rpc_ext_{_build_info.SOURCES}"
+    folder.mkdir(parents=True)
+    (folder / name).write_text("no ELF")
+    with pytest.raises(ImportError, match="file too short|invalid ELF header"):
+        _native.load()
+
+
+def test_units_hold_every_source_once(tmp_path: Path) -> None:
+    folders = (*_build.CORE_FOLDERS, *_build.TORCH_FOLDERS)
+    units = _build.units(folders, tmp_path)
+    lines = [line for unit in units for line in unit.read_text().splitlines()]
+    root = _build.csrc()
+    assert sorted(lines) == sorted(
+        f'#include "{path.relative_to(root)}"' for path in root.rglob("*.cpp")
+    )
+
+
+def test_sources_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_build.UNITS_VARIABLE, "0")
+    assert _build.units(["crypto"], tmp_path) == [_build.csrc() / "crypto" / "crypto.cpp"]
 
 
 def test_ucx_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +111,3 @@ def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install libucx-cu13"):
         _native._load_ucx("1.18.0")
-
-
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("2.13.0+cpu", "2.13.0"), ("2.15.0a0+git12ab", "2.15.0"), ("2.11.1rc2", "2.11.1")],
-)
-def test_release(version: str, release: str) -> None:
-    assert _native._release(version) == release

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import subprocess
 import sys
@@ -175,7 +174,7 @@ def test_bad_payloads_raise_and_leave_nothing_behind(payload: bytes) -> None:
 
 def test_an_error_while_pickling_leaves_nothing_behind() -> None:
     with pytest.raises(TypeError, match="BytesIO|pickle"):
-        internal.serialize([ONE, io.BytesIO, (value for value in ())])
+        internal.serialize(internal.PythonUDF(len, ([ONE, (value for value in ())],), {}))
     assert not vars(internal._thread_local_tensor_tables)
 
 

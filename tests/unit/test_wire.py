@@ -323,8 +323,8 @@ def test_memory_is_held_until_the_frame_is_gone() -> None:
 
 
 def test_sender_errors_name_the_tensor() -> None:
-    meta = torch.empty(3, device="meta")
-    with pytest.raises(ValueError, match=r"tensor 1 .*device meta.*\.cpu\(\)"):
+    meta = torch.empty(3, layout=torch.sparse_coo, device="meta")
+    with pytest.raises(ValueError, match="tensor 1 .*device meta and not an ordinary strided"):
         encode(torch.ones(1), meta)
     with pytest.raises(ValueError, match="nested"):
         encode(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
@@ -332,6 +332,34 @@ def test_sender_errors_name_the_tensor() -> None:
         encode(torch.ones([1] * 65))
     with pytest.raises(ValueError, match="cannot be sent"):
         encode(torch.ones(3).to_mkldnn())
+
+
+def test_meta_tensors_are_only_described() -> None:
+    base = torch.empty(1 << 30, 3, device="meta")
+    tensors = [base.t(), torch.ones(2), base[5:, 1].requires_grad_(), torch.ones(3)]
+    head, bulk = encode(*tensors, threshold=BULK)
+    assert len(head) < 300 and [len(each) for each in bulk] == [7, 8, 12]
+    got = round_trip(*tensors)
+    for one, want in zip(got, tensors, strict=True):
+        assert (one.device, one.dtype, one.shape) == (want.device, want.dtype, want.shape)
+        assert (one.stride(), one.storage_offset()) == (want.stride(), want.storage_offset())
+        assert one.requires_grad == want.requires_grad
+    assert got[0].untyped_storage()._cdata == got[2].untyped_storage()._cdata
+    assert torch.equal(got[3], torch.ones(3)) and (got[0] + 1).is_meta
+
+
+def test_sender_refuses_a_device_that_it_does_not_know() -> None:
+    class Strange(torch.Tensor):
+        @staticmethod
+        def __new__(cls) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, (3,), device="xla:0")
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match=r"tensor 1 .* on device xla:0 and not a CUDA .*\.cpu\(\)"):
+        encode(torch.ones(1), Strange())
 
 
 def test_sender_refuses_a_freed_storage() -> None:

@@ -21,7 +21,7 @@ THRESHOLDS = pytest.mark.parametrize("threshold", [INLINE, 0, 300])
 
 # Places in the frame, see csrc/wire/call_frame.h.
 ANSWER_AT, FEATURES_AT, STORAGES_AT, RECORDS_AT = 6, 7, 32, 36
-HEADER = 40
+HEADER = 44
 BULK_BIT, BESIDE_BIT = 1 << 63, 1 << 62
 DTYPE_SHIFT = 56
 

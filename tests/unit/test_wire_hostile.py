@@ -31,8 +31,8 @@ pytestmark = [
 
 # Places in the frame, see csrc/wire/call_frame.h.
 VERSION_AT, KIND_AT, TYPE_AT, FEATURES_AT = 2, 3, 4, 7
-TENSORS_AT, PAYLOAD_AT, STORAGES_AT, RECORDS_AT = 12, 24, 32, 36
-HEADER = 40
+TENSORS_AT, PAYLOAD_AT, STORAGES_AT, RECORDS_AT, TIMEOUT_AT = 12, 24, 32, 36, 40
+HEADER = 44
 BULK_BIT, BESIDE_BIT = 1 << 63, 1 << 62
 PLACE_SHIFT = 48
 
@@ -212,7 +212,7 @@ def test_wrong_version_names_both() -> None:
     ("bits", "error"),
     [
         (1 << PLACE_SHIFT, "meant for cuda:0, which RPC does not use here"),
-        (0xFF << PLACE_SHIFT, "meant for cuda:127, which RPC does not use here"),
+        (0xFE << PLACE_SHIFT, "meant for cuda:127, which RPC does not use here"),
         (BESIDE_BIT, "for the CPU travels beside|contradictory"),
         (BESIDE_BIT | BULK_BIT | 1 << PLACE_SHIFT, "contradictory"),
         (1 << 47, "contradictory"),
@@ -237,6 +237,38 @@ def test_tensors_beside_a_frame_that_comes_from_elsewhere() -> None:
         decode(besides + struct.pack("<Q", 5) + b"note", [])
     with pytest.raises(ValueError, match="note size 134217729 exceeds"):
         decode(besides + struct.pack("<Q", (1 << 27) + 1), [])
+
+
+META = 255
+
+
+def test_meta_storages_that_lie() -> None:
+    head, _ = encode(torch.empty(5, device="meta"), torch.ones(2), payload=b"")
+    (word,) = struct.unpack_from("<Q", head, HEADER)
+    assert word == META << PLACE_SHIFT | 20
+    for bits in (BULK_BIT, BESIDE_BIT, 1 << 56):
+        with pytest.raises(ValueError, match="bytes of a storage of the meta device travel"):
+            decode(patched(head, HEADER, "<Q", word | bits), [])
+    with pytest.raises(ValueError, match="reaches over 5 elements of Float in a storage of 19"):
+        decode(patched(head, HEADER, "<Q", word - 1), [])
+    with pytest.raises(ValueError, match="end before the frame"):
+        decode(patched(head, HEADER, "<Q", 20), [])  # of the CPU: bytes that are not there
+    with pytest.raises(ValueError, match="left over"):
+        decode(patched(head, HEADER + 8, "<Q", META << PLACE_SHIFT | 8), [])
+
+
+@pytest.mark.parametrize("name", ["coo", "csr", "quint8"])
+def test_parts_are_not_of_the_meta_device(name: str) -> None:
+    head, _ = encode(composite_cases()[name](), payload=b"")
+    (storages,) = struct.unpack_from("<I", head, STORAGES_AT)
+    for number in range(storages):
+        (word,) = struct.unpack_from("<Q", head, HEADER + 8 * number)
+        changed = patched(head, HEADER + 8 * number, "<Q", word | META << PLACE_SHIFT)
+        # Its bytes, which do not travel then, are cut out of those of all, which end the frame.
+        sizes = [struct.unpack_from("<Q", head, HEADER + 8 * each)[0] for each in range(storages)]
+        begin = len(head) - sum(sizes[number:])
+        with pytest.raises(ValueError, match="meta device|not for the CPU"):
+            decode(changed[:begin] + changed[begin + word :], [])
 
 
 def test_wrong_magic_kind_and_reserved() -> None:
@@ -327,3 +359,12 @@ def test_sparse_index_beyond_the_sizes() -> None:
     head, bulk = encode(csr, payload=b"", threshold=BULK)
     with pytest.raises(ValueError):
         decode(head, [bulk[0], struct.pack("<qqq", 0, 1, 9), bulk[2]])
+
+
+def test_a_response_with_a_timeout() -> None:
+    head, bulk = encode(torch.ones(2))
+    timed = patched(head, TIMEOUT_AT, "<I", 60_000)
+    assert decode(timed, bulk)[0].tolist() == [1, 1]
+    assert decode(patched(head, KIND_AT, "<B", 1), bulk)[0].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="a response has a time-out"):
+        decode(patched(timed, KIND_AT, "<B", 1), bulk)

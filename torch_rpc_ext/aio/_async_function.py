@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import os
 import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar, overload
@@ -21,9 +22,19 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Names the calls of this process, together with a count.
-_process = secrets.randbits(63)
-_count = itertools.count()
+# What names the calls of this process: a number that it has drawn, and a count.
+_process: int
+_count: itertools.count[int]
+
+
+def _draw_process_number() -> None:
+    global _process, _count
+    _process, _count = secrets.randbits(63), itertools.count()
+
+
+_draw_process_number()
+# Else two clients forked from one process would name their calls alike.
+os.register_at_fork(after_in_child=_draw_process_number)
 
 
 class AsyncFunction(RemoteFunction[P, T]):
@@ -59,6 +70,10 @@ class AsyncFunction(RemoteFunction[P, T]):
             raise ValueError(f"limit must be 1 or more, got {limit!r}")
         super().__init__(function, reduce=reduce)  # type: ignore[arg-type]  # of what it awaits
         self.limit = limit
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:  # type: ignore[override]
+        """Run it here."""
+        return await self.function(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def _request(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

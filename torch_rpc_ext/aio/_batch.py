@@ -13,7 +13,8 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import errors
+from torch_rpc_ext import _current_call, errors
+from torch_rpc_ext._current_call import CurrentCall
 from torch_rpc_ext._remote_function import RemoteFunction
 from torch_rpc_ext.aio._answers import fail
 
@@ -106,6 +107,7 @@ def batched(
 @dataclass(frozen=True)
 class _Call:
     args: tuple[Any, ...]
+    served: CurrentCall | None = field(default_factory=_current_call.find)
     future: Future[Any] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
 
@@ -146,7 +148,9 @@ class _Batcher:
 
     def _run(self) -> None:
         while True:
-            batch = self._next()
+            batch = self._wanted(self._next())
+            if not batch:
+                continue
             try:
                 results = self._results(batch)
             except BaseException as error:  # noqa: BLE001  SystemExit too: the thread goes on
@@ -169,6 +173,16 @@ class _Batcher:
                     break
                 self._changed.wait(left)
             return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
+
+    def _wanted(self, batch: list[_Call]) -> list[_Call]:
+        """Return the calls whose callers still wait; let go of the others."""
+        wanted = []
+        for call in batch:
+            if call.served is not None and call.served.cancelled:
+                fail(call.future, errors.RpcError("the caller had given up"))
+            else:
+                wanted.append(call)
+        return wanted
 
     def _results(self, batch: list[_Call]) -> list[Any]:
         function = self._function

@@ -1,23 +1,27 @@
 """The callee's side of `async def` functions: an event loop in a thread of its own.
 
 The RPC threads only hand requests over, through rpc.functions.async_execution: a call that waits
-holds none of them, and a cancellation is not held up by the calls before it. For a function that
-is no `async def`, this would need the agent: it would have to look into its queue of requests.
+holds none of them, and a cancellation is not held up by the calls before it. A task is cancelled
+when its caller says so, when the caller's time-out passes, and when the caller is lost. A function
+that is no `async def` cannot be stopped: it can ask (torch_rpc_ext.current_call()).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import errors
+from torch_rpc_ext import _current_call, errors
+from torch_rpc_ext._current_call import CurrentCall
 from torch_rpc_ext.aio._answers import fail
 from torch_rpc_ext.aio._bridge import Mailbox
 
@@ -30,6 +34,20 @@ CallId = tuple[int, int]
 _CANCELLATIONS_KEPT = 10_000
 
 
+class _Running(NamedTuple):
+    """A call that runs.
+
+    Attributes:
+        task: what runs it.
+        served: what it may ask; None over another back end.
+        undo: takes back what else would cancel it.
+    """
+
+    task: asyncio.Task[Any]
+    served: CurrentCall | None
+    undo: list[Callable[[], object]]
+
+
 class _Host:
     """Runs coroutines for callers.
 
@@ -40,7 +58,7 @@ class _Host:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._mailbox = Mailbox(self._loop)
-        self._tasks: dict[CallId, asyncio.Task[Any]] = {}
+        self._running: dict[CallId, _Running] = {}
         self._cancelled: OrderedDict[CallId, None] = OrderedDict()
         self._slots: dict[Any, asyncio.Semaphore] = {}
         # A daemon: rpc.shutdown() has waited for the calls, and the process may end.
@@ -55,27 +73,56 @@ class _Host:
 
     def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._mailbox.post(partial(self._start, future, function, call, args, kwargs))
+        served = _current_call.find()
+        self._mailbox.post(partial(self._start, future, function, call, served, args, kwargs))
         return future
 
     def cancel(self, call: CallId) -> None:
         self._mailbox.post(partial(self._cancel, call))
 
     def _start(
-        self, future: Future[Any], function: Any, call: CallId, args: Any, kwargs: Any
+        self,
+        future: Future[Any],
+        function: Any,
+        call: CallId,
+        served: CurrentCall | None,
+        args: Any,
+        kwargs: Any,
     ) -> None:
         if call in self._cancelled:
             del self._cancelled[call]
             fail(future, _cancellation(function))
+            return
+        if served is not None and served.cancelled:
+            fail(future, _cancellation(function))
+            return
+        if call in self._running:
+            # Names are drawn at random: it is a peer that repeats another's, to cancel its call.
+            fail(future, ValueError(f"the call {call} of {function.__qualname__} runs already"))
             return
         try:
             body = self._body(function, args, kwargs)
         except Exception as error:  # noqa: BLE001  arguments that do not fit
             fail(future, error)
             return
-        task = self._loop.create_task(body)
-        self._tasks[call] = task
+        context = contextvars.copy_context()
+        context.run(_current_call.of_task.set, served)
+        task = self._loop.create_task(body, context=context)
+        self._running[call] = _Running(task, served, self._watch(call, served))
         task.add_done_callback(partial(self._finish, future, function, call))
+
+    def _watch(self, call: CallId, served: CurrentCall | None) -> list[Callable[[], object]]:
+        """Have the call cancelled when its caller gives up; return what takes that back."""
+        if served is None:
+            return []
+        give_up = partial(self._give_up, call)
+        undo: list[Callable[[], object]] = [
+            served._when_lost(partial(self._mailbox.post, give_up)),
+        ]
+        remaining = served.remaining
+        if remaining is not None:
+            undo.append(self._loop.call_later(remaining, give_up).cancel)
+        return undo
 
     def _body(self, function: Any, args: Any, kwargs: Any) -> Any:
         if function.limit is None:
@@ -88,7 +135,8 @@ class _Host:
     def _finish(
         self, future: Future[Any], function: Any, call: CallId, task: asyncio.Task[Any]
     ) -> None:
-        del self._tasks[call]
+        for undo in self._running.pop(call).undo:
+            undo()
         if task.cancelled():
             fail(future, _cancellation(function))
             return
@@ -98,10 +146,18 @@ class _Host:
         else:
             future.set_result(task.result())
 
+    def _give_up(self, call: CallId) -> bool:
+        """Cancel a call; return whether it runs."""
+        running = self._running.get(call)
+        if running is None:
+            return False
+        if running.served is not None:
+            running.served._cancel()
+        running.task.cancel()
+        return True
+
     def _cancel(self, call: CallId) -> None:
-        task = self._tasks.get(call)
-        if task is not None:
-            task.cancel()
+        if self._give_up(call):
             return
         self._cancelled[call] = None
         if len(self._cancelled) > _CANCELLATIONS_KEPT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import rpc as _untyped_rpc
@@ -44,6 +44,7 @@ class WorkerState:
         running: requests that run.
         pending: its own calls that wait for an answer.
         lost: names of workers that it cannot reach any more.
+        waiting: caller -> number of its requests that wait there for room, and their bytes.
     """
 
     worker: str
@@ -64,6 +65,7 @@ class WorkerState:
     running: int | None = None
     pending: int | None = None
     lost: tuple[str, ...] = ()
+    waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Poller:
@@ -192,4 +194,5 @@ def _describe(
         running=number("agent.server_active_calls"),
         pending=number("agent.pending_calls"),
         lost=tuple(now["lost"]),
+        waiting={caller: tuple(load) for caller, load in now["waiting"].items()},
     )

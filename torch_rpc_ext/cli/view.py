@@ -99,6 +99,12 @@ def draw(states: Sequence[WorkerState], width: int, hint: str = "") -> Renderabl
             parts.append(Text(f"{s.worker} is {s.state}: {s.why}", style=_COLOURS[s.state]))
         if s.lost:
             parts.append(Text(f"{s.worker} cannot reach {', '.join(s.lost)}"))
+        if s.waiting:
+            waiting = ", ".join(
+                f"{requests} of {caller} ({size / 1e6:.0f} MB)"
+                for caller, (requests, size) in sorted(s.waiting.items())
+            )
+            parts.append(Text(f"{s.worker} has no room yet for the tensors of requests: {waiting}"))
     return Group(*parts)
 
 

@@ -3,7 +3,9 @@
 There only while it records; at other times upstream's functions are untouched.
 
 - api._invoke_rpc: rpc_sync and rpc_async, of all kinds of functions.
-- api.PythonUDF: the message of a Python function; it gets the call's id, see recorder.Traced.
+- api._to_worker_info: finds the callee, right before the message is made.
+- api.PythonUDF: the message of a Python function; it gets the call's id, see recorder.Traced, where
+  the callee records too. To other workers goes what the program sends.
 - api._invoke_rpc_python_udf, _builtin, _torchscript: tell the message's number at our agent, and
   how large the request of a Python function is.
 - api._invoke_remote_python_udf, _builtin, _torchscript: rpc.remote.
@@ -37,7 +39,8 @@ _OURS = "torch_rpc_ext.profiler."
 # csrc/agent/call_label.cpp.
 _BEFORE_FUNCTION = ("torch_rpc_ext.aio._server.run", "torch_rpc_ext.aio._batch.enqueue")
 
-_thread = threading.local()  # .call: the call that this thread is sending
+# .call: the call that this thread is sending; .callee: the name of the worker that it has found.
+_thread = threading.local()
 _installed: dict[str, tuple[Any, Any]] = {}  # name -> (what was there, ours)
 
 
@@ -50,6 +53,7 @@ def install(recorder: Recorder, traced: Callable[..., Any]) -> None:
     """
     hooks: dict[str, Callable[..., Any]] = {
         "_invoke_rpc": _invoke_rpc,
+        "_to_worker_info": _to_worker_info,
         "PythonUDF": _python_udf,
         "_invoke_rpc_python_udf": _invoke_rpc_python_udf,
         "_invoke_rpc_builtin": _send,
@@ -130,6 +134,12 @@ def _invoke_rpc(
     return future
 
 
+def _to_worker_info(original: Any, recorder: Recorder, to: Any) -> Any:
+    info = original(to)
+    _thread.callee = info.name
+    return info
+
+
 def _python_udf(
     original: Any, recorder: Recorder, traced: Any, func: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -138,7 +148,10 @@ def _python_udf(
     call: Call | None = getattr(_thread, "call", None)
     if call is None:  # of rpc.remote; the hook of what sends it adds the callee
         call = _thread.remote = recorder.new_call("remote", name_of(func, args), "")
-    return original(traced(call.function, func, call.id, recorder.worker), args, kwargs)
+    callee = call.to or getattr(_thread, "callee", "")
+    if callee in recorder.recorded:
+        func = traced(call.function, func, call.id, recorder.worker)
+    return original(func, args, kwargs)
 
 
 def _invoke_rpc_python_udf(

@@ -73,11 +73,20 @@ class Recorder:
         operators: record with torch.profiler too.
         max_entries: calls and executions to keep, each.
         limit: ends by itself after so long, s: its owner may have died.
+        recorded: names of the workers that record.
     """
 
     def __init__(
-        self, owner: str, session: str, operators: bool, max_entries: int, limit: float
+        self,
+        owner: str,
+        session: str,
+        operators: bool,
+        max_entries: int,
+        limit: float,
+        recorded: list[str],
     ) -> None:
+        #: Names of the workers that record; only they understand a Traced.
+        self.recorded = frozenset(recorded)
         self.owner, self.session, self.limit = owner, session, limit
         self._agent = api._get_current_rpc_agent()
         me = self._agent.get_worker_info()
@@ -238,7 +247,9 @@ def now() -> int:
     return time.perf_counter_ns()
 
 
-def start(owner: str, session: str, operators: bool, max_entries: int, limit: float) -> None:
+def start(
+    owner: str, session: str, operators: bool, max_entries: int, limit: float, recorded: list[str]
+) -> None:
     """Begin to record; see Recorder.
 
     Raises:
@@ -250,7 +261,7 @@ def start(owner: str, session: str, operators: bool, max_entries: int, limit: fl
             raise RuntimeError(
                 f"this worker is being profiled already, by {json.loads(describe())['busy']}"
             )
-        recorder = Recorder(owner, session, operators, max_entries, limit)
+        recorder = Recorder(owner, session, operators, max_entries, limit, recorded)
         hooks.install(recorder, Traced)
         _active = recorder
 

@@ -37,7 +37,8 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
     meanwhile, or does not answer then, is left out, with a warning.
 
     Args:
-        workers: names; None for all of the group.
+        workers: names; None for all of the group. Calls to workers that are not among them are
+            sent as ever.
         operators: also record the operators of all threads, with torch.profiler: on the CPU, and
             on CUDA devices where there are some.
         limit: after so long a worker stops by itself and forgets, s: this one may have died.
@@ -94,7 +95,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         _check_versions(self._ask(recorder.describe))
         me = rpc.get_worker_info().name
         try:
-            self._ask(recorder.start, me, self._session, *self._arguments)
+            self._ask(recorder.start, me, self._session, *self._arguments, self._workers)
             self._first = {name: clocks.compare(name) for name in self._workers}
         except BaseException:
             self._abandon()

@@ -1,5 +1,7 @@
 #include "agent/device/event_waiter.h"
 
+#include "base/boundary.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -95,7 +97,8 @@ void EventWaiter::main() {
       Waiting done = std::move(*it);
       it = waiting.erase(it);
       done.events.clear();
-      done.done(*result);
+      base::caughtHere(
+          base::Boundary::kDeviceEvent, [&] { done.done(*result); });
       pause = kFirstPause;
     }
     if (last) {

@@ -18,10 +18,6 @@ using base::ErrorKind;
 using base::Result;
 namespace {
 
-Error invalid(const std::string& text) {
-  return {ErrorKind::kInvalid, "CUDA IPC: " + text};
-}
-
 cuda::Address addressOf(const c10::Storage& storage) {
   return reinterpret_cast<cuda::Address>(storage.data());
 }
@@ -71,7 +67,7 @@ class IpcReceiving::Copies {
     for (const auto& event : note.events) {
       auto gpu = gpuOf(peer, event.device);
       if (!gpu.ok()) {
-        return invalid("an event of a device that is not known");
+        return invalidIpc("an event of a device that is not known");
       }
       if (auto error = driver_->peerEvents.wait(
               peer.key,
@@ -111,7 +107,7 @@ class IpcReceiving::Copies {
         ? cuda::findGpu(driver_->identity, gpus[device])
         : std::nullopt;
     return found ? Result<int>(*found)
-                 : invalid(
+                 : invalidIpc(
                        "cuda:" + std::to_string(device) + " of worker \"" +
                        peer.name + "\" cannot be seen here");
   }
@@ -274,7 +270,7 @@ Error IpcReceiving::copyRun(
   for (const uint32_t storage : run.storages) {
     const Expected& one = expected[storage];
     if (one.device != target) {
-      return invalid("a run for several devices");
+      return invalidIpc("a run for several devices");
     }
     arrived.storages[storage] = allocate(target, one.sizeHere());
     if (one.size != 0) {
@@ -320,7 +316,7 @@ Result<Arrived> IpcReceiving::arrive(
   }
   const auto driver = ipc_->driver();
   if (driver == nullptr || peer_->identity == nullptr) {
-    return invalid(
+    return invalidIpc(
         "worker \"" + peer_->name +
         "\" sends tensors in this way without having offered it");
   }

@@ -15,6 +15,10 @@ using base::Error;
 using base::ErrorKind;
 using base::Result;
 
+Error invalidIpc(const std::string& text) {
+  return {ErrorKind::kInvalid, "CUDA IPC: " + text};
+}
+
 namespace {
 
 constexpr size_t kHandleBytes = sizeof(cuda::IpcEventHandle);
@@ -23,22 +27,19 @@ constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes + 1;
 constexpr size_t kTrialBytes = 1 + 8 + cuda::MemoryExport::kWireBytes;
 constexpr size_t kMaxWhyBytes = 400;
 
-Error invalid(const std::string& text) {
-  return {ErrorKind::kInvalid, "CUDA IPC: " + text};
-}
-
 // Fails if there are more than there can be, so that nobody allocates for them.
 Error checkCount(const char* what, uint64_t count, uint64_t most) {
   if (count <= most) {
     return {};
   }
-  return invalid(
+  return invalidIpc(
       std::to_string(count) + " " + what + ", and only " +
       std::to_string(most) + " are possible");
 }
 
 Error cutOff(const char* what) {
-  return invalid(std::string(what) + " is cut off, or goes on behind its end");
+  return invalidIpc(
+      std::string(what) + " is cut off, or goes on behind its end");
 }
 
 bool atEnd(const ByteReader& reader) {
@@ -73,7 +74,8 @@ Error readSum(ByteReader& reader, IpcNote::Run& run) {
   run.sum = memory.value();
   return run.sum->bytes == sizeof(uint64_t)
       ? Error()
-      : invalid("a checksum of " + std::to_string(run.sum->bytes) + " bytes");
+      : invalidIpc(
+            "a checksum of " + std::to_string(run.sum->bytes) + " bytes");
 }
 
 Result<IpcNote::Run> readRun(
@@ -104,7 +106,7 @@ Result<IpcNote::Run> readRun(
       return cutOff("a note");
     }
     if (storage >= sizes.size() || taken[storage]) {
-      return invalid(
+      return invalidIpc(
           "storage " + std::to_string(storage) + " of " +
           std::to_string(sizes.size()) + " is not there, or there twice");
     }
@@ -116,7 +118,7 @@ Result<IpcNote::Run> readRun(
     run.storages.push_back(storage);
   }
   if (end != run.memory.bytes || count == 0) {
-    return invalid(
+    return invalidIpc(
         "a run of " + std::to_string(run.memory.bytes) +
         " bytes for storages of " + std::to_string(end));
   }
@@ -197,7 +199,7 @@ Result<IpcNote> IpcNote::read(
     return cutOff("a note");
   }
   if (std::find(taken.begin(), taken.end(), false) != taken.end()) {
-    return invalid("a storage of the frame is in no run");
+    return invalidIpc("a storage of the frame is in no run");
   }
   return note;
 }
@@ -286,7 +288,7 @@ Result<IpcVerdict> IpcVerdict::read(ConstSpan bytes) {
       return cutOff("a verdict");
     }
     if (kind > static_cast<uint8_t>(Kind::kHindered) || length > kMaxWhyBytes) {
-      return invalid("a verdict of an unknown kind, or too long");
+      return invalidIpc("a verdict of an unknown kind, or too long");
     }
     device.kind = static_cast<Kind>(kind);
     verdict.devices.push_back(std::move(device));

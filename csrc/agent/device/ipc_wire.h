@@ -17,6 +17,9 @@
 // frame; all reads are bounded and fail with kInvalid.
 namespace torch_rpc_ext::agent::device {
 
+// kInvalid: the peer said something about CUDA IPC that cannot be true.
+base::Error invalidIpc(const std::string& text);
+
 // The note: where the tensors beside the frame are, and from when on.
 //
 //   8      token         names what the sender holds until it is released

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kChecksum = "checksum";
 
-std::optional<cuda::StreamHandle> currentStream(c10::Device device) {
+std::optional<cuda::StreamHandle> currentHandle(c10::Device device) {
   const auto handle = compat::nativeHandle(
       c10::impl::VirtualGuardImpl(kType).getStream(device));
   if (!handle) {
@@ -46,7 +46,7 @@ bool Launcher::segments(
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentStream(device);
+  const auto stream = currentHandle(device);
   // No memory for its table now, say: torch may have some, or says what is
   // wrong with the device.
   return stream && !kernels->segments(device.index(), *stream, runs, cast);
@@ -66,7 +66,7 @@ bool Launcher::strided(
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentStream(device);
+  const auto stream = currentHandle(device);
   return stream &&
       !kernels->strided(device.index(), *stream, plan.value(), cast);
 }
@@ -81,7 +81,7 @@ bool Launcher::checksum(const Region& region, cuda::Address sum) {
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentStream(device);
+  const auto stream = currentHandle(device);
   return stream &&
       !kernels->checksum(
           device.index(), *stream, region.address(), region.bytes, sum);
@@ -131,7 +131,7 @@ bool Launcher::find(c10::Device device, const std::string& kernel) {
     return false;
   }
   base::Error why;
-  if (!currentStream(device)) {
+  if (!currentHandle(device)) {
     why = {
         base::ErrorKind::kSystem,
         "this version of torch does not tell the handles of its streams"};

@@ -34,6 +34,12 @@ Error notMapped(const Route& route, c10::Device device) {
   return {ErrorKind::kInvalid, text.str()};
 }
 
+// Others than the CPU's and these can be described, at most (meta), or not be
+// sent at all: the encoder says so.
+bool isOn(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kType;
+}
+
 const Map* find(const Tables::Maps& maps, const std::string& worker) {
   const auto found = maps.find(worker);
   return found == maps.end() ? nullptr : &found->second;
@@ -75,14 +81,14 @@ c10::Device deviceAt(wire::DevicePlace place) {
 
 bool anyOn(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
-    return tensor.defined() && !tensor.device().is_cpu();
+    return isOn(tensor);
   });
 }
 
 std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices;
   for (const auto& tensor : tensors) {
-    if (tensor.defined() && !tensor.device().is_cpu() &&
+    if (isOn(tensor) &&
         std::find(devices.begin(), devices.end(), tensor.device()) ==
             devices.end()) {
       devices.push_back(tensor.device());

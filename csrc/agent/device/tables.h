@@ -32,7 +32,7 @@ struct Route {
 // The device that a place of the wire is here.
 c10::Device deviceAt(wire::DevicePlace place);
 
-// Whether one of them is on another device than the CPU.
+// Whether one of them is on a CUDA device.
 bool anyOn(const std::vector<at::Tensor>& tensors);
 // Those devices.
 std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors);

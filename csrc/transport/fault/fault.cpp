@@ -1,5 +1,7 @@
 #include "transport/fault/fault.h"
 
+#include "base/boundary.h"
+
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -63,7 +65,7 @@ class Delayer {
       base::TaskPtr task = std::move(waiting_.begin()->second);
       waiting_.erase(waiting_.begin());
       lock.unlock();
-      task->run();
+      base::caughtHere(base::Boundary::kTask, [&] { task->run(); });
       task.reset();
       lock.lock();
     }
@@ -107,11 +109,8 @@ class FaultConnection final
   void lose(const base::Error& why) override {
     inner_->lose(why);
   }
-  bool closed() const override {
-    return inner_->closed();
-  }
-  bool peerDied() const override {
-    return inner_->peerDied();
+  PeerState peer() const override {
+    return inner_->peer();
   }
   bool loopsBack() const override {
     return inner_->loopsBack();

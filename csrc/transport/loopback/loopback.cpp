@@ -108,9 +108,9 @@ class LoopbackConnection final
   void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
       override;
   void close() override;
-  bool closed() const override {
+  PeerState peer() const override {
     std::lock_guard lock(mutex_);
-    return peer_ == nullptr;
+    return peer_ == nullptr ? PeerState::kClosed : PeerState::kOpen;
   }
   bool loopsBack() const override {
     return true;
@@ -132,7 +132,7 @@ class LoopbackConnection final
   void end(const base::Error& error);
 
  private:
-  std::shared_ptr<LoopbackConnection> peer() {
+  std::shared_ptr<LoopbackConnection> otherEnd() {
     std::lock_guard lock(mutex_);
     return peer_;
   }
@@ -219,7 +219,7 @@ void LoopbackConnection::send(
     base::Buffer head,
     std::vector<BulkSpan> bulk,
     Callback callback) {
-  auto to = peer();
+  auto to = otherEnd();
   if (!to) {
     if (callback) {
       callback(closedError());
@@ -236,7 +236,7 @@ void LoopbackConnection::send(
 
 void LoopbackConnection::deliver(std::unique_ptr<Incoming> incoming) {
   context_->withHandler([&](Handler& handler) {
-    if (peer() != nullptr) {
+    if (otherEnd() != nullptr) {
       handler.onFrame(shared_from_this(), std::move(incoming));
     }
   });
@@ -261,7 +261,7 @@ void LoopbackConnection::end(const base::Error& error) {
 }
 
 void LoopbackConnection::close() {
-  auto other = peer();
+  auto other = otherEnd();
   end({base::ErrorKind::kShutDown, "this worker closed the connection"});
   if (other) {
     other->end({base::ErrorKind::kShutDown, "the peer shut down"});

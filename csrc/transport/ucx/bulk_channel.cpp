@@ -1,5 +1,6 @@
 #include "transport/ucx/bulk_channel.h"
 
+#include "base/boundary.h"
 #include "transport/ucx/status.h"
 
 #include <algorithm>
@@ -210,12 +211,21 @@ ucp_ep_h BulkChannel::endpoint(
   return endpoint;
 }
 
-void BulkChannel::onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t) {
+void BulkChannel::onEndpointError(
+    void* arg,
+    ucp_ep_h ep,
+    ucs_status_t) noexcept {
   auto* self = static_cast<BulkChannel*>(arg);
+  const auto drop = [&] { self->dropEndpoint(ep); };
+  base::guarded(
+      base::Boundary::kBulkBroken, drop, [&](const base::Error&) { drop(); });
+}
+
+void BulkChannel::dropEndpoint(ucp_ep_h ep) {
   // UCX fails the sends itself; a later send opens a new endpoint.
   std::erase_if(
-      self->endpoints_, [ep](const auto& entry) { return entry.second == ep; });
-  self->worker_->postAfter(base::makeTask([ep] {
+      endpoints_, [ep](const auto& entry) { return entry.second == ep; });
+  worker_->postAfter(base::makeTask([ep] {
     ucp_request_param_t params{};
     params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     params.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -226,46 +236,76 @@ void BulkChannel::onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t) {
   }));
 }
 
-void BulkChannel::onSent(void* request, ucs_status_t status, void* argument) {
+void BulkChannel::onSent(
+    void* request,
+    ucs_status_t status,
+    void* argument) noexcept {
   ucp_request_free(request);
-  auto* group = static_cast<Group*>(argument);
-  group->channel->chunkDone(group, status);
+  auto* const group = static_cast<Group*>(argument);
+  base::guarded(
+      base::Boundary::kBulkSent,
+      [&] { group->channel->chunkDone(group, status); },
+      [&](const base::Error& error) {
+        group->channel->chunkFailed(group, error);
+      });
 }
 
 void BulkChannel::onReceived(
     void* request,
     ucs_status_t status,
     const ucp_tag_recv_info_t* info,
-    void* argument) {
-  auto* group = static_cast<Group*>(argument);
-  if (status == UCS_OK && !group->error) {
-    const uint64_t index = info->sender_tag - group->firstTag;
-    if (index >= group->chunks.size() ||
-        info->length != group->chunks[index].size) {
-      group->error = {
-          base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
-    } else if (group->arrived) {
-      group->channel->worker_->defer(
-          base::makeTask([arrived = group->arrived,
-                          chunk = group->chunks[index]] { arrived(chunk); }));
-    }
-  }
+    void* argument) noexcept {
+  auto* const group = static_cast<Group*>(argument);
   std::erase(group->requests, request);
+  base::guarded(
+      base::Boundary::kBulkReceived,
+      [&] {
+        if (status == UCS_OK && !group->error) {
+          group->channel->chunkArrived(group, *info);
+        }
+        group->channel->chunkDone(group, status);
+      },
+      [&](const base::Error& error) {
+        group->channel->chunkFailed(group, error);
+      });
   ucp_request_free(request);
-  group->channel->chunkDone(group, status);
+}
+
+void BulkChannel::chunkArrived(Group* group, const ucp_tag_recv_info_t& info) {
+  const uint64_t index = info.sender_tag - group->firstTag;
+  if (index >= group->chunks.size() ||
+      info.length != group->chunks[index].size) {
+    group->error = {
+        base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
+  } else if (group->arrived) {
+    worker_->defer(
+        base::makeTask([arrived = group->arrived,
+                        chunk = group->chunks[index]] { arrived(chunk); }));
+  }
+}
+
+// What threw was before the chunk was counted, see chunkDone().
+void BulkChannel::chunkFailed(Group* group, const base::Error& error) {
+  if (!group->error) {
+    group->error = error;
+  }
+  chunkDone(group, UCS_OK);
 }
 
 void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
   if (status != UCS_OK && !group->error) {
     group->error = toError(status, "moving bulk");
   }
-  if (--group->left != 0) {
+  if (group->left > 1) {
+    --group->left;
     return;
   }
   if (group->callback) {
+    // Copied, because until it is there the callback is still the group's.
     worker_->defer(
-        base::makeTask([callback = std::move(group->callback),
-                        error = std::move(group->error)] { callback(error); }));
+        base::makeTask([callback = group->callback, error = group->error] {
+          callback(error);
+        }));
   }
   groups_.erase(group->id);
 }

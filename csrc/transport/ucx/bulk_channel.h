@@ -23,7 +23,7 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   BulkChannel(std::shared_ptr<Worker> worker, base::Poller& poller);
   ~BulkChannel();
 
-  std::string address() const {
+  const WorkerAddress& address() const {
     return address_;
   }
 
@@ -58,17 +58,21 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   struct Group;
 
   ucp_ep_h endpoint(const std::string& peerAddress, base::Error& error);
+  void dropEndpoint(ucp_ep_h ep);
+  void chunkArrived(Group* group, const ucp_tag_recv_info_t& info);
   void chunkDone(Group* group, ucs_status_t status);
-  static void onSent(void* request, ucs_status_t status, void* group);
+  void chunkFailed(Group* group, const base::Error& error);
+  static void onSent(void* request, ucs_status_t status, void* group) noexcept;
   static void onReceived(
       void* request,
       ucs_status_t status,
       const ucp_tag_recv_info_t* info,
-      void* group);
-  static void onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t status);
+      void* group) noexcept;
+  static void
+  onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept;
 
   const std::shared_ptr<Worker> worker_;
-  const std::string address_;
+  const WorkerAddress address_;
   std::atomic<uint64_t> nextTag_;
 
   // Under the worker's lock.

@@ -1,10 +1,8 @@
 #include "transport/ucx/cma.h"
 
-#include "base/host.h"
 #include "base/short_time_slices.h"
 
 #include <sys/uio.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -142,45 +140,6 @@ class Read {
 };
 
 } // namespace
-
-ProcessIdentity identifyThisProcess(const uint64_t& nonce) {
-  ProcessIdentity self;
-  self.bootId = base::bootId();
-  self.pidNamespace = base::namespaceOf("pid");
-  self.pid = getpid();
-  self.nonceAddress = reinterpret_cast<uint64_t>(&nonce);
-  self.nonce = nonce;
-  return self;
-}
-
-bool sharesPids(const ProcessIdentity& a, const ProcessIdentity& b) {
-  return a.bootId == b.bootId && a.pidNamespace == b.pidNamespace &&
-      a.pidNamespace != 0;
-}
-
-std::string whyNoCma(const ProcessIdentity& self, const ProcessIdentity& peer) {
-  if (self.bootId != peer.bootId) {
-    return "another host";
-  }
-  if (self.pidNamespace != peer.pidNamespace) {
-    return "another pid namespace (containers: share it, e.g. --pid=host)";
-  }
-  uint64_t seen = 0;
-  iovec local{&seen, sizeof(seen)};
-  iovec remote{reinterpret_cast<void*>(peer.nonceAddress), sizeof(seen)};
-  const ssize_t n = process_vm_readv(peer.pid, &local, 1, &remote, 1, 0);
-  if (n == sizeof(seen) && seen == peer.nonce) {
-    return {};
-  }
-  if (n < 0 && errno == EPERM) {
-    return "no permission to read the peer's memory (ptrace scope, seccomp, "
-           "another user)";
-  }
-  if (n < 0) {
-    return std::string("process_vm_readv: ") + std::strerror(errno);
-  }
-  return "the pid names another process";
-}
 
 void cmaRead(
     int32_t pid,

@@ -1,30 +1,14 @@
 #include "transport/ucx/connection.h"
 
-#include "base/log.h"
+#include "base/boundary.h"
 #include "transport/ucx/context.h"
 #include "transport/ucx/status.h"
-
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
-
-const char* toString(ConnectionState state) {
-  switch (state) {
-    case ConnectionState::kOpening:
-      return "opening";
-    case ConnectionState::kOpen:
-      return "open";
-    case ConnectionState::kClosed:
-      return "closed";
-  }
-  return "unknown";
-}
 
 namespace {
 
@@ -34,16 +18,14 @@ struct ActiveSend {
   base::Buffer data;
 };
 
-void onActiveSent(void* request, ucs_status_t status, void* argument) {
-  std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
+void onActiveSent(void* request, ucs_status_t status, void* argument) noexcept {
+  const std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
   ucp_request_free(request);
-  send->connection->onSent(status);
-}
-
-void onEndpointClosed(void* request, ucs_status_t, void* argument) {
-  std::unique_ptr<std::shared_ptr<UcxConnection>> connection(
-      static_cast<std::shared_ptr<UcxConnection>*>(argument));
-  ucp_request_free(request);
+  UcxConnection& connection = *send->connection;
+  base::guarded(
+      base::Boundary::kSent,
+      [&] { connection.onSent(status); },
+      [&](const base::Error& error) { connection.fail(error); });
 }
 
 } // namespace
@@ -57,6 +39,23 @@ UcxConnection::UcxConnection(
       initiator_(initiator),
       transfers_(context_->worker()) {}
 
+std::shared_ptr<UcxConnection> UcxConnection::create(
+    std::shared_ptr<UcxContext> context,
+    uint64_t localToken,
+    bool initiator) {
+  std::shared_ptr<UcxConnection> connection(
+      new UcxConnection(std::move(context), localToken, initiator));
+  connection->watch_ = std::make_shared<PeerWatch>(
+      connection->context_->sharedWorker(),
+      "connection " + std::to_string(localToken & 0xffff),
+      [weak = std::weak_ptr(connection)](PeerState before) {
+        if (const auto self = weak.lock()) {
+          self->onPeerChanged(before);
+        }
+      });
+  return connection;
+}
+
 // ---- any thread ------------------------------------------------------------
 
 void UcxConnection::send(
@@ -69,48 +68,24 @@ void UcxConnection::send(
                           std::move(head),
                           std::move(bulk),
                           std::move(callback)}]() mutable {
-        switch (self->state()) {
-          case ConnectionState::kOpening:
-            self->unsent_.push_back(std::move(frame));
-            break;
-          case ConnectionState::kOpen:
-            self->sendNow(std::move(frame));
-            break;
-          case ConnectionState::kClosed:
-            self->deferCallback(std::move(frame.callback), self->ending_);
-            break;
-        }
+        base::guarded(
+            base::Boundary::kSend,
+            [&] { self->sendOrKeep(frame); },
+            [&](const base::Error& error) {
+              self->fail(error);
+              self->deferCallback(std::move(frame.callback), error);
+            });
       }));
-}
-
-void UcxConnection::close() {
-  context_->worker().post(base::makeTask([self = shared_from_this()] {
-    if (self->state_ == ConnectionState::kOpen) {
-      self->sendActive(
-          {.kind = FrameKind::kClose, .token = self->peer_.token}, {});
-    }
-    self->fail(
-        {base::ErrorKind::kShutDown, "this worker closed the connection"},
-        PeerMemory::kMayRead,
-        /*flush=*/true);
-  }));
-}
-
-void UcxConnection::lose(const base::Error& why) {
-  context_->worker().post(base::makeTask([self = shared_from_this(), why] {
-    self->fail(why, PeerMemory::kFree);
-  }));
 }
 
 bool UcxConnection::sharesMemory() const {
   // Who can read the peer's memory can be read by it, too: the same user, the
   // same namespaces. Both are written before the state.
-  return state_.load() == ConnectionState::kOpen && exposesMemory_ &&
-      cmaUsable_;
+  return open() && exposesMemory_ && cmaUsable_;
 }
 
 bool UcxConnection::sendsPieces() const {
-  return state_.load() == ConnectionState::kOpen && !sharesMemory();
+  return open() && !sharesMemory();
 }
 
 PathInfo UcxConnection::path() const {
@@ -150,19 +125,16 @@ PathInfo UcxConnection::path() const {
 
 void UcxConnection::deliveryEnds() {
   if (deliveries_.fetch_sub(1) == 1) {
-    context_->handler().onClosed(shared_from_this(), ending_);
+    const auto tell = [this] {
+      context_->handler().onClosed(shared_from_this(), ending());
+    };
+    base::guarded(base::Boundary::kDelivery, tell, [&](const base::Error&) {
+      tell(); // else its calls would not end
+    });
   }
 }
 
 // ---- under the lock --------------------------------------------------------
-
-void UcxConnection::setState(ConnectionState state) {
-  base::log(
-      base::LogLevel::kDebug,
-      "connection " + std::to_string(localToken_ & 0xffff) + ": " +
-          toString(state_.load()) + " -> " + toString(state));
-  state_ = state;
-}
 
 void UcxConnection::deferCallback(Callback callback, base::Error error) {
   if (callback) {
@@ -170,34 +142,6 @@ void UcxConnection::deferCallback(Callback callback, base::Error error) {
         base::makeTask([callback = std::move(callback),
                         error = std::move(error)] { callback(error); }));
   }
-}
-
-// Of this host; a zombie does not.
-bool UcxConnection::peerLives() const {
-  pollfd state{pidFd_, POLLIN, 0};
-  return pidFd_ >= 0 && ::poll(&state, 1, 0) == 0;
-}
-
-// UCX does not notice the death of a peer whose parent has not reaped it.
-void UcxConnection::watchProcess() {
-  pidFd_ = static_cast<int>(syscall(SYS_pidfd_open, peer_.process.pid, 0));
-  if (pidFd_ < 0) {
-    return; // an old kernel: UCX's keepalive has to do
-  }
-  context_->poller().add(
-      pidFd_, [weak = weak_from_this(), pid = peer_.process.pid] {
-        auto self = weak.lock();
-        if (!self) {
-          return;
-        }
-        self->context_->worker().post(base::makeTask([self, pid] {
-          self->peerDied_ = true;
-          self->fail(
-              {base::ErrorKind::kPeerLost,
-               "process " + std::to_string(pid) + " died"},
-              PeerMemory::kFree);
-        }));
-      });
 }
 
 void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
@@ -238,7 +182,7 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
     return; // already gone
   }
   if (UCS_PTR_IS_ERR(request)) {
-    fail(toError(UCS_PTR_STATUS(request), "sending"));
+    onSent(UCS_PTR_STATUS(request));
     return;
   }
   (void)send.release(); // onActiveSent owns it now
@@ -250,7 +194,7 @@ void UcxConnection::acknowledge() {
   acknowledgements_.insert(
       acknowledgements_.end(), adopted_.begin(), adopted_.end());
   adopted_.clear();
-  while (!acknowledgements_.empty() && state_ == ConnectionState::kOpen) {
+  while (!acknowledgements_.empty() && open()) {
     const uint64_t transfer = acknowledgements_.back();
     acknowledgements_.pop_back();
     sendActive(
@@ -262,9 +206,21 @@ void UcxConnection::acknowledge() {
 void UcxConnection::onSent(ucs_status_t status) {
   if (status != UCS_OK && status != UCS_ERR_CANCELED) {
     // Before the answer to the handshake, what fails is to get there.
-    fail(toError(
-        status,
-        state_ == ConnectionState::kOpening ? "cannot connect" : "sending"));
+    hear(
+        PeerWord::kPathLost,
+        toError(
+            status,
+            peer() == PeerState::kConnecting ? "cannot connect" : "sending"));
+  }
+}
+
+void UcxConnection::sendOrKeep(Unsent& frame) {
+  if (open()) {
+    sendNow(std::move(frame));
+  } else if (closed()) {
+    deferCallback(std::move(frame.callback), ending());
+  } else {
+    unsent_.push_back(std::move(frame));
   }
 }
 
@@ -313,96 +269,6 @@ void UcxConnection::sendNow(Unsent frame) {
   header.transfer = transfers_.add(
       std::move(bigFrame), frame.bulk, std::move(frame.callback));
   sendActive(header, std::move(data));
-}
-
-void UcxConnection::fail(base::Error error, PeerMemory memory, bool flush) {
-  if (state_ == ConnectionState::kClosed) {
-    return;
-  }
-  const ConnectionState before = state_.load();
-  setState(ConnectionState::kClosed);
-  ending_ = error;
-  auto self = shared_from_this(); // forget() may drop the last reference
-  if (error.kind == base::ErrorKind::kPeerLost) {
-    context_->peerLost();
-  }
-  const bool lives = peerLives();
-  if (pidFd_ >= 0) {
-    context_->poller().remove(pidFd_);
-    ::close(pidFd_);
-    pidFd_ = -1;
-  }
-  for (auto& frame : unsent_) {
-    deferCallback(std::move(frame.callback), error);
-  }
-  unsent_.clear();
-  const bool readable = exposesMemory_ && memory == PeerMemory::kMayRead;
-  std::function<void(Callback)> park;
-  if (readable) {
-    park = [this](Callback callback) { context_->park(std::move(callback)); };
-  }
-  transfers_.fail(error, park);
-  if (!pulls_.empty()) {
-    context_->worker().defer(
-        base::makeTask([self, pulls = std::move(pulls_), error] {
-          auto bulk = self->context_->bulk();
-          for (const auto& [id, transfer] : pulls) {
-            bulk.value()->cancel(id, error);
-          }
-        }));
-  }
-  context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
-  closeEndpoint(flush);
-  context_->maps().forget(peer_.process.pid);
-  const bool peerMayThinkItOpen = before == ConnectionState::kOpen &&
-      ending_.kind != base::ErrorKind::kShutDown && !peerDied_.load();
-  context_->forget(localToken_, peerMayThinkItOpen ? self : nullptr);
-  if (peerMayThinkItOpen && lives) {
-    // Its calls wait for answers that may have been lost. One of another host
-    // hears of it from TCP.
-    context_->worker().postAfter(base::makeTask([self] {
-      self->context_->tellThatItBroke(self->localToken_);
-    }));
-  }
-}
-
-bool UcxConnection::tellThatItBroke() {
-  if (endpoint_ != nullptr || openEndpoint(peer_.address)) {
-    return false; // it is still being closed; there is no way to the peer
-  }
-  sendActive({.kind = FrameKind::kClose, .count = 1, .token = peer_.token}, {});
-  closeEndpoint(/*flush=*/true);
-  return true;
-}
-
-void UcxConnection::closeEndpoint(bool flush) {
-  if (endpoint_ == nullptr) {
-    return;
-  }
-  // Not from inside a UCX callback of the same endpoint: after them.
-  context_->endpointClosing();
-  context_->worker().postAfter(
-      base::makeTask([self = shared_from_this(), flush] {
-        auto held = std::make_unique<std::shared_ptr<UcxConnection>>(self);
-        ucp_request_param_t params{};
-        params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
-            UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-        params.cb.send = [](void* request, ucs_status_t status, void* data) {
-          auto* connection = static_cast<std::shared_ptr<UcxConnection>*>(data);
-          (*connection)->context_->endpointClosed();
-          onEndpointClosed(request, status, data);
-        };
-        params.user_data = held.get();
-        params.flags = flush ? 0 : UCP_EP_CLOSE_FLAG_FORCE;
-        void* request = ucp_ep_close_nbx(self->endpoint_, &params);
-        self->endpoint_ = nullptr;
-        if (request == nullptr || UCS_PTR_IS_ERR(request)) {
-          self->context_->endpointClosed();
-          return;
-        }
-        (void)held.release();
-        self->context_->worker().needProgress();
-      }));
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -2,6 +2,7 @@
 
 #include "transport/transport.h"
 #include "transport/ucx/handshake.h"
+#include "transport/ucx/peer_watch.h"
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/secure_channel.h"
 #include "transport/ucx/transfers.h"
@@ -18,20 +19,6 @@ namespace torch_rpc_ext::transport::ucx {
 
 class UcxContext;
 
-enum class ConnectionState : uint8_t {
-  kOpening, // the handshake is under way, frames are kept
-  kOpen,
-  kClosed, // by us, by the peer or by an error: nothing is delivered any more
-};
-
-const char* toString(ConnectionState state);
-
-// When a connection ends: whether the peer may go on reading our memory.
-enum class PeerMemory : uint8_t {
-  kFree, // it has said goodbye, or died
-  kMayRead,
-};
-
 // One UCX endpoint and what is under way on it.
 //
 // Owns: the endpoint, unsent frames, bulk that the peer has not yet taken.
@@ -41,7 +28,7 @@ enum class PeerMemory : uint8_t {
 class UcxConnection final : public Connection,
                             public std::enable_shared_from_this<UcxConnection> {
  public:
-  UcxConnection(
+  static std::shared_ptr<UcxConnection> create(
       std::shared_ptr<UcxContext> context,
       uint64_t localToken,
       bool initiator);
@@ -50,11 +37,8 @@ class UcxConnection final : public Connection,
       override;
   void close() override;
   void lose(const base::Error& why) override;
-  bool closed() const override {
-    return state_.load() == ConnectionState::kClosed;
-  }
-  bool peerDied() const override {
-    return peerDied_.load();
+  PeerState peer() const override {
+    return watch_->state();
   }
   bool sharesMemory() const override;
   bool sendsPieces() const override;
@@ -72,18 +56,28 @@ class UcxConnection final : public Connection,
   // Tells the peer that the memory of `transfer`, `bytes` in all, is its own
   // again: now, or soon when it went well and is little.
   void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
+  // Whether map() is worth trying.
+  bool maps(const BulkEntry& entry) const;
   // The peer's shared memory itself; null if there is none, or it cannot be
   // had.
-  std::shared_ptr<void> map(const BulkEntry& entry);
+  std::shared_ptr<memory::SharedMap> map(const BulkEntry& entry);
   // Our own shared memory that the peer gives back; null if it has none such.
-  std::shared_ptr<void> takeBack(const BulkEntry& entry);
+  std::shared_ptr<memory::SharedMap> takeBack(const BulkEntry& entry);
+
+  // Passes `error` on to `callback`; one that says that the peer is lost only
+  // once it is known what has become of the peer, as the reason for that. Any
+  // thread.
+  void whenJudged(base::Error error, Callback callback);
+  // Why it is over, once it is. Any thread.
+  const base::Error& ending() const {
+    return watch_->why();
+  }
 
   void deliveryEnds(); // any thread
 
   // ---- under the lock ----
-  base::Error openEndpoint(const std::string& workerAddress);
   // The handshake, in the order of its messages: we open, ...
-  base::Error open(uint64_t door, const std::string& hello);
+  base::Error open(const ContextAddress& peer, const std::string& hello);
   // ... the peer has opened, and may, ...
   base::Error accept(
       uint64_t door,
@@ -115,13 +109,18 @@ class UcxConnection final : public Connection,
   void onDone(uint64_t transfer, base::Error error);
   // Bulk that was asked for does not come.
   void onAbort(uint64_t transfer, const base::Error& why);
-  // Ends the connection once, releases everything that the peer cannot read,
-  // tells the Handler when it has seen all frames. With `flush`, what was sent
-  // leaves first.
-  void fail(
-      base::Error error,
-      PeerMemory memory = PeerMemory::kMayRead,
-      bool flush = false);
+  // What somebody has to say about the peer; see PeerWatch. When it ends the
+  // connection, all is released that the peer cannot read any more, and the
+  // Handler is told when it has seen all frames.
+  void hear(PeerWord word, base::Error why = {}) {
+    watch_->hear(word, std::move(why));
+  }
+  // This worker ends it, for `error`. With `flush`, what was sent leaves first.
+  void fail(base::Error error, bool flush = false);
+  // UCX says so, of its endpoint.
+  void onPathLost(ucs_status_t status);
+  // The peer's process has had its time to be seen to end.
+  void onDoubtOver();
   // Around the delivery of each frame: a thread may still carry one to the
   // Handler while another sees the end of the connection.
   void deliveryBegins() {
@@ -131,11 +130,12 @@ class UcxConnection final : public Connection,
   // Sends what done() has put off.
   void acknowledge();
 
-  ConnectionState state() const {
-    return state_.load();
-  }
   bool initiator() const {
     return initiator_;
+  }
+  // The handshake is over: whoever sends is known.
+  bool established() const {
+    return established_;
   }
   // The peer may still be reading our memory.
   bool lending() const {
@@ -149,13 +149,16 @@ class UcxConnection final : public Connection,
     Callback callback;
   };
 
+  void meet(const ProcessIdentity& peer);
+  void partWays();
+  base::Error openEndpoint(const WorkerAddress& address);
   std::string introduce(const std::string& hello);
   base::Error prepareKeys();
   base::Error agreeOnEncryption(std::unique_ptr<SecureChannel>& channel);
   void establish();
+  void sendOrKeep(Unsent& frame);
   void sendNow(Unsent frame);
   void sendActive(FrameHeader header, base::Buffer data);
-  void setState(ConnectionState state);
   void deferCallback(Callback callback, base::Error error);
   void sendBulk(
       const PullRequest& pull,
@@ -169,19 +172,28 @@ class UcxConnection final : public Connection,
       const std::vector<base::MutableSpan>& into,
       Callback callback,
       Incoming::Arrived arrived);
-  void watchProcess();
-  bool peerLives() const;
+  UcxConnection(
+      std::shared_ptr<UcxContext> context,
+      uint64_t localToken,
+      bool initiator);
+  bool open() const {
+    return peer() == PeerState::kOpen;
+  }
+  void onPeerChanged(PeerState before);
+  void end();
   void closeEndpoint(bool flush);
+  static void
+  onEndpointClosed(void* request, ucs_status_t, void* argument) noexcept;
 
   const std::shared_ptr<UcxContext> context_;
   const uint64_t localToken_;
   const bool initiator_;
-  // Written under the lock; closed() reads it from anywhere.
-  std::atomic<ConnectionState> state_{ConnectionState::kOpening};
+  std::shared_ptr<PeerWatch> watch_;
   std::atomic<int> deliveries_{1}; // one is the open connection itself
-  std::atomic<bool> peerDied_{false};
-  base::Error ending_; // written before deliveries_ can reach 0
+  bool established_ = false;
+  bool flushes_ = false; // its endpoint, when it ends
   ucp_ep_h endpoint_ = nullptr;
+  bool endpointCloses_ = false;
   Preamble peer_; // once it has introduced itself
   Transcript transcript_;
   std::unique_ptr<crypto::KeyExchange> keyExchange_; // until established
@@ -190,6 +202,7 @@ class UcxConnection final : public Connection,
   std::string bulkReceiveKey_;
   bool exposesMemory_ = false; // the peer may be able to read ours
   bool cmaUsable_ = false; // we can read the peer's
+  Nearness nearness_; // of the peer, as both have proved it
   std::string whyNoCma_;
   int pidFd_ = -1;
   std::deque<Unsent> unsent_;
@@ -201,6 +214,8 @@ class UcxConnection final : public Connection,
   bool acknowledgesSoon_ = false;
   // Receives on the bulk channel, each with the peer's transfer.
   std::unordered_map<uint64_t, uint64_t> pulls_;
+  // What waits for the verdict.
+  std::vector<std::pair<base::Error, Callback>> unjudged_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -1,6 +1,7 @@
 // UcxConnection, bulk: how a receiver gets it, how a sender hears of that.
 
 #include "transport/ucx/bulk_chunks.h"
+#include "transport/ucx/cma.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
 #include "transport/ucx/sealed_bulk.h"
@@ -54,18 +55,21 @@ void UcxConnection::fetch(
       addresses,
       into,
       context_->runner(),
-      std::move(callback));
+      [self = shared_from_this(), callback = std::move(callback)](
+          const base::Error& error) { self->whenJudged(error, callback); });
 }
 
-std::shared_ptr<void> UcxConnection::map(const BulkEntry& entry) {
-  if (!cmaUsable_ || entry.region == 0) {
-    return nullptr;
-  }
-  return context_->maps().map(peer_.process.pid, entry);
+bool UcxConnection::maps(const BulkEntry& entry) const {
+  return cmaUsable_ && entry.region != 0;
 }
 
-std::shared_ptr<void> UcxConnection::takeBack(const BulkEntry& entry) {
-  std::shared_ptr<void> memory;
+std::shared_ptr<memory::SharedMap> UcxConnection::map(const BulkEntry& entry) {
+  return maps(entry) ? context_->maps().map(peer_.process.pid, entry) : nullptr;
+}
+
+std::shared_ptr<memory::SharedMap> UcxConnection::takeBack(
+    const BulkEntry& entry) {
+  std::shared_ptr<memory::SharedMap> memory;
   context_->worker().runLocked(
       [&] { memory = transfers_.takeBack(entry.region, entry.size); });
   return memory;
@@ -85,7 +89,7 @@ void UcxConnection::pull(
   PullRequest request;
   request.firstSpan = first;
   request.spanCount = static_cast<uint32_t>(into.size());
-  request.bulkAddress = bulk.value()->address();
+  request.bulkAddress = bulk.value()->address().to(nearness_);
   const bool sealed = !bulkReceiveKey_.empty();
   request.tag = bulk.value()->reserveTags(
       sealed ? sealedChunkCount(into) : plainChunkCount(into));
@@ -97,7 +101,7 @@ void UcxConnection::pull(
       [self, id, callback = std::move(callback)](const base::Error& error) {
         self->context_->worker().post(
             base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
-        callback(error);
+        self->whenJudged(error, callback);
       };
   const uint64_t receive = sealed
       ? receiveSealed(
@@ -113,9 +117,9 @@ void UcxConnection::pull(
   context_->worker().post(
       base::makeTask(
           [self, bulk = bulk.value(), receive, transfer, request]() mutable {
-            if (self->state_ != ConnectionState::kOpen) {
+            if (self->closed()) {
               self->context_->worker().defer(
-                  base::makeTask([bulk, receive, why = self->ending_] {
+                  base::makeTask([bulk, receive, why = self->ending()] {
                     bulk->cancel(receive, why);
                   }));
               return;
@@ -135,7 +139,7 @@ void UcxConnection::done(
     const base::Error& error) {
   context_->worker().post(
       base::makeTask([self = shared_from_this(), transfer, bytes, error] {
-        if (self->state_ != ConnectionState::kOpen) {
+        if (!self->open()) {
           return;
         }
         if (!error && bytes <= kMaxLazyBytes) {
@@ -145,7 +149,7 @@ void UcxConnection::done(
             self->adopted_.push_back(transfer);
           } else {
             // Said at once that it was adopted and is over, is one word.
-            std::erase(self->adopted_, transfer | kAdopted);
+            std::erase(self->adopted_, (transfer & ~kForked) | kAdopted);
             self->acknowledgements_.push_back(transfer);
           }
           if (!std::exchange(self->acknowledgesSoon_, true)) {
@@ -202,10 +206,12 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
                       id,
                       pull,
                       spans = Transfers::Spans(begin, begin + pull.spanCount)] {
-        self->sendBulk(pull, spans, [self, id](const base::Error& error) {
-          self->context_->worker().post(base::makeTask([self, id, error] {
-            self->sendEnded(id, error);
-          }));
+        self->sendBulk(pull, spans, [self, id](const base::Error& failure) {
+          self->whenJudged(failure, [self, id](const base::Error& error) {
+            self->context_->worker().post(base::makeTask([self, id, error] {
+              self->sendEnded(id, error);
+            }));
+          });
         });
       }));
 }
@@ -252,7 +258,7 @@ void UcxConnection::sendEnded(uint64_t id, const base::Error& error) {
   context_->worker().defer(
       base::makeTask([self = shared_from_this(), id, error] {
         self->context_->worker().post(base::makeTask([self, id, error] {
-          if (self->state_ == ConnectionState::kOpen) {
+          if (self->open()) {
             self->sendReason(FrameKind::kAbort, id, error);
           }
         }));
@@ -274,10 +280,14 @@ void UcxConnection::onAbort(uint64_t transfer, const base::Error& why) {
 }
 
 void UcxConnection::onDone(uint64_t id, base::Error error) {
+  const uint64_t number = id & ~(kAdopted | kForked);
+  if ((id & kForked) != 0) {
+    transfers_.forked(number);
+  }
   if ((id & kAdopted) != 0) {
-    transfers_.adopted(id & ~kAdopted);
+    transfers_.adopted(number);
   } else {
-    transfers_.done(id, std::move(error));
+    transfers_.done(number, std::move(error));
   }
 }
 

@@ -1,9 +1,12 @@
 // UcxConnection, its beginning: the endpoint and the handshake.
 
+#include "base/boundary.h"
 #include "base/log.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
 #include "transport/ucx/status.h"
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -17,9 +20,12 @@ namespace {
 constexpr size_t kMaxEarlyMessages = 4096;
 constexpr size_t kMaxEarlyBytes = 16u << 20;
 
-void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) {
-  static_cast<UcxConnection*>(argument)->fail(
-      toError(status, "the connection broke"));
+void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) noexcept {
+  const auto tell = [&] {
+    static_cast<UcxConnection*>(argument)->onPathLost(status);
+  };
+  base::guarded(
+      base::Boundary::kBroken, tell, [&](const base::Error&) { tell(); });
 }
 
 bool wants(Encryption policy, bool sameHost) {
@@ -29,7 +35,36 @@ bool wants(Encryption policy, bool sameHost) {
 
 } // namespace
 
-base::Error UcxConnection::openEndpoint(const std::string& workerAddress) {
+// What the peer has of this host, as far as this end can tell.
+void UcxConnection::meet(const ProcessIdentity& peer) {
+  // Before the proof: then the pidfd is of the process that the proof is about,
+  // and not of one that has its pid since.
+  const int pidFd = PeerWatch::openProcess(peer.pid);
+  nearness_ = prove(context_->process(), peer);
+  if (nearness_.samePids) {
+    // UCX does not notice the death of a peer whose parent has not reaped it.
+    watch_->watch(context_->poller(), peer.pid, pidFd);
+  } else if (pidFd >= 0) {
+    ::close(pidFd);
+  }
+}
+
+// The other end could not tell: to both it is another host.
+void UcxConnection::partWays() {
+  nearness_ = {};
+  nearness_.whyNoCma = "the other end has no proof that it is of this host";
+  watch_->unwatch();
+}
+
+base::Error UcxConnection::openEndpoint(const WorkerAddress& address) {
+  const std::string& workerAddress = address.to(nearness_);
+  if (workerAddress.empty()) {
+    return {
+        base::ErrorKind::kPeerLost,
+        "cannot connect: no network leads there, and shared memory wants the "
+        "same host (" +
+            nearness_.whyNoCma + ")"};
+  }
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
       UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
@@ -57,6 +92,7 @@ std::string UcxConnection::introduce(const std::string& hello) {
   Preamble preamble;
   preamble.token = localToken_;
   preamble.process = context_->process();
+  preamble.sameHost = nearness_.sameHost;
   preamble.address = context_->workerAddress();
   preamble.hello = hello;
   preamble.challenge = crypto::randomBytes(kChallengeBytes);
@@ -80,14 +116,21 @@ base::Error UcxConnection::prepareKeys() {
   return {};
 }
 
-base::Error UcxConnection::open(uint64_t door, const std::string& hello) {
+base::Error UcxConnection::open(
+    const ContextAddress& peer,
+    const std::string& hello) {
   if (base::Error error = prepareKeys()) {
     return error;
   }
-  transcript_.door = door;
+  meet(peer.process);
+  peer_.process = peer.process;
+  if (base::Error error = openEndpoint(peer.worker)) {
+    return error;
+  }
+  transcript_.door = peer.door;
   transcript_.opener = introduce(hello);
   sendActive(
-      {.kind = FrameKind::kOpen, .token = door},
+      {.kind = FrameKind::kOpen, .token = peer.door},
       withProof(
           transcript_.opener, proof(context_->groupKey(), 1, transcript_)));
   return {};
@@ -102,6 +145,13 @@ base::Error UcxConnection::accept(
     return error;
   }
   peer_ = std::move(peer);
+  meet(peer_.process);
+  if (!peer_.sameHost) {
+    partWays();
+  }
+  if (base::Error error = openEndpoint(peer_.address)) {
+    return error;
+  }
   transcript_.door = door;
   transcript_.opener = std::move(opener);
   transcript_.accepter = introduce(hello);
@@ -130,7 +180,10 @@ base::Error UcxConnection::onAccepted(const Signed& accepter) {
   if (!preamble.ok()) {
     return preamble.error();
   }
-  peer_ = std::move(preamble.value());
+  const ProcessIdentity met = std::exchange(peer_, preamble.value()).process;
+  if (!peer_.sameHost || peer_.process != met) {
+    partWays();
+  }
   std::unique_ptr<SecureChannel> channel;
   if (base::Error error = agreeOnEncryption(channel)) {
     return error;
@@ -165,9 +218,8 @@ base::Error UcxConnection::onConfirm(base::ConstSpan bytes) {
 
 base::Error UcxConnection::agreeOnEncryption(
     std::unique_ptr<SecureChannel>& channel) {
-  const bool sameHost = context_->process().bootId == peer_.process.bootId;
-  const bool mine = wants(context_->options().encryption, sameHost);
-  const bool theirs = wants(peer_.encryption, sameHost);
+  const bool mine = wants(context_->options().encryption, nearness_.sameHost);
+  const bool theirs = wants(peer_.encryption, nearness_.sameHost);
   if (!mine && !theirs) {
     keyExchange_.reset();
     return {};
@@ -194,27 +246,23 @@ base::Error UcxConnection::agreeOnEncryption(
 }
 
 void UcxConnection::establish() {
-  if (state_ == ConnectionState::kClosed) {
+  if (closed()) {
     return; // the last message of the handshake could not be sent
   }
-  const auto& self = context_->process();
-  whyNoCma_ = context_->options().useCma ? whyNoCma(self, peer_.process)
-                                         : "switched off by option";
+  const bool useCma = context_->options().useCma;
+  whyNoCma_ = useCma ? nearness_.whyNoCma : "switched off by option";
   cmaUsable_ = whyNoCma_.empty();
-  exposesMemory_ =
-      context_->options().useCma && sharesPids(self, peer_.process);
-  if (sharesPids(self, peer_.process)) {
-    watchProcess();
-    if (!cmaUsable_ && context_->options().useCma) {
-      base::log(
-          base::LogLevel::kWarning,
-          "large tensors from process " + std::to_string(peer_.process.pid) +
-              " go through UCX instead of direct copies: " + whyNoCma_);
-    }
+  exposesMemory_ = useCma && nearness_.samePids;
+  if (exposesMemory_ && !cmaUsable_) {
+    base::log(
+        base::LogLevel::kWarning,
+        "large tensors from process " + std::to_string(peer_.process.pid) +
+            " go through UCX instead of direct copies: " + whyNoCma_);
   }
   transcript_ = {};
-  setState(ConnectionState::kOpen);
-  while (!unsent_.empty() && state_ == ConnectionState::kOpen) {
+  established_ = true;
+  hear(PeerWord::kEstablished);
+  while (!unsent_.empty() && open()) {
     Unsent frame = std::move(unsent_.front());
     unsent_.pop_front();
     sendNow(std::move(frame));

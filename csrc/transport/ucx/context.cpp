@@ -1,5 +1,6 @@
 #include "transport/ucx/context.h"
 
+#include "base/boundary.h"
 #include "base/log.h"
 #include "memory/buffer_cache.h"
 #include "transport/ucx/incoming.h"
@@ -21,6 +22,13 @@ constexpr int kDrainMilliseconds = 1000;
 // How long a peer waits at most to have its memory back after we have read it.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 constexpr size_t kMaxBroken = 64;
+// How long a handshake may take: on a loaded machine a peer may be slow, and a
+// stranger gets no further than this.
+constexpr std::chrono::seconds kHandshakeTime{30};
+// What the kernel has, at most, between resetting the sockets of a process that
+// is killed and telling that it has ended. It takes microseconds, and longer
+// only where other processes are on the core.
+constexpr std::chrono::seconds kDoubtTime{2};
 
 // The kind of error that a kDone or kAbort names.
 base::ErrorKind toKind(uint32_t number) {
@@ -65,14 +73,12 @@ UcxContext::UcxContext(
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
-      nonce_(randomToken()),
-      process_(identifyThisProcess(nonce_)),
       bulkWorker_(std::move(bulk)) {}
 
 UcxContext::~UcxContext() = default;
 
 std::string UcxContext::address() const {
-  return encodeAddress(doorToken_, workerAddress_);
+  return encodeAddress({doorToken_, process(), workerAddress_});
 }
 
 void UcxContext::start(
@@ -95,8 +101,19 @@ void UcxContext::start(
   acknowledgeTimer_.emplace(poller, [this] {
     control_->post(base::makeTask([this] { acknowledgeNow(); }));
   });
-  openingTimer_.emplace(poller, [this] {
-    control_->post(base::makeTask([this] { expireOpening(); }));
+  openings_.emplace(
+      poller, *control_, kHandshakeTime, [](const auto& connection) {
+        if (connection->peer() == PeerState::kConnecting) {
+          connection->hear(
+              PeerWord::kPathLost,
+              {base::ErrorKind::kPeerLost,
+               "no answer to the introduction within " +
+                   std::to_string(kHandshakeTime.count()) +
+                   " s (a worker that hangs, or knows another secret)"});
+        }
+      });
+  doubts_.emplace(poller, *control_, kDoubtTime, [](const auto& connection) {
+    connection->onDoubtOver();
   });
 }
 
@@ -117,13 +134,10 @@ ConnectionPtr UcxContext::connect(
       connection->fail(parsed.error());
       return;
     }
-    auto& [door, worker] = parsed.value();
+    const ContextAddress& peer = parsed.value();
     base::Error error = groupKey_.empty()
         ? base::Error{base::ErrorKind::kRefused, "this worker has no secret"}
-        : connection->openEndpoint(worker);
-    if (!error) {
-      error = connection->open(door, hello);
-    }
+        : connection->open(peer, hello);
     if (error) {
       connection->fail(std::move(error));
     }
@@ -171,6 +185,11 @@ void UcxContext::acknowledgeNow() {
   }
 }
 
+void UcxContext::keep(std::shared_ptr<PeerWatch> watch) {
+  std::erase_if(watches_, [](const auto& former) { return !former->holds(); });
+  watches_.push_back(std::move(watch));
+}
+
 void UcxContext::forget(
     uint64_t localToken,
     const std::shared_ptr<UcxConnection>& broken) {
@@ -188,7 +207,8 @@ void UcxContext::stop() {
     return;
   }
   acknowledgeTimer_->stop();
-  openingTimer_->stop();
+  openings_->stop();
+  doubts_->stop();
   slots_->stop();
   control_->runLocked([this] {
     acknowledgeNow();
@@ -224,6 +244,11 @@ void UcxContext::stop() {
     bulk->stop();
   }
   control_->stop();
+  control_->runLocked([this] {
+    for (const auto& watch : watches_) {
+      watch->unwatch();
+    }
+  });
 }
 
 // ---- under the lock --------------------------------------------------------
@@ -234,11 +259,16 @@ ucs_status_t UcxContext::onActiveMessage(
     size_t headerLength,
     void* data,
     size_t length,
-    const ucp_am_recv_param_t* param) {
+    const ucp_am_recv_param_t* param) noexcept {
   // We send nothing by UCX's rendezvous: whoever does is no peer of ours.
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0) {
-    static_cast<UcxContext*>(self)->onMessage(
-        {header, headerLength}, {data, length});
+    auto* const context = static_cast<UcxContext*>(self);
+    base::guarded(
+        base::Boundary::kMessage,
+        [&] { context->onMessage({header, headerLength}, {data, length}); },
+        [&](const base::Error& error) {
+          context->onLostMessage({header, headerLength}, {data, length}, error);
+        });
   }
   return UCS_OK;
 }
@@ -271,12 +301,36 @@ void UcxContext::onMessage(base::ConstSpan headerBytes, base::ConstSpan data) {
       onHandshake(connection, header, data);
       break;
     default:
-      if (connection->state() == ConnectionState::kOpening) {
+      if (!connection->established()) {
         // UCX does not promise the order of messages, least of all while it is
         // connecting: what overtook the handshake waits for its end.
         connection->keepEarly(header, data);
       } else {
         onFrameOf(connection, header, data);
+      }
+  }
+}
+
+// What took it has thrown.
+void UcxContext::onLostMessage(
+    base::ConstSpan headerBytes,
+    base::ConstSpan data,
+    const base::Error& error) {
+  auto parsed = parseHeader(headerBytes);
+  if (!parsed.ok()) {
+    return;
+  }
+  switch (parsed.value().kind) {
+    case FrameKind::kOpen:
+    case FrameKind::kOpened:
+    case FrameKind::kConfirm:
+      // Of a connection that is not open the peer would hear nothing until it
+      // has waited for long.
+      onMessage(headerBytes, data);
+      break;
+    default:
+      if (const auto connection = find(parsed.value().token)) {
+        connection->fail(error);
       }
   }
 }
@@ -353,11 +407,12 @@ void UcxContext::onConnectionMessage(
       break;
     case FrameKind::kClose:
       if (header.count == 0) {
-        connection->fail(
-            {base::ErrorKind::kShutDown, "the peer shut down"},
-            PeerMemory::kFree);
+        connection->hear(
+            PeerWord::kGoodbye,
+            {base::ErrorKind::kShutDown, "the peer shut down"});
       } else {
-        connection->fail(
+        connection->hear(
+            PeerWord::kBrokeThere,
             {base::ErrorKind::kPeerLost,
              "the connection broke at the other end"});
       }
@@ -394,9 +449,21 @@ void UcxContext::onFrame(
   control_->defer(
       base::makeTask(
           [this, connection, incoming = std::move(incoming.value())]() mutable {
-            handler_->onFrame(connection, std::move(incoming));
-            connection->deliveryEnds();
+            deliver(connection, std::move(incoming));
           }));
+}
+
+void UcxContext::deliver(
+    const std::shared_ptr<UcxConnection>& connection,
+    std::unique_ptr<Incoming> incoming) {
+  base::guarded(
+      base::Boundary::kDelivery,
+      [&] { handler_->onFrame(connection, std::move(incoming)); },
+      [&](const base::Error& error) {
+        control_->post(
+            base::makeTask([connection, error] { connection->fail(error); }));
+      });
+  connection->deliveryEnds();
 }
 
 void UcxContext::onBigFrame(
@@ -462,11 +529,11 @@ void UcxContext::fetchBigFrame(
                                     std::move(*bytes),
                                     options_.maxFrameBytes);
         if (incoming.ok()) {
-          handler_->onFrame(connection, std::move(incoming.value()));
+          deliver(connection, std::move(incoming.value()));
         } else {
           connection->done(header.transfer, 0, incoming.error());
+          connection->deliveryEnds();
         }
-        connection->deliveryEnds();
       },
       /*arrived=*/nullptr);
 }

@@ -6,6 +6,7 @@
 #include "transport/ucx/abandoned_slots.h"
 #include "transport/ucx/bulk_channel.h"
 #include "transport/ucx/connection.h"
+#include "transport/ucx/deadlines.h"
 #include "transport/ucx/options.h"
 #include "transport/ucx/shared_maps.h"
 #include "transport/ucx/worker.h"
@@ -51,6 +52,9 @@ class UcxContext final : public Context,
   Worker& worker() const {
     return *control_;
   }
+  const std::shared_ptr<Worker>& sharedWorker() const {
+    return control_;
+  }
   base::Poller& poller() const {
     return *poller_;
   }
@@ -68,19 +72,21 @@ class UcxContext final : public Context,
     return groupKey_;
   }
   const ProcessIdentity& process() const {
-    return process_;
+    return mark_.identity();
   }
-  const std::string& workerAddress() const {
+  const WorkerAddress& workerAddress() const {
     return workerAddress_;
   }
   // Made at the first use: most groups never need it. Its port is taken before
   // where ports are few.
   base::Result<std::shared_ptr<BulkChannel>> bulk();
-  // Under the lock: holds what a peer may still be reading although nobody can
-  // tell when it ends, for as long as this context lives.
-  void park(Callback callback) {
-    parked_.push_back(std::move(callback));
+  // Under the lock: has the connection's onDoubtOver() run in a while.
+  void doubt(const std::shared_ptr<UcxConnection>& connection) {
+    doubts_->add(connection);
   }
+  // Under the lock: a connection has ended, and its peer may still be reading
+  // memory of ours, which `watch` holds until it cannot.
+  void keep(std::shared_ptr<PeerWatch> watch);
   // Under the lock: has the connection acknowledge() in a moment.
   void acknowledgeSoon(std::shared_ptr<UcxConnection> connection);
   // Under the lock: forgets a connection that has ended; `broken` is the same
@@ -116,8 +122,12 @@ class UcxContext final : public Context,
       size_t headerLength,
       void* data,
       size_t length,
-      const ucp_am_recv_param_t* param);
+      const ucp_am_recv_param_t* param) noexcept;
   void onMessage(base::ConstSpan header, base::ConstSpan data);
+  void onLostMessage(
+      base::ConstSpan header,
+      base::ConstSpan data,
+      const base::Error& error);
   void onFrameOf(
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
@@ -139,13 +149,16 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
+  // Any thread; ends the delivery.
+  void deliver(
+      const std::shared_ptr<UcxConnection>& connection,
+      std::unique_ptr<Incoming> incoming);
   void fetchBigFrame(
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries);
   void progressSoon();
   void acknowledgeNow();
-  void expireOpening();
   std::shared_ptr<UcxConnection> find(uint64_t token) const;
   void onLateMessage(const FrameHeader& header);
   std::shared_ptr<UcxConnection> makeConnection(bool initiator);
@@ -153,10 +166,9 @@ class UcxContext final : public Context,
   const Options options_;
   const std::shared_ptr<UcpContext> ucp_;
   const std::shared_ptr<Worker> control_;
-  const std::string workerAddress_;
+  const WorkerAddress workerAddress_;
   const uint64_t doorToken_; // who does not know it cannot connect
-  const uint64_t nonce_; // peers on this host read it to test CMA
-  const ProcessIdentity process_;
+  const HostMark mark_;
   SharedMaps maps_;
   base::Poller* poller_ = nullptr;
   base::TaskRunner* runner_ = nullptr;
@@ -174,14 +186,14 @@ class UcxContext final : public Context,
   // lets the peer go on sending on what is closed here.
   std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
   base::LimitedLog refusals_;
-  // Connections that may still be opening, the oldest first.
-  std::deque<
-      std::pair<base::Timer::Clock::time_point, std::weak_ptr<UcxConnection>>>
-      opening_;
-  std::optional<base::Timer> openingTimer_;
+  // Once started: of connections that open, and of those whose peers' processes
+  // have yet to be seen to end.
+  std::optional<Deadlines<UcxConnection>> openings_;
+  std::optional<Deadlines<UcxConnection>> doubts_;
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   size_t closing_ = 0;
-  std::vector<Callback> parked_;
+  // Of connections that have ended.
+  std::vector<std::shared_ptr<PeerWatch>> watches_;
   std::vector<std::shared_ptr<UcxConnection>> acknowledging_;
   std::optional<base::Timer> acknowledgeTimer_;
 };

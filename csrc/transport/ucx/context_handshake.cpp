@@ -3,8 +3,6 @@
 #include "base/log.h"
 #include "transport/ucx/context.h"
 
-#include <algorithm>
-#include <chrono>
 #include <string>
 #include <utility>
 
@@ -12,44 +10,19 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// How long a handshake may take: on a loaded machine a peer may be slow, and a
-// stranger gets no further than this.
-constexpr std::chrono::seconds kHandshakeTime{30};
-// Connections begun within that time, more than any group needs. Who has
-// listened to a peer of ours, and repeats what it said, gets as far as this.
+// Connections begun within the time of a handshake, more than any group needs.
+// Who has listened to a peer of ours, and repeats what it said, gets as far as
+// this.
 constexpr size_t kMaxOpening = 4096;
 
 } // namespace
 
 std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
   const uint64_t token = randomToken();
-  auto connection =
-      std::make_shared<UcxConnection>(shared_from_this(), token, initiator);
+  auto connection = UcxConnection::create(shared_from_this(), token, initiator);
   connections_.emplace(token, connection);
-  const auto deadline = base::Timer::Clock::now() + kHandshakeTime;
-  if (opening_.empty()) {
-    openingTimer_->set(deadline);
-  }
-  opening_.emplace_back(deadline, connection);
+  openings_->add(connection);
   return connection;
-}
-
-void UcxContext::expireOpening() {
-  const auto now = base::Timer::Clock::now();
-  while (!opening_.empty() && opening_.front().first <= now) {
-    const auto connection = opening_.front().second.lock();
-    opening_.pop_front();
-    if (connection && connection->state() == ConnectionState::kOpening) {
-      connection->fail(
-          {base::ErrorKind::kPeerLost,
-           "no answer to the introduction within " +
-               std::to_string(kHandshakeTime.count()) +
-               " s (a worker that hangs, or knows another secret)"});
-    }
-  }
-  if (!opening_.empty()) {
-    openingTimer_->set(opening_.front().first);
-  }
 }
 
 void UcxContext::setSecret(const std::string& secret) {
@@ -89,25 +62,20 @@ void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
     refuse("sent a " + preamble.error().message);
     return;
   }
-  if (opening_.size() >= kMaxOpening) {
+  if (openings_->size() >= kMaxOpening) {
     refuse("is one of too many at once");
     return;
   }
   auto connection = makeConnection(/*initiator=*/false);
-  base::Error error = connection->openEndpoint(preamble.value().address);
-  if (error) {
-    connection->fail(std::move(error));
-    return;
-  }
   const uint64_t token = preamble.value().token;
-  error = connection->accept(
+  base::Error error = connection->accept(
       header.token,
       bytes,
       std::move(preamble.value()),
       handler_->introduction());
   if (error) {
     connection->sendRefusal(token, error.message);
-    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
+    connection->fail(std::move(error), /*flush=*/true);
   }
 }
 
@@ -121,7 +89,7 @@ void UcxContext::onHandshake(
   }
   const bool accepted = header.kind == FrameKind::kOpened;
   if (connection->initiator() != accepted ||
-      connection->state() != ConnectionState::kOpening) {
+      connection->peer() != PeerState::kConnecting) {
     return;
   }
   base::Error error;
@@ -135,7 +103,7 @@ void UcxContext::onHandshake(
   if (error) {
     refusals_(
         base::LogLevel::kWarning, "refused a connection: " + error.message);
-    connection->fail(std::move(error), PeerMemory::kFree, /*flush=*/true);
+    connection->fail(std::move(error), /*flush=*/true);
     return;
   }
   for (auto& [early, bytes] : connection->takeEarly()) {

@@ -1,24 +1,42 @@
 #include "transport/ucx/incoming.h"
 
+#include "base/boundary.h"
+#include "base/fork.h"
+
+#include <atomic>
+
 namespace torch_rpc_ext::transport::ucx {
 
 // While it lives, this process uses the sender's memory. It may live longer
-// than the connection, and than this worker's RPC.
+// than the connection, and than this worker's RPC. In a forked child its end
+// means nothing: the parent may use the memory still.
 class UcxIncoming::Lease {
  public:
   Lease(std::weak_ptr<UcxConnection> connection, uint64_t transfer)
       : connection_(std::move(connection)), transfer_(transfer) {}
   ~Lease() {
+    if (!home_.isHere()) {
+      return;
+    }
     if (auto connection = connection_.lock()) {
-      connection->done(transfer_, /*bytes=*/0, {});
+      const uint64_t ended = forked_.load() ? transfer_ | kForked : transfer_;
+      const auto tell = [&] { connection->done(ended, /*bytes=*/0, {}); };
+      base::guarded(
+          base::Boundary::kStorage, tell, [&](const base::Error&) { tell(); });
     }
   }
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
 
+  void forked() {
+    forked_.store(true);
+  }
+
  private:
+  const base::HomeProcess home_;
   const std::weak_ptr<UcxConnection> connection_;
   const uint64_t transfer_;
+  std::atomic<bool> forked_{false};
 };
 
 UcxIncoming::UcxIncoming(
@@ -42,12 +60,24 @@ UcxIncoming::UcxIncoming(
 
 UcxIncoming::~UcxIncoming() {
   if (!answered_) {
-    refuse(
-        entries_.empty() ? base::Error{}
-                         : base::Error{
-                               base::ErrorKind::kRefused,
-                               "the receiver did not take the message"});
+    const auto tell = [this] {
+      refuse(
+          entries_.empty() ? base::Error{}
+                           : base::Error{
+                                 base::ErrorKind::kRefused,
+                                 "the receiver did not take the message"});
+    };
+    base::guarded(
+        base::Boundary::kStorage, tell, [&](const base::Error&) { tell(); });
   }
+}
+
+uint64_t UcxIncoming::bytesToCopy() const {
+  uint64_t bytes = 0;
+  for (const BulkEntry& entry : entries_) {
+    bytes += connection_->maps(entry) ? 0 : entry.size;
+  }
+  return bytes;
 }
 
 void UcxIncoming::refuse(const base::Error& why) {
@@ -71,14 +101,16 @@ Adopted UcxIncoming::adopt(size_t index) {
   }
   struct Leased {
     std::shared_ptr<Lease> lease;
-    std::shared_ptr<void> memory; // goes first
+    std::shared_ptr<memory::SharedMap> map; // goes first
+
+    ~Leased() {
+      if (map->discarded()) {
+        lease->forked();
+      }
+    }
   };
-  void* const data = memory.get();
-  auto leased = std::make_shared<Leased>(Leased{lease_, std::move(memory)});
-  return {
-      std::shared_ptr<void>(std::move(leased), data),
-      entry.region,
-      connection_};
+  const std::shared_ptr<Leased> leased(new Leased{lease_, std::move(memory)});
+  return {{leased, leased->map.get()}, entry.region, connection_};
 }
 
 void UcxIncoming::receive(
@@ -132,9 +164,7 @@ void UcxIncoming::receive(
        callback = std::move(callback)](base::Error error) {
         if (!error && connection->closed()) {
           // The sender may have let go of the memory while it was read.
-          error = {
-              base::ErrorKind::kPeerLost,
-              "the connection ended while a message was on its way"};
+          error = connection->ending();
         }
         // The owner first: once the sender knows, it may close.
         callback(error);

@@ -28,6 +28,7 @@ class UcxIncoming final : public Incoming {
   const std::vector<uint64_t>& bulkSizes() const override {
     return sizes_;
   }
+  uint64_t bytesToCopy() const override;
   void refuse(const base::Error& why) override;
   Adopted adopt(size_t index) override;
   void receive(

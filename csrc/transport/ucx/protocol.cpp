@@ -28,6 +28,42 @@ void putText(base::ByteWriter& writer, const std::string& text) {
   writer.bytes({text.data(), text.size()});
 }
 
+constexpr size_t kProcessBytes = 4 * 8 + 4;
+
+void putProcess(base::ByteWriter& writer, const ProcessIdentity& process) {
+  writer.u64(process.bootId);
+  writer.u64(process.pidNamespace);
+  writer.u64(process.nonceAddress);
+  writer.u64(process.nonce);
+  writer.u32(static_cast<uint32_t>(process.pid));
+}
+
+ProcessIdentity takeProcess(base::ByteReader& reader) {
+  ProcessIdentity process;
+  process.bootId = reader.u64();
+  process.pidNamespace = reader.u64();
+  process.nonceAddress = reader.u64();
+  process.nonce = reader.u64();
+  process.pid = static_cast<int32_t>(reader.u32());
+  return process;
+}
+
+size_t wireBytes(const WorkerAddress& address) {
+  return 2 * 4 + address.all.size() + address.network.size();
+}
+
+void putAddress(base::ByteWriter& writer, const WorkerAddress& address) {
+  putText(writer, address.all);
+  putText(writer, address.network);
+}
+
+WorkerAddress takeAddress(base::ByteReader& reader) {
+  WorkerAddress address;
+  address.all = takeText(reader, kMaxAddressBytes);
+  address.network = takeText(reader, kMaxAddressBytes);
+  return address;
+}
+
 } // namespace
 
 uint64_t randomToken() {
@@ -64,20 +100,17 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
 
 base::Buffer encode(const Preamble& preamble) {
   base::Buffer buffer(
-      5 * 8 + 4 + 1 + 4 * 4 + preamble.challenge.size() +
-      preamble.keyShare.size() + preamble.address.size() +
+      8 + kProcessBytes + 1 + 1 + 3 * 4 + preamble.challenge.size() +
+      preamble.keyShare.size() + wireBytes(preamble.address) +
       preamble.hello.size());
   base::ByteWriter writer(buffer);
   writer.u64(preamble.token);
-  writer.u64(preamble.process.bootId);
-  writer.u64(preamble.process.pidNamespace);
-  writer.u64(preamble.process.nonceAddress);
-  writer.u64(preamble.process.nonce);
-  writer.u32(static_cast<uint32_t>(preamble.process.pid));
+  putProcess(writer, preamble.process);
+  writer.u8(preamble.sameHost ? 1 : 0);
   writer.u8(static_cast<uint8_t>(preamble.encryption));
   putText(writer, preamble.challenge);
   putText(writer, preamble.keyShare);
-  putText(writer, preamble.address);
+  putAddress(writer, preamble.address);
   putText(writer, preamble.hello);
   return buffer;
 }
@@ -86,21 +119,19 @@ base::Result<Preamble> parsePreamble(base::ConstSpan bytes) {
   base::ByteReader reader(bytes);
   Preamble preamble;
   preamble.token = reader.u64();
-  preamble.process.bootId = reader.u64();
-  preamble.process.pidNamespace = reader.u64();
-  preamble.process.nonceAddress = reader.u64();
-  preamble.process.nonce = reader.u64();
-  preamble.process.pid = static_cast<int32_t>(reader.u32());
+  preamble.process = takeProcess(reader);
+  const uint8_t sameHost = reader.u8();
   const uint8_t encryption = reader.u8();
   preamble.challenge = takeText(reader, kChallengeBytes);
   preamble.keyShare = takeText(reader, kKeyShareBytes);
-  preamble.address = takeText(reader, kMaxAddressBytes);
+  preamble.address = takeAddress(reader);
   preamble.hello = takeText(reader, kMaxHelloBytes);
   if (reader.failed() || reader.remaining() != 0 || preamble.token == 0 ||
-      preamble.address.empty() ||
+      preamble.address.all.empty() || sameHost > 1 ||
       encryption > static_cast<uint8_t>(Encryption::kOn)) {
     return malformed("introduction of a peer");
   }
+  preamble.sameHost = sameHost != 0;
   preamble.encryption = static_cast<Encryption>(encryption);
   return preamble;
 }
@@ -147,24 +178,26 @@ base::Result<std::vector<BulkEntry>> parseBulkEntries(
   return entries;
 }
 
-std::string encodeAddress(uint64_t token, const std::string& worker) {
-  base::Buffer buffer(8 + worker.size());
+std::string encodeAddress(const ContextAddress& address) {
+  base::Buffer buffer(8 + kProcessBytes + wireBytes(address.worker));
   base::ByteWriter writer(buffer);
-  writer.u64(token);
-  writer.bytes({worker.data(), worker.size()});
+  writer.u64(address.door);
+  putProcess(writer, address.process);
+  putAddress(writer, address.worker);
   return {reinterpret_cast<const char*>(buffer.data()), buffer.size()};
 }
 
-base::Result<std::pair<uint64_t, std::string>> parseAddress(
-    const std::string& address) {
-  base::ByteReader reader({address.data(), address.size()});
-  const uint64_t token = reader.u64();
-  const base::ConstSpan worker = reader.bytes(reader.remaining());
-  if (reader.failed() || worker.size == 0) {
+base::Result<ContextAddress> parseAddress(const std::string& bytes) {
+  base::ByteReader reader({bytes.data(), bytes.size()});
+  ContextAddress address;
+  address.door = reader.u64();
+  address.process = takeProcess(reader);
+  address.worker = takeAddress(reader);
+  if (reader.failed() || reader.remaining() != 0 ||
+      address.worker.all.empty()) {
     return malformed("worker address");
   }
-  return std::pair<uint64_t, std::string>(
-      token, std::string(static_cast<const char*>(worker.data), worker.size));
+  return address;
 }
 
 } // namespace torch_rpc_ext::transport::ucx

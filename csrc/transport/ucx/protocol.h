@@ -28,7 +28,7 @@
 
 #include "base/buffer.h"
 #include "base/error.h"
-#include "transport/ucx/cma.h"
+#include "transport/ucx/host_proof.h"
 #include "transport/ucx/options.h"
 
 #include <cstdint>
@@ -38,7 +38,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 5;
+constexpr uint16_t kProtocolVersion = 7;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -84,6 +84,25 @@ static_assert(sizeof(BulkEntry) == 32);
 // before the sender has said so of the message that it came with.
 constexpr uint64_t kReturned = ~uint64_t{0};
 
+// Of a UCX worker. UCX takes a peer for one of this host by comparing boot ids
+// and namespaces, which may be equal elsewhere; then it uses shared memory. Who
+// has not been proved to be of this host is shown, and reached by, the second.
+struct WorkerAddress {
+  std::string all;
+  std::string network; // no shared memory in it
+
+  const std::string& to(const Nearness& peer) const {
+    return peer.sameHost ? all : network;
+  }
+};
+
+// What Context::address() says.
+struct ContextAddress {
+  uint64_t door = 0; // a token: who does not know it is not let in
+  ProcessIdentity process;
+  WorkerAddress worker;
+};
+
 // Both ends introduce themselves with it.
 struct Preamble {
   std::string challenge; // fresh random bytes
@@ -91,7 +110,8 @@ struct Preamble {
   Encryption encryption = Encryption::kOff;
   uint64_t token = 0; // what the other side must put on its frames
   ProcessIdentity process;
-  std::string address; // of the UCX worker
+  bool sameHost = false; // it has proved the receiver to be of its host
+  WorkerAddress address;
   std::string hello; // opaque: the Handler's
 };
 
@@ -105,6 +125,9 @@ struct PullRequest {
 // On a transfer's number: its receiver has mapped the memory and keeps it for
 // now. The number alone follows when it has let go.
 constexpr uint64_t kAdopted = uint64_t{1} << 63;
+// The same: its receiver has let go, but has forked meanwhile, and its child
+// may read the memory for as long as it likes.
+constexpr uint64_t kForked = uint64_t{1} << 62;
 
 // How a bulk span is cut for kPull: both ends count chunks in this way.
 constexpr size_t kChunkBytes = 16u << 20;
@@ -131,9 +154,7 @@ base::Result<std::vector<BulkEntry>> parseBulkEntries(
     base::ConstSpan bytes,
     uint32_t count);
 
-// An address as Context::address() gives it: token, then the worker's address.
-std::string encodeAddress(uint64_t token, const std::string& worker);
-base::Result<std::pair<uint64_t, std::string>> parseAddress(
-    const std::string& address);
+std::string encodeAddress(const ContextAddress& address);
+base::Result<ContextAddress> parseAddress(const std::string& bytes);
 
 } // namespace torch_rpc_ext::transport::ucx

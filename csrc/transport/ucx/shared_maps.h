@@ -1,5 +1,6 @@
 #pragma once
 
+#include "memory/shared_map.h"
 #include "transport/ucx/protocol.h"
 
 #include <chrono>
@@ -25,8 +26,8 @@ class SharedMaps {
   SharedMaps& operator=(const SharedMaps&) = delete;
 
   // The memory of a region of process `pid`; null if it cannot be had, or is
-  // not what a peer of ours would offer.
-  std::shared_ptr<void> map(int32_t pid, const BulkEntry& entry);
+  // not what a peer of ours would offer, or if too many are in use.
+  std::shared_ptr<memory::SharedMap> map(int32_t pid, const BulkEntry& entry);
 
   // Unmaps what is unused of a process.
   void forget(int32_t pid);

@@ -27,12 +27,14 @@ uint64_t Transfers::add(
   return id;
 }
 
-std::shared_ptr<void> Transfers::takeBack(uint64_t region, uint64_t size) {
+std::shared_ptr<memory::SharedMap> Transfers::takeBack(
+    uint64_t region,
+    uint64_t size) {
   const auto lent = lent_.find(region);
   if (lent == lent_.end() || lent->second.size != size) {
     return nullptr;
   }
-  std::shared_ptr<void> owner = std::move(lent->second.owner);
+  auto owner = std::move(lent->second.owner);
   const auto it = transfers_.find(lent->second.transfer);
   lent_.erase(lent);
   Transfer& transfer = it->second;
@@ -83,6 +85,16 @@ void Transfers::adopted(uint64_t id) {
   }
 }
 
+void Transfers::forked(uint64_t id) {
+  if (const Spans* const spans = find(id)) {
+    for (const BulkSpan& span : *spans) {
+      if (span.owner != nullptr) {
+        span.owner->discard();
+      }
+    }
+  }
+}
+
 void Transfers::done(uint64_t id, base::Error error) {
   auto it = transfers_.find(id);
   if (it != transfers_.end()) {
@@ -94,13 +106,13 @@ void Transfers::done(uint64_t id, base::Error error) {
 
 void Transfers::fail(
     const base::Error& error,
-    const std::function<void(Callback)>& park) {
+    const std::function<void(Callback)>& hold) {
   for (auto it = transfers_.begin(); it != transfers_.end();) {
     it->second.done = true;
     it->second.error = error;
-    if (park && !it->second.adopted) {
+    if (hold && !it->second.adopted) {
       // A reader that is half-way must not see what comes there next.
-      park(it->second.callback);
+      hold(it->second.callback);
     }
     finish(it++);
   }

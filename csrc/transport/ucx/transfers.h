@@ -35,7 +35,7 @@ class Transfers {
   // A region of ours that the peer has, and gives back; null if it has none
   // such. With its last region a transfer ends: the peer's word that it has
   // let go of what it returned may come later, and need not be waited for.
-  std::shared_ptr<void> takeBack(uint64_t region, uint64_t size);
+  std::shared_ptr<memory::SharedMap> takeBack(uint64_t region, uint64_t size);
 
   // Around a send through UCX, which may read the memory until it ends,
   // whatever the peer says. False for one that the peer asks for too often:
@@ -45,14 +45,16 @@ class Transfers {
 
   // The peer keeps the memory for now, and reads nothing of ours.
   void adopted(uint64_t id);
+  // A child of the peer's may keep the memory for longer than the peer.
+  void forked(uint64_t id);
   // The peer needs it no more. A late word about one that has ended is none.
   void done(uint64_t id, base::Error error);
 
-  // The connection is over. What the peer may still be reading goes to `park`
+  // The connection is over. What the peer may still be reading goes to `hold`
   // (null: it cannot be reading), the rest is released.
   void fail(
       const base::Error& error,
-      const std::function<void(Callback)>& park);
+      const std::function<void(Callback)>& hold);
 
   // The peer may still be reading our memory.
   bool lending() const;
@@ -73,7 +75,7 @@ class Transfers {
   struct Lent {
     uint64_t transfer = 0;
     uint64_t size = 0;
-    std::shared_ptr<void> owner;
+    std::shared_ptr<memory::SharedMap> owner;
   };
 
   void finish(Map::iterator it);

@@ -1,5 +1,6 @@
 #include "transport/ucx/worker.h"
 
+#include "base/boundary.h"
 #include "transport/ucx/status.h"
 
 #include <unistd.h>
@@ -14,6 +15,16 @@ namespace {
 // wait for the last.
 constexpr int kProgressRounds = 32;
 constexpr int kStuckMicroseconds = 100;
+constexpr int kMostProgress = 10'000;
+
+} // namespace
+
+namespace {
+
+// What throws under the lock must not leave it locked.
+void runUnderLock(base::Task& operation) {
+  base::caughtHere(base::Boundary::kOperation, [&] { operation.run(); });
+}
 
 } // namespace
 
@@ -61,20 +72,26 @@ void Worker::start(base::Poller& poller, bool main) {
   progressSoon(); // the first arm happens on a polling thread too
 }
 
-std::string Worker::address() const {
-  ucp_address_t* address = nullptr;
-  size_t length = 0;
-  if (ucp_worker_get_address(worker_, &address, &length) != UCS_OK) {
-    return {};
-  }
-  std::string bytes(reinterpret_cast<const char*>(address), length);
-  ucp_worker_release_address(worker_, address);
-  return bytes;
+WorkerAddress Worker::address() const {
+  const auto query = [this](uint32_t flags) {
+    ucp_worker_attr_t attr{};
+    attr.field_mask =
+        UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
+    attr.address_flags = flags;
+    if (ucp_worker_query(worker_, &attr) != UCS_OK) {
+      return std::string();
+    }
+    std::string bytes(
+        reinterpret_cast<const char*>(attr.address), attr.address_length);
+    ucp_worker_release_address(worker_, attr.address);
+    return bytes;
+  };
+  return {query(0), query(UCP_WORKER_ADDRESS_FLAG_NET_ONLY)};
 }
 
 void Worker::post(base::TaskPtr operation) {
   if (mutex_.try_lock()) {
-    operation->run();
+    runUnderLock(*operation);
     operation.reset();
     finish();
     return;
@@ -102,7 +119,7 @@ void Worker::drainOperations() {
       hasOperations_.store(false, std::memory_order_release);
     }
     for (auto& operation : operations) {
-      operation->run();
+      runUnderLock(*operation);
     }
   }
 }
@@ -118,7 +135,7 @@ void Worker::finish() {
     }
     mutex_.unlock();
     for (auto& task : deferred) {
-      task->run();
+      base::caughtHere(base::Boundary::kDeferred, [&] { task->run(); });
       // Here and not under the lock: what it held may be the last reference to
       // a tensor, and run any code.
       task.reset();
@@ -156,6 +173,12 @@ void Worker::onEvent() {
     usleep(kStuckMicroseconds);
   }
   poller_->rearm(eventFd_);
+}
+
+void Worker::progressAll() {
+  // Others may go on sending.
+  for (int i = 0; i < kMostProgress && ucp_worker_progress(worker_) != 0; ++i) {
+  }
 }
 
 void Worker::stop() {

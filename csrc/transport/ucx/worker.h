@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/poller.h"
 #include "base/task.h"
+#include "transport/ucx/protocol.h"
 #include "transport/ucx/ucp_context.h"
 
 #include <atomic>
@@ -49,6 +50,9 @@ class Worker {
   // callback that is running now.
   void postAfter(base::TaskPtr operation);
 
+  // Under the lock, and not inside a UCX callback: takes what has arrived.
+  void progressAll();
+
   // Has one of the threads that wait on the poller progress. Any thread.
   void progressSoon() {
     ucp_worker_signal(worker_);
@@ -64,13 +68,18 @@ class Worker {
     return worker_;
   }
 
-  std::string address() const;
+  WorkerAddress address() const;
 
   // Runs `operation` under the lock on this thread, blocking for the lock.
   template <typename F>
   void runLocked(F&& operation) {
     mutex_.lock();
-    operation();
+    try {
+      operation();
+    } catch (...) {
+      finish();
+      throw;
+    }
     finish();
   }
 

@@ -37,6 +37,9 @@ void fill(Message& message, base::ByteReader& reader) {
   if ((shape & 8) != 0) {
     frame.header.answer = static_cast<WireDtype>((shape >> 4) % 3);
   }
+  if ((shape & 128) != 0) {
+    frame.header.timeout = shape;
+  }
   frame.payload = frame.payloadBulk
       ? base::ConstSpan{nullptr, static_cast<size_t>(number(reader))}
       : reader.bytes(reader.u8());
@@ -51,7 +54,7 @@ void fill(Message& message, base::ByteReader& reader) {
         {bytes,
          bulk,
          beside,
-         static_cast<DevicePlace>(way >> 4),
+         way >> 4 == 15 ? kMetaPlace : static_cast<DevicePlace>(way >> 4),
          static_cast<WireDtype>(way >> 2 & 3)});
   }
   if ((shape & 4) != 0) {
@@ -120,7 +123,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       view.header().callId == message.frame.header.callId &&
           view.header().flags == message.frame.header.flags &&
           view.header().kind == message.frame.header.kind &&
-          view.header().answer == message.frame.header.answer,
+          view.header().answer == message.frame.header.answer &&
+          view.header().timeout == message.frame.header.timeout,
       "same header");
   fuzz::require(
       view.payloadSize() == message.frame.payload.size, "same payload");

@@ -11,7 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (preamble.ok()) {
     const Preamble& p = preamble.value();
     fuzz::require(p.token != 0, "a token");
-    fuzz::require(!p.address.empty(), "an address");
+    fuzz::require(!p.address.all.empty(), "an address");
     fuzz::require(p.challenge.size() <= kChallengeBytes, "small challenge");
     fuzz::require(p.keyShare.size() <= kKeyShareBytes, "small key share");
     fuzz::requireSame(fuzz::spanOf(encode(p)), data, size, "same preamble");

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "base/error.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+// The answer to a call that this worker, and not the function, has failed: an
+// EXCEPTION of torch's, a text, whose kind is added to the message's type. What
+// a function raises is a plain EXCEPTION, whatever its text says.
+inline constexpr uint16_t kFailureType =
+    0x80 | torch::distributed::rpc::MessageTypeFlags::RESPONSE_TYPE;
+
+inline c10::intrusive_ptr<torch::distributed::rpc::Message> makeFailure(
+    base::ErrorKind kind,
+    const std::string& text) {
+  return c10::make_intrusive<torch::distributed::rpc::Message>(
+      std::vector<char>(text.begin(), text.end()),
+      std::vector<at::Tensor>{},
+      static_cast<torch::distributed::rpc::MessageType>(
+          kFailureType + static_cast<uint16_t>(kind)));
+}
+
+// Nothing for a message that is no such answer.
+inline std::optional<base::ErrorKind> failureKind(
+    const torch::distributed::rpc::Message& message) {
+  const int kind = static_cast<int>(message.type()) - kFailureType;
+  if (kind <= static_cast<int>(base::ErrorKind::kNone) ||
+      kind > static_cast<int>(base::ErrorKind::kCorrupted)) {
+    return std::nullopt;
+  }
+  return static_cast<base::ErrorKind>(kind);
+}
+
+} // namespace torch_rpc_ext::agent

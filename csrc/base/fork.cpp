@@ -1,0 +1,29 @@
+#include "base/fork.h"
+
+#include <pthread.h>
+
+#include <atomic>
+
+namespace torch_rpc_ext::base {
+
+namespace {
+
+// Between the process that loaded this library and this one. Not a pid: a child
+// in a pid namespace of its own may have that of its parent.
+std::atomic<uint32_t> forks{0};
+
+uint32_t countForks() {
+  [[maybe_unused]] static const int counting =
+      ::pthread_atfork(nullptr, nullptr, []() noexcept { forks.fetch_add(1); });
+  return forks.load();
+}
+
+} // namespace
+
+HomeProcess::HomeProcess() : forks_(countForks()) {}
+
+bool HomeProcess::isHere() const noexcept {
+  return forks.load(std::memory_order_relaxed) == forks_;
+}
+
+} // namespace torch_rpc_ext::base

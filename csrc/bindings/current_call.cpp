@@ -1,0 +1,100 @@
+// _C.ServedCall: what a remote function may ask about the call that it serves.
+
+#include "agent/served_call.h"
+#include "agent/ucx_agent.h"
+#include "base/log.h"
+#include "bindings/bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace rpc = torch::distributed::rpc;
+using agent::ServedCall;
+using agent::UcxAgent;
+
+namespace {
+
+struct PyServedCall {
+  ServedCall call;
+  std::string caller;
+  std::weak_ptr<UcxAgent> agent;
+};
+
+// Nothing on a thread that serves no call.
+std::optional<PyServedCall> currentCall() {
+  const ServedCall* const call = ServedCall::current();
+  if (call == nullptr || !rpc::RpcAgent::isCurrentRpcAgentSet()) {
+    return std::nullopt;
+  }
+  const auto ours =
+      std::dynamic_pointer_cast<UcxAgent>(rpc::RpcAgent::getCurrentRpcAgent());
+  if (ours == nullptr) {
+    return std::nullopt;
+  }
+  return PyServedCall{*call, ours->nameOf(call->connection), ours};
+}
+
+// As time.monotonic() has it.
+std::optional<double> deadlineOf(const PyServedCall& self) {
+  if (self.call.deadline == ServedCall::Clock::time_point::max()) {
+    return std::nullopt;
+  }
+  return std::chrono::duration<double>(self.call.deadline.time_since_epoch())
+      .count();
+}
+
+// What a callback raises is nobody's: it must not end the agent's thread.
+void tell(const std::function<void()>& callback) {
+  try {
+    callback();
+  } catch (const std::exception& error) {
+    base::log(
+        base::LogLevel::kWarning,
+        std::string("a callback for a lost caller raised: ") + error.what());
+  }
+}
+
+// Its number for forget(); 0 where the caller is lost already.
+uint64_t whenLost(const PyServedCall& self, std::function<void()> callback) {
+  const auto agent = self.agent.lock();
+  return agent == nullptr
+      ? 0
+      : agent->callers().add(
+            self.call.connection,
+            [callback = std::move(callback)] { tell(callback); });
+}
+
+void forget(const PyServedCall& self, uint64_t number) {
+  if (const auto agent = self.agent.lock()) {
+    agent->callers().remove(number);
+  }
+}
+
+} // namespace
+
+void bindCurrentCall(py::module_& module) {
+  py::class_<PyServedCall>(module, "ServedCall")
+      .def_readonly("caller", &PyServedCall::caller)
+      .def_property_readonly("deadline", &deadlineOf)
+      .def_property_readonly(
+          "cancelled",
+          [](const PyServedCall& self) { return self.call.cancelled(); })
+      .def("when_lost", &whenLost, py::arg("callback"))
+      .def("forget", &forget, py::arg("number"));
+  module.def(
+      "current_call",
+      &currentCall,
+      "The call that this thread serves; None for none.");
+}
+
+} // namespace torch_rpc_ext::bindings

@@ -1,0 +1,183 @@
+// RRefs in Python's hands: the failure of their creation, and what has to be
+// looked at before they, or the values that they are made from, reach code of
+// torch that would end the process.
+
+#include "bindings/rrefs.h"
+#include "agent/creation_failure.h"
+#include "agent/rpc_error.h"
+#include "agent/ucx_agent.h"
+#include "bindings/bindings.h"
+#include "compat/torch_compat.h"
+
+#include <torch/csrc/distributed/rpc/py_rref.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <string>
+
+namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
+namespace rpc = torch::distributed::rpc;
+using agent::UcxAgent;
+
+namespace {
+
+// As deep as Python's own recursion goes, and no stack of a thread is too small
+// for torch at this depth.
+constexpr int kMaxDepth = 1000;
+
+c10::intrusive_ptr<rpc::RRef> rrefOf(const rpc::PyRRef& python) {
+  return c10::static_intrusive_pointer_cast<rpc::RRef>(
+      python.toIValue().toRRef());
+}
+
+// An error that remote() raises. Time-outs, and faults injected by tests, show
+// where the RRef is used, as upstream's do.
+bool isRaised(const rpc::JitFuture& future) {
+  try {
+    std::rethrow_exception(future.exception_ptr());
+  } catch (const agent::RpcError& error) {
+    return error.kind() != base::ErrorKind::kTimedOut &&
+        rpc::getRPCErrorType(future) != rpc::RPCErrorType::INTENTIONAL_FAILURE;
+  } catch (...) {
+    return false;
+  }
+}
+
+// Marks an RRef once its creation fails; raises the error where it has failed
+// already.
+void watchCreation(const rpc::PyRRef& python) {
+  const auto future = python.getFuture();
+  const auto rref = rrefOf(python);
+  py::gil_scoped_release release;
+  if (!future->completed()) {
+    // Before the future has the error: who hears of that uses the RRef next,
+    // and where this worker is the owner itself it would wait for a value for
+    // ever.
+    const auto ours = std::dynamic_pointer_cast<UcxAgent>(
+        rpc::RpcAgent::getCurrentRpcAgent());
+    if (ours == nullptr || ours->beforeFailure(UcxAgent::lastCallId(), [rref] {
+          compat::failedToCreate(*rref);
+        })) {
+      return;
+    }
+    future->wait(); // it is ending at this moment
+  }
+  if (future->hasError()) {
+    compat::failedToCreate(*rref);
+    if (isRaised(*future)) {
+      std::rethrow_exception(future->exception_ptr());
+    }
+  }
+}
+
+// Raises where the RRef's owner has died since it was made, and where torch
+// cannot write down its type; the type of one that is still only here becomes
+// a Python object's.
+void beforePassing(const UcxAgent& agent, const rpc::PyRRef& python) {
+  const auto rref = rrefOf(python);
+  const base::Error error = agent.ownerDied(rref->rrefId(), rref->owner());
+  if (error) {
+    throw agent::RpcError(error.kind, rref->ownerName(), error.message);
+  }
+  if (!compat::canBeNamed(*rref->type()) && !compat::becomePython(*rref)) {
+    throw py::type_error(
+        "an RRef to a " + rref->type()->annotation_str() +
+        ", which remote() made from a TorchScript function, cannot be passed "
+        "on: torch cannot name the type of a tuple or an enum to another "
+        "worker; let the function return a list, or call it from a Python "
+        "function");
+  }
+}
+
+class Walker {
+ public:
+  Walker(const char* what, bool refusesRRefs)
+      : what_(what),
+        rref_(
+            refusesRRefs ? py::detail::get_type_info(typeid(rpc::PyRRef))->type
+                         : nullptr) {}
+
+  void visit(PyObject* value) {
+    if (PyList_Check(value) || PyTuple_Check(value)) {
+      enter();
+      // Looked up again each time: another thread may change it when one of
+      // the elements is looked at.
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+        visit(PySequence_Fast_GET_ITEM(value, i));
+      }
+      --depth_;
+    } else if (PyDict_Check(value)) {
+      enter();
+      PyObject* key = nullptr;
+      PyObject* item = nullptr;
+      for (Py_ssize_t at = 0; PyDict_Next(value, &at, &key, &item) != 0;) {
+        visit(key);
+        visit(item);
+      }
+      --depth_;
+    } else if (rref_ != nullptr && PyObject_TypeCheck(value, rref_)) {
+      refuse(*py::handle(value).cast<rpc::PyRRef*>());
+    }
+  }
+
+ private:
+  void enter() {
+    if (++depth_ > kMaxDepth) {
+      throw py::type_error(
+          std::string(what_) + " contains itself, or nests deeper than " +
+          std::to_string(kMaxDepth) +
+          " levels: torch infers its TorchScript type level by level, without "
+          "an end");
+    }
+  }
+
+  void refuse(const rpc::PyRRef& python) const {
+    const auto rref = rrefOf(python);
+    if (!compat::canBeNamed(*rref->type())) {
+      throw py::type_error(
+          std::string(what_) + " holds an RRef to a " +
+          rref->type()->annotation_str() +
+          ": torch cannot name the type of a tuple or an enum to another "
+          "worker; make the RRef from a list, or call a Python function");
+    }
+  }
+
+  const char* const what_;
+  PyTypeObject* const rref_;
+  int depth_ = 0;
+};
+
+} // namespace
+
+void requireScriptArguments(const py::tuple& args, const py::dict& kwargs) {
+  Walker walker("an argument of a TorchScript function", /*refusesRRefs=*/true);
+  walker.visit(args.ptr());
+  walker.visit(kwargs.ptr());
+}
+
+void bindRRefs(py::module_& module) {
+  module.def("watch_creation", &watchCreation, py::arg("rref"));
+  module.def("forget_creation_failure", &agent::forgetCreationFailure);
+  module.def("raise_creation_failure", [] {
+    if (const auto failure = agent::creationFailure()) {
+      std::rethrow_exception(failure);
+    }
+  });
+  module.def(
+      "before_passing", &beforePassing, py::arg("agent"), py::arg("rref"));
+  module.def(
+      "require_script_arguments",
+      &requireScriptArguments,
+      py::arg("args"),
+      py::arg("kwargs"));
+  module.def(
+      "require_finite",
+      [](const py::object& value) {
+        Walker("the value of an RRef", /*refusesRRefs=*/false)
+            .visit(value.ptr());
+      },
+      py::arg("value"));
+}
+
+} // namespace torch_rpc_ext::bindings

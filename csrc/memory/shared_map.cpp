@@ -1,0 +1,250 @@
+#include "memory/shared_map.h"
+
+#include "base/log.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <random>
+#include <string>
+#include <string_view>
+
+namespace torch_rpc_ext::memory {
+
+namespace {
+
+constexpr const char* kName = "torch_rpc_ext";
+constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+
+uint64_t randomId() {
+  static std::mt19937_64 source{std::random_device{}()}; // under the lock
+  uint64_t id = 0;
+  while (id == 0) {
+    id = source();
+  }
+  return id;
+}
+
+int makeRegion(size_t size) {
+  const int fd = ::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd >= 0 &&
+      (::ftruncate(fd, static_cast<off_t>(size)) != 0 ||
+       ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) !=
+           0)) {
+    ::close(fd);
+    return -1;
+  }
+  return fd;
+}
+
+// A descriptor of another process, or -1. Opened only when it is what it should
+// be: a pipe would block, a device may do anything.
+int openRegion(int32_t pid, uint64_t fd) {
+  const std::string path =
+      "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const std::string wanted = std::string("/memfd:") + kName;
+  std::array<char, 64> target{};
+  const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
+  if (length < 0 ||
+      !std::string_view(target.data(), length).starts_with(wanted)) {
+    return -1;
+  }
+  return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+}
+
+// 0 for what its owner could cut off under our feet.
+size_t sealedSize(int fd) {
+  struct stat info{};
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ::fstat(fd, &info) == 0
+      ? static_cast<size_t>(info.st_size)
+      : 0;
+}
+
+void* mapShared(int fd, size_t size) {
+  void* const data = ::mmap(nullptr, size, kReadWrite, MAP_SHARED, fd, 0);
+  if (data == MAP_FAILED) {
+    return nullptr;
+  }
+  if (::madvise(data, size, MADV_DONTFORK) != 0) {
+    ::munmap(data, size);
+    return nullptr;
+  }
+  return data;
+}
+
+} // namespace
+
+// A fork takes the lock: no map comes, goes or gets its first tensor meanwhile.
+class SharedMap::AllMaps {
+ public:
+  AllMaps() {
+    // None of them takes memory.
+    ::pthread_atfork(
+        []() noexcept { all().prepare(); },
+        []() noexcept { all().mutex_.unlock(); },
+        []() noexcept { all().begin(); });
+  }
+
+  std::mutex& mutex() {
+    return mutex_;
+  }
+
+  // Under the lock. Owns `fd` from here on; null where it cannot be mapped.
+  SharedMap* add(int fd, size_t size, uint64_t id) {
+    void* const data = mapShared(fd, size);
+    auto* const map = data == nullptr ? nullptr
+                                      : new (std::nothrow)
+                                            SharedMap(data, size, {id, fd});
+    if (map == nullptr) {
+      if (data != nullptr) {
+        ::munmap(data, size);
+      }
+      ::close(fd);
+      return nullptr;
+    }
+    map->next_ = first_;
+    if (first_ != nullptr) {
+      first_->previous_ = map;
+    }
+    first_ = map;
+    return map;
+  }
+
+  void remove(SharedMap& map) {
+    (map.previous_ != nullptr ? map.previous_->next_ : first_) = map.next_;
+    if (map.next_ != nullptr) {
+      map.next_->previous_ = map.previous_;
+    }
+  }
+
+ private:
+  void prepare() {
+    mutex_.lock();
+    for (SharedMap* map = first_; map != nullptr; map = map->next_) {
+      if (map->holds_ != 0 && !map->private_) {
+        map->makePrivate();
+      }
+    }
+  }
+
+  void begin() {
+    for (SharedMap* map = first_; map != nullptr; map = map->next_) {
+      map->leaveBehind();
+    }
+    mutex_.unlock();
+  }
+
+  std::mutex mutex_;
+  SharedMap* first_ = nullptr;
+};
+
+SharedMap::AllMaps& SharedMap::all() {
+  static auto* const maps = new AllMaps(); // tensors outlive everything
+  return *maps;
+}
+
+std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
+  std::unique_lock lock(all().mutex());
+  const int fd = makeRegion(size);
+  SharedMap* const map = fd < 0 ? nullptr : all().add(fd, size, randomId());
+  lock.unlock();
+  return std::shared_ptr<SharedMap>(map);
+}
+
+std::shared_ptr<SharedMap>
+SharedMap::open(int32_t pid, uint64_t number, uint64_t id, size_t size) {
+  std::unique_lock lock(all().mutex());
+  const int fd = openRegion(pid, number);
+  if (fd < 0) {
+    return nullptr;
+  }
+  const size_t bytes = sealedSize(fd);
+  if (bytes == 0 || bytes < size) {
+    ::close(fd);
+    return nullptr;
+  }
+  SharedMap* const map = all().add(fd, bytes, id);
+  lock.unlock();
+  return std::shared_ptr<SharedMap>(map);
+}
+
+SharedMap::~SharedMap() {
+  {
+    std::lock_guard lock(all().mutex());
+    all().remove(*this);
+    if (region_.fd >= 0) {
+      ::close(region_.fd);
+    }
+  }
+  if (data_ != nullptr) {
+    ::munmap(data_, size_); // milliseconds, when it is large
+  }
+}
+
+// Puts the private map in the place of the shared one by mremap(): mmap() to a
+// fixed address that fails for want of memory may leave a hole there. Other
+// threads may be reading and writing meanwhile: what they wrote is in the
+// memfd, which is what the private map shows.
+void SharedMap::makePrivate() {
+  // First: who writes to a page that is private already then sees that the
+  // memfd does not have it.
+  discard();
+  void* const map =
+      ::mmap(nullptr, size_, kReadWrite, MAP_PRIVATE, region_.fd, 0);
+  if (map != MAP_FAILED) {
+    private_ =
+        ::mremap(map, size_, size_, MREMAP_MAYMOVE | MREMAP_FIXED, data_) !=
+        MAP_FAILED;
+  }
+  if (private_) {
+    return;
+  }
+  const int error = errno;
+  if (map != MAP_FAILED) {
+    ::munmap(map, size_);
+  }
+  ::madvise(data_, size_, MADV_DOFORK); // shared is better than none
+  base::log(
+      base::LogLevel::kWarning,
+      "a tensor of up to " + std::to_string(size_) +
+          " bytes is shared with the child of a fork, which sees what is "
+          "written to it: " +
+          std::strerror(error));
+}
+
+// In the child.
+void SharedMap::leaveBehind() {
+  if (holds_ == 0) {
+    data_ = nullptr;
+  }
+  if (region_.fd >= 0) {
+    ::close(region_.fd);
+  }
+  region_ = {};
+  discard();
+}
+
+SharedMap::Hold::Hold(SharedMap* map) : map_(map) {
+  if (map_ != nullptr) {
+    std::lock_guard lock(all().mutex());
+    ++map_->holds_;
+  }
+}
+
+SharedMap::Hold::~Hold() {
+  if (map_ != nullptr) {
+    std::lock_guard lock(all().mutex());
+    --map_->holds_;
+  }
+}
+
+} // namespace torch_rpc_ext::memory

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "base/task.h"
+#include "base/timer.h"
+#include "transport/ucx/worker.h"
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+// Objects that all have the same time for something.
+//
+// Owns: one timer, and weak references.
+// Thread: construction and stop() any; the rest under the worker's lock.
+// Outlives: nothing; the poller and the worker outlive it.
+template <typename T>
+class Deadlines {
+ public:
+  using Clock = base::Timer::Clock;
+  // Runs under the lock, for those that are still there.
+  using Expired = std::function<void(const std::shared_ptr<T>&)>;
+
+  Deadlines(
+      base::Poller& poller,
+      Worker& worker,
+      Clock::duration time,
+      Expired expired)
+      : time_(time),
+        expired_(std::move(expired)),
+        timer_(poller, [this, &worker] {
+          worker.post(base::makeTask([this] { expire(); }));
+        }) {}
+
+  void add(const std::shared_ptr<T>& object) {
+    waiting_.emplace_back(Clock::now() + time_, object);
+    if (waiting_.size() == 1) {
+      timer_.set(waiting_.front().first);
+    }
+  }
+  // Those that are not expired, the ended ones too.
+  size_t size() const {
+    return waiting_.size();
+  }
+  void stop() {
+    timer_.stop();
+  }
+
+ private:
+  void expire() {
+    const auto now = Clock::now();
+    while (!waiting_.empty() && waiting_.front().first <= now) {
+      const auto object = waiting_.front().second.lock();
+      waiting_.pop_front();
+      if (object != nullptr) {
+        expired_(object);
+      }
+    }
+    if (!waiting_.empty()) {
+      timer_.set(waiting_.front().first);
+    }
+  }
+
+  const Clock::duration time_;
+  const Expired expired_;
+  // By their time, the earliest first.
+  std::deque<std::pair<Clock::time_point, std::weak_ptr<T>>> waiting_;
+  base::Timer timer_;
+};
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,136 @@
+#include "transport/ucx/peer_watch.h"
+
+#include "base/log.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+const char* toString(PeerWord word) {
+  switch (word) {
+    case PeerWord::kEstablished:
+      return "established";
+    case PeerWord::kPathLost:
+      return "path lost";
+    case PeerWord::kProcessEnded:
+      return "process ended";
+    case PeerWord::kDoubtOver:
+      return "doubt over";
+    case PeerWord::kGoodbye:
+      return "goodbye";
+    case PeerWord::kBrokeThere:
+      return "broke there";
+    case PeerWord::kGivenUp:
+      return "given up";
+    case PeerWord::kClosedHere:
+      return "closed here";
+  }
+  return "unknown";
+}
+
+PeerState next(PeerState state, PeerWord word, bool watched) {
+  if (isOver(state)) {
+    // The verdict stands. But what ended while its process may have lived, and
+    // have read our memory, can become one that cannot.
+    const bool mayRead =
+        state == PeerState::kBroken || state == PeerState::kClosed;
+    return mayRead && word == PeerWord::kProcessEnded ? PeerState::kDead
+                                                      : state;
+  }
+  switch (word) {
+    case PeerWord::kEstablished:
+      return state == PeerState::kConnecting ? PeerState::kOpen : state;
+    case PeerWord::kPathLost:
+      // Nobody waits for the process of a peer that is doubted already, or of
+      // another host.
+      return watched ? PeerState::kDoubted : PeerState::kBroken;
+    case PeerWord::kProcessEnded:
+      return PeerState::kDead;
+    case PeerWord::kDoubtOver:
+      return state == PeerState::kDoubted ? PeerState::kBroken : state;
+    case PeerWord::kGoodbye:
+      return PeerState::kLeft;
+    case PeerWord::kBrokeThere:
+    case PeerWord::kGivenUp:
+      return PeerState::kBroken;
+    case PeerWord::kClosedHere:
+      return PeerState::kClosed;
+  }
+  return state;
+}
+
+PeerWatch::~PeerWatch() {
+  unwatch();
+}
+
+int PeerWatch::openProcess(int32_t pid) {
+  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+}
+
+void PeerWatch::watch(base::Poller& poller, int32_t pid, int pidFd) {
+  pid_ = pid;
+  pidFd_ = pidFd;
+  if (pidFd_ < 0) {
+    return; // an old kernel: UCX's keepalive has to do
+  }
+  poller_ = &poller;
+  poller.add(pidFd_, [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) {
+      self->worker_->post(base::makeTask([self] {
+        if (!isOver(self->state())) {
+          // What it said before it ended counts: answers, and its goodbye.
+          self->worker_->progressAll();
+        }
+        self->hear(PeerWord::kProcessEnded);
+      }));
+    }
+  });
+}
+
+void PeerWatch::unwatch() {
+  if (pidFd_ >= 0) {
+    poller_->remove(pidFd_);
+    ::close(pidFd_);
+    pidFd_ = -1;
+  }
+}
+
+bool PeerWatch::processEnded() const {
+  pollfd state{pidFd_, POLLIN, 0};
+  return pidFd_ >= 0 && ::poll(&state, 1, 0) == 1;
+}
+
+void PeerWatch::hear(PeerWord word, base::Error why) {
+  const PeerState before = state_.load();
+  const PeerState after = next(before, word, watched());
+  if (after == before) {
+    return;
+  }
+  base::log(
+      base::LogLevel::kDebug,
+      name_ + ": " + toString(before) + " -> " + toString(after) + " (" +
+          toString(word) + ")");
+  if (after == PeerState::kDoubted) {
+    doubt_ = std::move(why);
+  } else if (isOver(after) && !isOver(before)) {
+    why_ = word == PeerWord::kDoubtOver ? std::move(doubt_) : std::move(why);
+    if (word == PeerWord::kProcessEnded) {
+      why_ = {
+          base::ErrorKind::kPeerLost,
+          "process " + std::to_string(pid_) + " died"};
+    }
+  }
+  state_ = after;
+  if (after == PeerState::kDead && holds()) {
+    // Without the lock: it may hold the last reference to a tensor.
+    worker_->defer(base::makeTask([held = std::exchange(held_, {})] {}));
+    unwatch();
+  }
+  changed_(before);
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,498 @@
+"""Attacks on the option allow_list by a worker of the group, which knows the secret.
+
+An attack has failed when the attacker is refused, the command or the method has not run, and the
+worker serves on. docs/security.md says what such a worker can do all the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import functools
+import os
+import pickle
+import struct
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+from torch.distributed.nn.api import remote_module
+from torch.distributed.optim import optimizer
+from torch.distributed.rpc import api as _untyped_api
+from torch.distributed.rpc import internal as _untyped_internal
+from torch.distributed.rpc import rref_proxy as _untyped_rref_proxy
+
+from tests.process import functions as f
+from tests.process import service
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("has no allow-list")
+
+# Upstream's functions have no types.
+api: Any = _untyped_api
+internal: Any = _untyped_internal
+rref_proxy: Any = _untyped_rref_proxy
+
+SERVICE = "tests.process.service"
+HERE = SERVICE.encode()
+
+
+class Reduced:
+    """Pickles as a call, of whatever and with whatever."""
+
+    def __init__(self, function: Any, *args: Any, state: Any = None, items: Any = None) -> None:
+        self.reduced = (function, args, state, items)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+    def __call__(self) -> None:
+        """So that it is taken for a function."""
+
+
+class Named:
+    """Pickles as the name of something."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def sync(fn: Any, *args: Any) -> Any:
+    return rpc.rpc_sync("worker1", fn, args=args, timeout=20)
+
+
+def send(payload: bytes) -> Any:
+    """Send a pickle as a request for a Python function."""
+    from torch._C import _distributed_rpc as native
+
+    info = rpc.get_worker_info("worker1")
+    future = native._invoke_rpc_python_udf(info, payload, [], 20.0, False)  # type: ignore[attr-defined]
+    return future.wait()
+
+
+def refused(call: Callable[[], Any], *words: str, kind: type[Exception] | None = None) -> None:
+    """The attacker gets an error that says so, and worker1 serves on."""
+    from torch_rpc_ext.errors import RefusedError
+
+    with pytest.raises(kind or RefusedError) as raised:
+        call()
+    for word in words if kind else ("worker1", "allow_list", *words):
+        assert word in str(raised.value), str(raised.value)
+    assert sync(service.add, 1, 2) == 3
+
+
+def command(path: str) -> str:
+    return f"__import__('os').system('touch {path}')"
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def program(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+UDF = named("torch.distributed.rpc.internal", "PythonUDF")
+
+
+def call_with(argument: bytes) -> bytes:
+    """A request: service.add(argument, 1)."""
+    return program(UDF, named(SERVICE, "add"), argument, b"K\x01\x86}\x87\x81")
+
+
+def attack(body: Callable[..., Any], tmp_path: Path, allow: list[str], size: int = 2) -> None:
+    path = tmp_path / "evil"
+    with Group(size, options=[{}, {"allow_list": allow}, {}][:size]) as group:
+        group.run(body, str(path))
+    assert not path.exists(), "the attack ran"
+
+
+LISTED = [SERVICE, "torch.optim.SGD", "torch.nn.Linear"]
+
+
+# ---- by what pickles call ----------------------------------------------------
+
+
+def forge_classes(path: str) -> None:
+    # What the attacker has: an RRef to a class, whose type is `type`.
+    held = rpc.remote("worker1", service.Counter)
+    held.to_here()
+    classes = api.remote("worker1", api._rref_typeof_on_owner, args=(held,))
+    refused(lambda: sync(api._rref_typeof_on_owner, classes), "type")
+    made = Reduced(api._rref_typeof_on_owner, classes)
+    refused(lambda: sync(service.add, made, 1), "_rref_typeof_on_owner")
+    empty = Reduced(made, "Empty", (str,), {"__len__": int})
+    # Its startswith() says no.
+    name = Reduced(made, "Name", (str,), {"startswith": empty})
+    members = {"__module__": SERVICE, "__qualname__": "Counter"}
+    forged = Reduced(made, "Forged", (), members)
+    look = Reduced(getattr, forged, Reduced(name, "__getattribute__"))
+    restore = __import__("torch_rpc_ext._payloads")._payloads._restore_tensor
+    there = Reduced(look, restore, "__globals__")
+    builtins = Reduced(Reduced(look, there, "__getitem__"), "__builtins__")
+    evaluate = Reduced(Reduced(look, builtins, "__getitem__"), "eval")
+    refused(lambda: sync(service.add, Reduced(evaluate, command(path)), 1))
+    refused(lambda: sync(evaluate, command(path)))
+
+
+def test_typeof_applied_twice_forges_no_class(tmp_path: Path) -> None:
+    attack(forge_classes, tmp_path, [SERVICE])
+
+
+def forge_with_an_empty_list(path: str) -> None:
+    """The chain of forge_classes() in one go, against a worker that lists nothing."""
+    from torch_rpc_ext.errors import RefusedError
+
+    entry = {"__module__": optimizer.__name__, "__qualname__": "_script_local_optimizer_step"}
+    with pytest.raises(RefusedError):
+        held = rpc.remote("worker1", datetime.timedelta)
+        held.to_here()
+        classes = rpc.remote("worker1", api._rref_typeof_on_owner, args=(held,))
+        made = Reduced(api._rref_typeof_on_owner, classes)
+        empty = Reduced(made, "Empty", (str,), {"__len__": int})
+        name = Reduced(made, "Name", (str,), {"startswith": empty})
+        look = Reduced(getattr, Reduced(made, "F", (), entry), Reduced(name, "__getattribute__"))
+        restore = __import__("torch_rpc_ext._payloads")._payloads._restore_tensor
+        there = Reduced(look, restore, "__globals__")
+        builtins = Reduced(Reduced(look, there, "__getitem__"), "__builtins__")
+        evaluate = Reduced(Reduced(look, builtins, "__getitem__"), "eval")
+        sync(Reduced(evaluate, command(path)))
+    with pytest.raises(RefusedError, match=r"tests\.process\.service\.add"):
+        sync(service.add, 1, 2)
+
+
+def test_a_worker_that_lists_nothing_runs_nothing(tmp_path: Path) -> None:
+    attack(forge_with_an_empty_list, tmp_path, [])
+
+
+def call_results(path: str) -> None:
+    touch = f"touch {path}"
+    for picked in (service.pick_function, service.pick_class):
+        # A result is no callable, neither for opcodes nor as the function of the request.
+        refused(lambda p=picked: sync(service.add, Reduced(Reduced(p), touch), 1))
+        refused(lambda p=picked: sync(Reduced(p), touch))
+    journal = Reduced(service.Journal, path)
+    refused(lambda: sync(service.add, Reduced(journal, 1), 1), "Journal")
+    refused(lambda: sync(journal, 1), "Journal")
+    # What serves requests does not run while a pickle is read, nor in anybody's hands.
+    for served in (api._gather_to_leader, rref_proxy._local_invoke, remote_module._create_module):
+        refused(
+            lambda s=served: sync(service.add, Reduced(s, 1, 2, 3), 1), "while a pickle is read"
+        )
+        refused(lambda s=served: sync(service.serve_through, s, 1, 2, 3), kind=TypeError)
+    refused(lambda: sync(service.serve_through, getattr, 1, "real"), kind=TypeError)
+    # A module has not defined what it imports; an operator neither.
+    refused(lambda: sync(torch.neg, torch.ones(1)), "aten::neg")
+    refused(lambda: sync(Reduced(f.identity), 1), "identity")
+    refused(lambda: sync(list, "abc"), "list")
+    refused(lambda: sync(service.Counter.count, service.Counter), kind=TypeError)
+    assert sync(service.Counter.count, service.Counter()) == 1
+    factories = Reduced(collections.defaultdict, service.pick_function)
+    refused(lambda: sync(service.add, factories, 1), kind=RuntimeError)
+    nested: Any = Reduced(collections.defaultdict, list)
+    assert sync(service.serve_through, service.Journal.of, path).path == path
+    assert sync(service.add, [nested], []) == [{}]
+
+
+def test_what_a_call_returns_is_not_called(tmp_path: Path) -> None:
+    attack(call_results, tmp_path, LISTED)
+
+
+def use_opcodes(path: str) -> None:
+    system = b"cposix\nsystem\n"
+    touch = text(f"touch {path}")
+    counter = named(SERVICE, "Counter")
+    add = named(SERVICE, "add")
+    for parts in (
+        (b"(" + touch + b"iposix\nsystem\n",),  # INST
+        (b"(", system, touch, b"o"),  # OBJ
+        (system, touch, b"\x85R"),
+        (counter, b"(", add, touch, b"o"),
+        (b"\x82\x01",),
+        (b"\x84\x01\x00\x00\x00",),  # EXT
+        (b"Pposix\n",),
+        (text("posix"), b"Q"),  # PERSID
+        (b"\x97",),  # NEXT_BUFFER
+        (b"S'posix'\n",),
+        (add, b")\x81"),  # NEWOBJ of a function
+        (add, b")}\x92"),
+        (named("builtins", "list"), text("ab"), b"R"),  # arguments that are no tuple
+        (b"Nh\x00",),
+        (counter, b"N)\x81"),
+        (add, add, b"\x86", add, b"\x93"),  # STACK_GLOBAL of what is no str
+        (b"K\x01K\x02\x93",),
+    ):
+        for payload in (call_with(b"".join(parts)), program(*parts)):
+            refused(lambda payload=payload: send(payload), kind=Exception)
+    # pybind11's objects have no C++ part before __init__.
+    info = named("torch._C._distributed_rpc", "WorkerInfo") + b")\x81"
+    refused(lambda: send(call_with(info)), "WorkerInfo")
+    for payload in (
+        b"",
+        b"\x80",
+        b"\x80\x04",
+        b"\x80\x04X\xff\xff\xff\xff",
+        b".",
+        b"\x80\x04(.",
+        b"\x80\x63.",
+    ):
+        refused(lambda payload=payload: send(payload), kind=Exception)
+
+
+def test_opcodes_that_call(tmp_path: Path) -> None:
+    attack(use_opcodes, tmp_path, LISTED)
+
+
+def use_containers(path: str) -> None:
+    state = b"}" + text("path") + text(path) + b"sb"
+    journal = named(SERVICE, "Journal") + b")\x81" + state
+    for change in (b"Na", b"(Ne", b"K\x01Ns", b"(K\x01Nu", b"(N\x90"):
+        refused(lambda change=change: send(call_with(journal + change)), "a change of", "Journal")
+    # A tuple of a tuple of a tuple: hash() of it ends the process.
+    deep = b"}" + b")" + b"\x85" * 200_000 + b"Ns"
+    refused(lambda: send(call_with(deep)), "tuples", kind=Exception)
+    # The same for what is freed by recursion.
+    slices = named("builtins", "slice") + b"q\x00" + b"h\x00" * 11_000 + b"N" + b"\x85R" * 11_000
+    refused(lambda: send(call_with(slices)), "in each other", kind=Exception)
+    deques = named("collections", "deque") + b"q\x00)R" + b"h\x00)Ra" * 11_000
+    refused(lambda: send(call_with(deques)), "in each other", kind=Exception)
+    deep = b")" + b"\x85" * 990 + named("builtins", "tuple") + b"N" + b"\x85" * 20
+    refused(lambda: send(call_with(deep)), kind=Exception)
+
+
+def test_opcodes_that_change(tmp_path: Path) -> None:
+    attack(use_containers, tmp_path, LISTED)
+
+
+def set_state(path: str) -> None:
+    picked = named(SERVICE, "pick_function")
+    value = named("builtins", "ValueError") + b")R"
+    shout = named(SERVICE, "Shout") + b")R"
+    counter = named(SERVICE, "Counter") + b")\x81"
+    error = named("torch_rpc_ext.errors", "RpcError") + b")R"
+    for target in (value, shout, counter, error):
+        for name in ("__class__", "__dict__", "__reduce__", "__setstate__", "__init__"):
+            state = b"}" + text(name) + picked + b"s"
+            for form in (state, b"N" + state + b"\x86"):
+                refused(
+                    lambda t=target, s=form: send(call_with(t + s + b"b")), "a change of", kind=None
+                )
+    for target, name in ((value, "with_traceback"), (counter, "count"), (shout, "add_note")):
+        state = b"}" + text(name) + picked + b"sb"
+        refused(lambda t=target, s=state: send(call_with(t + s)), "a change of", name)
+    loud = b"}" + text("loud") + text(path) + b"sb"
+    refused(lambda: send(call_with(shout + loud)), "loud")
+    # A name that is no str, a state that is no dict, the state of a class, a function, a tensor.
+    refused(lambda: send(call_with(counter + b"}K\x01NsK\x01\x86b")), "a change of")
+    for target in (named(SERVICE, "Counter"), picked, b"]", b"K\x01", named("builtins", "list")):
+        refused(lambda t=target: send(call_with(t + b"}" + text("a") + b"K\x01sb")), "a change of")
+
+
+def test_the_state_of_exceptions_and_instances(tmp_path: Path) -> None:
+    attack(set_state, tmp_path, LISTED)
+
+
+def use_short_forms(path: str) -> None:
+    for module, name in (
+        (b"posix", b"system"),
+        (b"builtins", b"eval"),
+        (b"builtins", b"getattr"),
+        (b"builtins", b"list"),
+        (HERE, b"run_command"),
+        (HERE, b"os.system"),
+        (HERE, b"add.__globals__"),
+        (HERE, b"Counter.__subclasses__"),
+        (HERE, b"Counter.count.__globals__"),
+        (HERE, b"Counter._reset"),
+        (b"", b""),
+        (b"torch.distributed.rpc.internal", b"_InternalRPCPickler"),
+        (b"torch_rpc_ext._payloads", b"_restore_tensor"),
+        (b"torch_rpc_ext._payloads", b"_from_pickle"),
+        (b"_remote_module_non_scriptable", b"forward"),
+        (b"_remote_module_non_scriptable", b"rpc.remote"),
+    ):
+        refused(lambda m=module, n=name: send(b"\x01Call\0%b\0%b\0" % (m, n)))
+    for payload in (
+        b"\x01Call\0",
+        b"\x01Call\0a",
+        b"\x01Call\0a\0b\0c\0d",
+        b"\x01Call\0\xff\0\xff\0",
+    ):
+        refused(lambda payload=payload: send(payload), kind=Exception)
+    for payload in (b"\x01None", b"\x01Tensor", program(b"N"), program(named(SERVICE, "add"))):
+        refused(lambda payload=payload: send(payload), kind=Exception)
+    # What only looks like a call.
+    journal = named(SERVICE, "Journal") + b")\x81}(" + text("func") + named(SERVICE, "add")
+    refused(lambda: send(program(journal + text("args") + b")" + text("kwargs") + b"}ub")))
+
+
+def test_short_payloads(tmp_path: Path) -> None:
+    attack(use_short_forms, tmp_path, LISTED)
+
+
+# ---- by what requests call -----------------------------------------------------
+
+
+def use_protocol(path: str) -> None:
+    from torch_rpc_ext.aio import _batch, _server
+
+    journal = service.Journal(path)
+    held = rpc.remote("worker1", service.Journal, args=(path,))
+    linear = rpc.remote("worker1", service.Double)
+    held.to_here(), linear.to_here()
+    invoke = rref_proxy._local_invoke
+    # What looks like an RRef, and calls of what is no listed class.
+    for call in (
+        lambda: sync(invoke, journal, "append", (1,), {}),
+        lambda: sync(api._rref_typeof_on_owner, journal),
+        lambda: sync(remote_module._param_rrefs, journal, True),
+        lambda: sync(optimizer._local_optimizer_step, journal, 1),
+        lambda: sync(optimizer._local_optimizer_step, held, 1),
+        lambda: sync(optimizer._new_local_optimizer, service.Journal, [journal]),
+        lambda: sync(optimizer._new_local_optimizer, service.Journal, [linear], path),
+        lambda: sync(optimizer._new_local_optimizer, service.serve_through, [linear], path),
+        lambda: sync(remote_module._create_module, service.Journal.of, (path,), {}, "cpu"),
+        lambda: sync(remote_module._create_module, journal, (1,), {}, "cpu"),
+        lambda: sync(remote_module._create_module, service.Double, journal, {}, "cpu"),
+        lambda: sync(
+            remote_module._create_module_with_interface, service.Journal, (), {}, "cpu", None
+        ),
+        lambda: sync(remote_module._instantiate_template, service.Journal, True),
+        lambda: sync(remote_module._instantiate_template, journal, True),
+        lambda: sync(invoke, held, "__call__", (1,), {}),
+        lambda: sync(invoke, held, "path", (), {}),
+        lambda: sync(invoke, held, "of.__func__", (), {}),
+        lambda: sync(invoke, held, "append", journal, {}),
+        lambda: sync(_server.run, service.add, (1, 2), (1, 2), {}),
+        lambda: sync(_server.run, journal, (1, 2), (), {}),
+        lambda: sync(_batch.enqueue, service.add, (1, 2)),
+        lambda: sync(_server.cancel, [1]),
+    ):
+        refused(call, kind=Exception)
+
+
+def test_the_protocols_own_calls(tmp_path: Path) -> None:
+    attack(use_protocol, tmp_path, LISTED)
+
+
+def use_rref_data(_: str) -> None:
+    receive = internal._InternalRPCPickler._py_rref_receiver
+    for data in (
+        (),
+        [1, 2, 3, 4, 5, 6, "Tensor"],
+        (0, 0, 10**6, 0, 10**6 + 1, 0, "List[" * 100_000),
+        (0, 0, 10**6, 0, 10**6 + 1, 0, "(" * 4000),
+        ("0", 0, 10**6, 0, 10**6 + 1, 0, "Tensor"),
+        (10**5, 0, 10**6, 0, 10**6 + 1, 0, 7),
+    ):
+        refused(lambda data=data: sync(service.add, Reduced(receive, data), 1), kind=Exception)
+    for index in (-1, 7, slice(0, 1), "0", 1.5, None, True):
+        restore = __import__("torch_rpc_ext._payloads")._payloads
+        for function in (restore._restore_tensor, restore._restore_parameter):
+            refused(lambda i=index, r=function: sync(service.add, Reduced(r, i), 1), kind=Exception)
+    methods = remote_module._NON_SCRIPTABLE_REMOTE_MODULE_MODULE._generated_methods
+    remote = remote_module._remote_module_receiver
+    for attributes in (
+        ("worker1", "cpu", False, False, [service.add], (0,) * 6 + ("PyObject",)),
+        ("worker1", "cpu", False, False, methods, ()),
+        (1, 2, 3),
+    ):
+        bad = Reduced(remote, *attributes)
+        refused(lambda bad=bad: sync(service.add, bad, 1), kind=Exception)
+
+
+def test_data_that_lies(tmp_path: Path) -> None:
+    attack(use_rref_data, tmp_path, LISTED)
+
+
+def use_scripts(_: str) -> None:
+    """TorchScript of a module whose name only begins like one of RemoteModule."""
+    evil = types.ModuleType("_remote_module_evil")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    run.__module__ = evil.__name__
+    script = torch.jit.script(f.script_add)
+    refused(lambda: sync(script, torch.ones(1), torch.ones(1)), "script_add")
+    refused(lambda: sync(torch.mul, torch.ones(1), 1), "aten::mul")
+    refused(lambda: rpc.remote("worker1", torch.mul, (torch.ones(1), 1)).to_here(), "aten::mul")
+
+
+def test_scripts_and_operators(tmp_path: Path) -> None:
+    attack(use_scripts, tmp_path, [SERVICE])
+
+
+# ---- by answers ----------------------------------------------------------------
+
+
+class Answer:
+    """What a worker answers; its pickle names what the caller has not listed."""
+
+    def __init__(self, reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def answer(kind: str, path: str) -> Any:
+    """Runs at the attacker, who answers a call of a worker with an allow-list."""
+    touch = f"touch {path}"
+    evil = pickle.dumps(Reduced(os.system, touch))
+    shout = (pickle.dumps(service.Shout),)
+    path_too = {"loud": pickle.dumps(path), "path": pickle.dumps(path)}
+    return {
+        "command": lambda: Reduced(os.system, touch),
+        "class": lambda: internal.RemoteException(touch, os.system),
+        "listed": lambda: internal.RemoteException(path, service.Journal),
+        "classes": lambda: failed((evil, pickle.dumps(service.Journal)), b"", (), {}, {}),
+        "whole": lambda: failed(shout, evil, (), {}, {}),
+        "args": lambda: failed(shout, b"", (evil,), {}, {}),
+        "attributes": lambda: failed(shout, b"", (), {"x": evil, "path": evil}, {}),
+        "fields": lambda: failed(shout, b"", (), path_too, path_too),
+        "names": lambda: failed(shout, b"", (), {"__class__": shout[0]}, {}),
+        "shape": lambda: failed(Reduced(os.system, touch), 1, 2, 3, 4),
+        "state": lambda: Reduced(service.Shout, state={"loud": path}),
+    }[kind]()
+
+
+def failed(*parts: Any) -> Any:
+    from torch_rpc_ext._exceptions import RemoteType
+
+    return internal.RemoteException("it failed", RemoteType((*parts, ())))
+
+
+def ask(kind: str, path: str) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  whatever the attacker makes of it
+        rpc.rpc_sync("worker1", functools.partial(answer), args=(kind, path), timeout=20)
+    assert raised.value is not None
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("command", "class", "listed", "classes", "whole", "args", "attributes", "fields"),
+        *("names", "shape", "state"),
+    ],
+)
+def test_answers(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "evil"
+    with Group(2, options=[{"allow_list": LISTED}, {}]) as group:
+        group.run(ask, kind, str(path))
+        assert group[1].run(call_worker0) == 3
+    assert not path.exists(), "the attack ran"
+
+
+def call_worker0() -> Any:
+    return rpc.rpc_sync("worker0", service.add, args=(1, 2), timeout=20)

@@ -1,0 +1,185 @@
+"""Where threads, UCX and torch call our code, an exception fails the call or the connection that
+it was about; the worker goes on serving. Each boundary of csrc/base/boundary.h throws
+std::bad_alloc and c10::Error here, on the calling worker and on the called one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+from torch.futures import Future
+
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+from torch_rpc_ext import _native, errors
+
+pytestmark = needs_ucx("has none of these")
+
+#: Reached by calls between two workers of a host, and these options.
+PLAIN: dict[str, Any] = {}
+BY_UCX: dict[str, Any] = {"use_cma": False, "use_shared_memory": False}
+REACHED: dict[str, dict[str, Any]] = {
+    "event": PLAIN,
+    "timer": PLAIN,
+    "thread": PLAIN,
+    "request": PLAIN,
+    "fetch": PLAIN,
+    "completion": PLAIN,
+    "answer": PLAIN,
+    "future": PLAIN,
+    "send": PLAIN,
+    "delivery": PLAIN,
+    "message": PLAIN,
+    "sent": BY_UCX,
+    "storage": PLAIN,
+    "bulk sent": BY_UCX,
+    "bulk received": BY_UCX,
+}
+#: Behind every other boundary; the injector has nothing to do there.
+LAST = {"task", "operation", "deferred"}
+#: Reached when a connection ends, or a device is at work.
+ELSEWHERE = {"closed", "broken", "bulk broken", "device event"}
+#: These fail nothing: what they are about is done again, or was for speed only.
+HARMLESS = {"event", "timer", "thread", "storage"}
+
+
+def throw_at(where: str, out_of_memory: bool) -> None:
+    _native.load().boundaries.throw_at(where, out_of_memory, 1)
+
+
+def left() -> int:
+    """How many throws have not happened."""
+    count: int = _native.load().boundaries.left()
+    return count
+
+
+def stop_throwing() -> int:
+    count = left()
+    _native.load().boundaries.stop()
+    return count
+
+
+def names() -> set[str]:
+    return set(_native.load().boundaries.crossed())
+
+
+def double(tensor: Tensor) -> Tensor:
+    return tensor * 2
+
+
+def double_slowly(tensor: Tensor) -> Tensor:
+    time.sleep(0.02)
+    return tensor * 2
+
+
+def block(_: int) -> None:
+    """Keeps a thread waiting; with enough of them at once the pool starts another thread."""
+    rpc.rpc_sync("worker0", double_slowly, args=(torch.ones(1),))
+
+
+@rpc.functions.async_execution
+def double_later(tensor: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async("worker0", double, args=(tensor,))
+
+
+def ask_later(tensor: Tensor) -> Tensor:
+    result: Tensor = rpc.rpc_sync("worker0", double_after, args=(tensor,))
+    return result
+
+
+@rpc.functions.async_execution
+def double_after(tensor: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async("worker1", double, args=(tensor,))
+
+
+def many(tensor: Tensor) -> Tensor:
+    """More than a socket takes at once."""
+    futures = [rpc.rpc_async("worker1", double, args=(tensor,)) for _ in range(1000)]
+    results: list[Tensor] = torch.futures.wait_all(futures)
+    return results[-1]
+
+
+def calls() -> list[str]:
+    """One of each kind; the errors of those that failed."""
+    small, large = torch.ones(3), torch.ones(3_000_000)
+    attempts = [
+        lambda: rpc.rpc_sync("worker1", double, args=(small,)),
+        lambda: rpc.rpc_sync("worker1", double_later, args=(small,)),
+        lambda: rpc.rpc_sync("worker1", ask_later, args=(small,)),
+        lambda: many(torch.ones(3000)),
+        lambda: rpc.rpc_sync("worker1", double, args=(large,)),
+        lambda: rpc.rpc_sync("worker1", torch.add, args=(large, large)),
+        lambda: rpc.remote("worker1", double, args=(small,)).to_here(),
+        lambda: [rpc.rpc_async("worker1", block, args=(i,)) for i in range(64)][-1].wait(),
+    ]
+    failures = []
+    for attempt in attempts:
+        try:
+            result = attempt()
+        except Exception as error:
+            # Heard of at once, and not after the time-out of the call.
+            assert not isinstance(error, errors.CallTimeoutError), error
+            failures.append(f"{type(error).__name__}: {error}")
+        else:
+            assert result is None or torch.equal(result, torch.full_like(result, 2.0))
+    return failures
+
+
+def pass_time() -> None:
+    """Until a timer has come: one call that waits for its time-out in vain."""
+    with contextlib.suppress(RuntimeError):
+        rpc.rpc_sync("worker1", double_never, timeout=0.2)
+
+
+@rpc.functions.async_execution
+def double_never() -> Future[Tensor]:
+    return Future()
+
+
+def throws(group: Group, where: str, at: int, out_of_memory: bool) -> None:
+    group[at].run(throw_at, where, out_of_memory)
+    failures = []
+    for _ in range(100):  # only a moment decides whether a call comes by some
+        failures += group.run(calls)
+        group.run(pass_time)
+        if group[at].run(left) == 0:
+            break
+    assert group[at].run(stop_throwing) == 0, f"{where}: nothing came by"
+    if where in HARMLESS:
+        assert not failures
+    # A worker whose connection broke is tried again after a pause.
+    assert any(group.run(calls) == [] or group.run(pass_time) for _ in range(50)), where
+
+
+@pytest.fixture(scope="module", params=[PLAIN, BY_UCX], ids=["plain", "by-ucx"])
+def group(request: pytest.FixtureRequest) -> Any:
+    with Group(2, options={"rpc_timeout": 30, **request.param}) as group:
+        yield group, request.param
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
+@pytest.mark.parametrize("at", [0, 1], ids=["caller", "callee"])
+@pytest.mark.parametrize("where", REACHED)
+def test_the_worker_goes_on_serving(
+    group: tuple[Group, Any], where: str, at: int, out_of_memory: bool
+) -> None:
+    workers, options = group
+    if options is not REACHED[where]:
+        pytest.skip("the other group's")
+    throws(workers, where, at, out_of_memory)
+
+
+@pytest.mark.parametrize("where", ["request", "message", "completion"])
+def test_three_of_them(where: str) -> None:
+    with Group(2, options={"rpc_timeout": 30}) as group:
+        throws(group, where, 1 if where == "request" else 0, True)
+
+
+def test_all_boundaries_are_looked_at() -> None:
+    assert names() == {*REACHED, *LAST, *ELSEWHERE}

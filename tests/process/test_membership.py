@@ -1,0 +1,74 @@
+"""Who may say that a worker joined, left or came back: that worker, and nobody in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("tells of its members in its own way")
+
+
+def refused(function: Callable[..., Any], *args: Any, to: str = "worker1") -> None:
+    from torch_rpc_ext.errors import RefusedError
+
+    with pytest.raises(RefusedError):
+        rpc.rpc_sync(to, function, args=args, timeout=20)
+
+
+def lie(name: str) -> None:
+    """Say of a worker that it has joined, come back or left."""
+    from torch_rpc_ext import _dynamic, _returning, _state
+
+    session = _state.require()
+    fields = json.loads(session.members[name].to_json())
+    text = json.dumps({**fields, "life": 1000, "address": ""})
+    refused(_dynamic.member_joined, text)
+    refused(_returning.member_returned, text)
+    refused(_dynamic.member_left, name, fields["incarnation"])
+    if name != session.me.name:
+        refused(_returning.may_return, text)
+
+
+def reach(name: str) -> None:
+    assert rpc.rpc_sync(name, torch.add, args=(torch.ones(1), 1), timeout=20).item() == 2
+
+
+@workers(3, options={"allow_list": ["torch.add"]})
+def test_a_static_group_does_not_change() -> None:
+    from torch_rpc_ext import _dynamic, _state
+
+    # Of the attacker itself too: nobody joins a static group or leaves it.
+    me = _state.require().me
+    refused(_dynamic.member_joined, json.dumps({**json.loads(me.to_json()), "life": 1000}))
+    refused(_dynamic.member_left, me.name, me.incarnation)
+    refused(_dynamic.member_left, "worker2", "")
+    stranger = json.dumps({**json.loads(me.to_json()), "name": "worker9", "rank": 9})
+    refused(_dynamic.member_joined, stranger)
+    lie("worker2")
+    reach("worker2")
+
+
+def test_only_who_joins_or_leaves_says_so() -> None:
+    with Group(3, options={"allow_list": ["torch.add"]}, dynamic=True) as group:
+        group.run(lie, "worker2")
+        group[1].run(reach, "worker2")
+        # worker2 itself: it leaves, and the others take note.
+        group[2].run(rpc.shutdown)
+        for rank in (0, 1):
+            assert group[rank].run(names) == ["worker0", "worker1"]
+        for rank in (0, 1):
+            group[rank].run(rpc.shutdown)
+
+
+def names() -> list[str]:
+    from torch_rpc_ext import _state
+
+    return sorted(_state.require().members)

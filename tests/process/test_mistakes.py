@@ -1,0 +1,249 @@
+"""Errors that a user meets: one sentence that names the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
+
+
+def init_with(options: Any, backend: str, init_method: str, rank: int, name: str) -> str:
+    """init_rpc as a program calls it; returns the name, or raises init_rpc's error."""
+    options.init_method = init_method
+    rpc.init_rpc(
+        name,
+        backend=getattr(rpc.BackendType, backend),
+        rank=rank,
+        world_size=2,
+        rpc_backend_options=options,
+    )
+    return name
+
+
+def init_with_tensorpipe_options(backend: str, init_method: str, rank: int, name: str) -> str:
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=5, rpc_timeout=8)
+    return init_with(options, backend, init_method, rank, name)
+
+
+def init_with_our_options(init_method: str, rank: int, name: str, seconds: float) -> str:
+    from torch_rpc_ext import UcxRpcBackendOptions
+
+    return init_with(UcxRpcBackendOptions(init_timeout=seconds), "UCX", init_method, rank, name)
+
+
+def given_options() -> tuple[str, int, float]:
+    options = rpc.api._get_current_rpc_agent()._get_backend_options()
+    return type(options).__name__, options.num_worker_threads, rpc.get_rpc_timeout()
+
+
+@needs_ucx("is what takes them")
+def test_tensorpipes_options_are_good_for_ucx() -> None:
+    with Group(2, init=False) as group:
+        calls = [
+            worker.start(
+                init_with_tensorpipe_options, "UCX", group.init_method, worker.rank, worker.name
+            )
+            for worker in group
+        ]
+        assert [call.result() for call in calls] == ["worker0", "worker1"]
+        assert group.run(given_options) == ("TensorPipeRpcBackendOptions", 5, 8.0)
+        assert group.run(torch_adds) == 4
+
+
+def torch_adds() -> float:
+    return float(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).sum())
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@needs_ucx("waits, or says that the address is in use")
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_two_processes_that_are_rank_0(scheme: str) -> None:
+    with Group(3, init=False) as group:
+        method = group.init_method if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+        calls = [
+            group[n].start(init_with_our_options, method, 0, f"twin{n}", 40.0) for n in range(2)
+        ]
+        # One of them learns it while the other still waits for rank 1.
+        done: list[int] = []
+        while not done:
+            done = [n for n, call in enumerate(calls) if call._worker.pipe.poll(0.05)]
+        second, first = done[0], 1 - done[0]
+        with pytest.raises(RuntimeError) as raised:
+            calls[second].result()
+        text = str(raised.value)
+        assert f"Rank 0 is not unique: worker twin{first} (pid " in text, text
+        assert "a rank of its own" in text and socket.gethostname() in text, text
+        assert not calls[first].done(), "the first still waits for rank 1"
+        # Which then comes.
+        last = group[2].start(init_with_our_options, method, 1, "last", 40.0)
+        assert (calls[first].result(), last.result()) == (f"twin{first}", "last")
+        assert group[first].run(name_of_last) == "last"
+        group[second].kill()
+        group.broken = True  # not all of its workers are of one group
+        for call in [group[n].start(shut_down) for n in (first, 2)]:
+            call.result()
+
+
+def name_of_last() -> str:
+    return str(rpc.rpc_sync("last", f.name_here))
+
+
+def shut_down() -> None:
+    rpc.shutdown()
+
+
+@needs_ucx("says nothing")
+@pytest.mark.parametrize("ours", [0, 1])
+def test_a_rank_on_tensorpipe_is_named(ours: int) -> None:
+    theirs = 1 - ours
+    with Group(2, init=False) as group:
+        method = f"tcp://127.0.0.1:{free_port()}"
+        # TENSORPIPE's stays behind in its rendezvous, and is killed.
+        group[theirs].start(init_with_tensorpipe_options, "TENSORPIPE", method, theirs, "theirs")
+        with pytest.raises(RuntimeError) as raised:
+            group[ours].start(init_with_our_options, method, ours, "ours", 8.0).result()
+        text = str(raised.value)
+        assert f"rank(s) {theirs} of 2 have not joined" in text, text
+        assert "TENSORPIPE" in text and "TORCH_RPC_BACKEND=ucx" in text, text
+        group[theirs].kill()
+        group.broken = True
+
+
+def makes_local() -> Callable[[], None]:
+    def local() -> None:
+        pass
+
+    return local
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "rpc_sync": rpc.rpc_sync,
+    "rpc_async": rpc.rpc_async,
+    "remote": lambda *args, **kwargs: rpc.remote(*args, **kwargs),
+}
+
+
+@workers(2)
+@pytest.mark.parametrize("how", CALLS)
+@needs_ucx("says what pickle says")
+def test_a_function_that_has_no_name_of_its_own(how: str) -> None:
+    for function, kind in ((lambda: None, "lambda"), (makes_local(), "function within a function")):
+        with pytest.raises((pickle.PicklingError, AttributeError)) as raised:
+            CALLS[how]("worker1", function)
+        text = str(raised.value)
+        assert kind in text and __name__ in text and "top level of a module" in text, text
+        assert "\n" not in text
+    assert torch_adds() == 4
+
+
+@workers(2)
+@pytest.mark.parametrize("how", CALLS)
+@needs_ucx("takes the tensor apart")
+def test_args_without_the_comma(how: str) -> None:
+    for args, kind in (
+        (torch.ones(2), "Tensor"),
+        (torch.ones(()), "Tensor"),
+        ("ab", "str"),
+        (5, "int"),
+    ):
+        for function in (f.identity, torch.neg):
+            with pytest.raises(TypeError, match=f"got a {kind}: write args=\\(value,\\)"):
+                CALLS[how]("worker1", function, args=args)
+    # As upstream takes them.
+    for args in ([1], (1,), range(1)):
+        value = CALLS[how]("worker1", f.identity, args=args)
+        value = value.to_here() if how == "remote" else value
+        assert (value.wait() if how == "rpc_async" else value) in (0, 1)
+    value = CALLS[how]("worker1", f.nothing, args=None)
+
+
+@workers(2)
+@needs_ucx("takes them for what they are not")
+@pytest.mark.parametrize("seconds", [-5.0, -0.5, math.nan, -math.inf], ids=str)
+def test_a_timeout_that_is_none(seconds: float) -> None:
+    rref = rpc.remote("worker1", f.identity, args=(1,))
+    assert rref.to_here() == 1
+    adds = (torch.ones(2), 1)
+    ways: list[Callable[[], Any]] = [
+        lambda: rpc.rpc_sync("worker1", f.nothing, timeout=seconds),
+        lambda: rpc.rpc_sync("worker1", torch.add, args=adds, timeout=seconds),
+        lambda: rpc.rpc_async("worker1", f.nothing, timeout=seconds),
+        lambda: rpc.remote("worker1", f.nothing, timeout=seconds),
+        lambda: rpc.remote("worker1", torch.add, args=adds, timeout=seconds),
+        lambda: rref.to_here(timeout=seconds),
+        lambda: rref.rpc_sync(timeout=seconds).bit_length(),
+    ]
+    for number, way in enumerate(ways):
+        with pytest.raises(ValueError, match=r"timeout must be a number of seconds") as raised:
+            way()
+        assert f"got {seconds:g}" in str(raised.value), number
+    before = rpc.get_rpc_timeout()
+    with pytest.raises(ValueError, match="rpc_timeout"):
+        rpc._set_rpc_timeout(seconds)
+    assert rpc.get_rpc_timeout() == before
+    # What upstream allows.
+    for fine in (0, 0.0, -1, -1.0, 5, math.inf, 1e9):
+        assert rpc.rpc_sync("worker1", f.identity, args=(1,), timeout=fine) == 1
+    rpc._set_rpc_timeout(0)
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+def lock() -> Any:
+    return {"lock": threading.Lock()}
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lock_later() -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(threading.Lock())
+    return future
+
+
+@workers(2)
+@needs_ucx("gives the C++ stack")
+def test_a_result_that_cannot_be_pickled() -> None:
+    for to in ("worker1", "worker0"):
+        ways: list[Callable[[], Any]] = [
+            lambda to=to: rpc.rpc_sync(to, lock),
+            lambda to=to: rpc.rpc_async(to, lock).wait(),
+            lambda to=to: rpc.rpc_sync(to, lock_later),
+        ]
+        if to == "worker1":
+            ways.append(lambda to=to: rpc.remote(to, lock).to_here())
+        for number, way in enumerate(ways):
+            with pytest.raises(RuntimeError) as raised:
+                way()
+            text = str(raised.value)
+            assert f"worker {to!r}" in text and "cannot be pickled" in text, text
+            assert "rpc.remote()" in text and "frame #" not in text and ".cpp" not in text, text
+            if number < 2:
+                assert f"{__name__}.lock on worker" in text, text
+        assert rpc.rpc_sync(to, f.identity, args=(1,)) == 1
+
+
+@needs_ucx("has no options of ours")
+def test_options_show_no_knobs_for_tests() -> None:
+    from torch_rpc_ext import UcxRpcBackendOptions
+
+    shown = repr(UcxRpcBackendOptions())
+    assert "messages_to" not in shown and "num_fail_sends" not in shown
+    assert "keepalive=2.0" in shown and "device_maps={}" in shown
+    with pytest.raises(AttributeError) as raised:
+        UcxRpcBackendOptions().keep_alive = 1  # type: ignore[attr-defined]
+    assert "keepalive" in str(raised.value) and "messages_to" not in str(raised.value)

@@ -1,0 +1,320 @@
+"""More tensors than a worker can serve: what no thread serves yet is bounded, the rest waits at its
+senders."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import Group
+from tests.process.test_death import check_alive
+from tests.support.backend import needs_ucx
+
+pytestmark = needs_ucx("has no such option")
+
+MB = 1 << 20
+BUDGET = 64 * MB
+TENSOR = 8 * MB
+THREADS = 2
+#: More than the caller lends (256 MiB), and what is left is more than the budget.
+CALLS = 60
+SMALL = {"receive_budget": BUDGET, "num_worker_threads": THREADS}
+#: By process_vm_readv and by UCX: ways on which it is the callee that makes memory.
+WAYS = [pytest.param({}, id="cma"), pytest.param({"use_cma": False}, id="ucx")]
+
+_free = threading.Event()
+_began: list[int] = []
+CALLS_MADE: list[Any] = []
+
+
+def hold(data: torch.Tensor, number: int) -> tuple[int, float]:
+    """Serve a request whose end the test decides on."""
+    _began.append(number)
+    assert _free.wait(50)
+    return number, float(data[0]) + float(data[-1])
+
+
+def began() -> list[int]:
+    return list(_began)
+
+
+def let_go() -> None:
+    _free.set()
+
+
+def counters() -> dict[str, int]:
+    metrics = rpc.api._get_current_rpc_agent().get_metrics()
+    return {
+        name.removeprefix("agent."): int(float(value))
+        for name, value in metrics.items()
+        if name.startswith("agent.")
+    }
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is no file's and no memfd's."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such line")
+
+
+def make(number: int, size: int = TENSOR) -> torch.Tensor:
+    return torch.full((size // 4,), float(number))
+
+
+def flood(to: str, numbers: range, timeout: float = 60) -> None:
+    CALLS_MADE.extend(
+        rpc.rpc_async(to, hold, args=(make(number), number), timeout=timeout) for number in numbers
+    )
+
+
+def check_answers(numbers: range) -> None:
+    assert [call.wait() for call in CALLS_MADE] == [(n, 2.0 * n) for n in numbers]
+
+
+def wait_for_requests(count: int, seconds: float = 40) -> dict[str, int]:
+    """Wait until so many requests of hold() are here, and what can be received has been."""
+    deadline = time.monotonic() + seconds
+    before: dict[str, int] = {}
+    while True:
+        now = counters()
+        here = now["queued_requests"] + now["receive_waiting_requests"] + len(_began)
+        if here == count and now["receive_held_bytes"] == before.get("receive_held_bytes"):
+            return now
+        before = now
+        assert time.monotonic() < deadline, f"{count} requests expected: {now}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flood_waits_at_its_sender(way: dict[str, Any]) -> None:
+    with Group(2, options={**SMALL, **way}) as group:
+        group[0].run(check_alive, "worker1")
+        before = group[1].run(anonymous_bytes)
+        group[0].run(flood, "worker1", range(CALLS))
+        now = group[1].run(wait_for_requests, CALLS)
+        assert now["receive_waiting_requests"] > 0
+        assert now["receive_waiting_bytes"] == now["receive_waiting_requests"] * TENSOR
+        assert now["receive_held_bytes"] <= BUDGET
+        waiting = (now["receive_waiting_requests"], now["receive_waiting_bytes"])
+        assert group[1].run(what_top_shows) == {"worker0": waiting}
+        grown = group[1].run(anonymous_bytes) - before
+        assert grown <= BUDGET + THREADS * TENSOR + 32 * MB, f"{grown >> 20} MiB"
+        assert group[1].run(rpc_add, "worker0") == 3  # its answer needs no room
+        group[1].run(let_go)
+        group[0].run(check_answers, range(CALLS))
+        left = group[1].run(counters)
+        assert left["receive_held_bytes"] == left["receive_waiting_requests"] == 0
+
+
+def what_top_shows() -> dict[str, tuple[int, int]]:
+    from rich.console import Console
+
+    from torch_rpc_ext import monitoring
+    from torch_rpc_ext.cli import poller, view
+
+    own = poller._describe("worker1", monitoring.snapshot(), None, None)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(view.draw([own], console.width))
+    assert "has no room yet for the tensors of requests: " in capture.get()
+    return own.waiting
+
+
+def rpc_add(to: str) -> int:
+    return int(rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 2)))
+
+
+def test_a_small_call_passes_a_flood() -> None:
+    """It waits for a thread behind what has been received, and not behind what waits for room."""
+    with Group(2, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(40))
+        group[1].run(wait_for_requests, 40)
+        group[0].run(hold_little, "worker1", 40)
+        group[1].run(wait_for_requests, 41)
+        group[1].run(let_go)
+        group[0].run(check_answers, range(41))
+        order = group[1].run(began)
+        assert order.index(40) < 2 * (THREADS + BUDGET // 2 // TENSOR), order
+
+
+def hold_little(to: str, number: int) -> None:
+    CALLS_MADE.append(rpc.rpc_async(to, hold, args=(make(number, 4), number)))
+
+
+def recurse(data: torch.Tensor, depth: int) -> float:
+    """Send a tensor there and back, each within the call before it."""
+    if depth == 0:
+        return float(data.sum())
+    to = f"worker{1 - rpc.get_worker_info().id}"
+    return 1 + float(rpc.rpc_sync(to, recurse, args=(data.clone(), depth - 1)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", [1, 2 * TENSOR])
+def test_deep_recursion_goes_on(way: dict[str, Any], budget: int) -> None:
+    options = {"receive_budget": budget, "num_worker_threads": 1, **way}
+    with Group(2, options=options) as group:
+        group.run(check_recursion)
+
+
+def check_recursion() -> None:
+    calls = [
+        rpc.rpc_async("worker1", recurse, args=(torch.zeros(TENSOR // 4), 16)) for _ in range(3)
+    ]
+    assert [call.wait() for call in calls] == [16.0] * 3
+
+
+def errors_of_calls() -> list[tuple[str, str]]:
+    errors = []
+    for call in CALLS_MADE:
+        try:
+            call.wait()
+        except RuntimeError as error:
+            errors.append((type(error).__name__, str(error)))
+    return errors
+
+
+def test_the_time_out_says_that_it_waited() -> None:
+    with Group(2, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(20), timeout=2.0)
+        errors = group[0].run(errors_of_calls)
+        assert len(errors) == 20 and {kind for kind, _ in errors} == {"CallTimeoutError"}
+        said = [
+            text
+            for _, text in errors
+            if re.search(r"has not taken the \d{7} bytes .* receive_budget", text)
+        ]
+        assert len(said) >= 10, errors
+        group[1].run(let_go)
+        group[0].run(check_alive, "worker1")
+
+
+def test_a_caller_that_dies_leaves_nothing_waiting() -> None:
+    with Group(3, options={**SMALL, "use_cma": False}) as group:
+        group[1].run(flood, "worker2", range(20))
+        assert group[2].run(wait_for_requests, 20)["receive_waiting_requests"] > 0
+        group[1].kill()
+        group[2].run(wait_until_nothing_waits)
+        group[2].run(let_go)
+        group[0].run(flood_and_check, "worker2")
+
+
+def wait_until_nothing_waits() -> None:
+    deadline = time.monotonic() + 40
+    while counters()["receive_waiting_requests"] != 0:
+        assert time.monotonic() < deadline, counters()
+        time.sleep(0.01)
+
+
+def flood_and_check(to: str) -> None:
+    flood(to, range(20))
+    check_answers(range(20))
+
+
+def test_callers_take_turns() -> None:
+    """Who comes with little behind a flood does not wait for all of it."""
+    with Group(3, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker2", range(40))
+        group[2].run(wait_for_requests, 40)
+        group[1].run(flood, "worker2", range(100, 104))
+        group[2].run(wait_for_requests, 44)
+        group[2].run(let_go)
+        group[0].run(check_answers, range(40))
+        group[1].run(check_answers, range(100, 104))
+        order = group[2].run(began)
+        assert max(order.index(number) for number in range(100, 104)) < 30, order
+
+
+def test_a_larger_request_goes_alone() -> None:
+    with Group(2, options={"receive_budget": TENSOR, "use_cma": False}) as group:
+        group[1].run(let_go)
+        group.run(call_with_large_ones)
+
+
+def call_with_large_ones() -> None:
+    calls = [
+        rpc.rpc_async("worker1", hold, args=(make(number, size * TENSOR), number))
+        for number, size in enumerate((1, 4, 1, 3, 1, 1))
+    ]
+    assert [call.wait() for call in calls] == [(n, 2.0 * n) for n in range(6)]
+
+
+def test_calls_to_oneself_are_bounded_too() -> None:
+    with Group(1, options=SMALL) as group:
+        group[0].run(flood, "worker0", range(20))
+        now = group[0].run(wait_for_requests, 20)
+        assert now["receive_waiting_requests"] > 0 and now["receive_held_bytes"] <= BUDGET
+        group[0].run(let_go)
+        group[0].run(check_answers, range(20))
+
+
+def test_leaving_while_requests_wait() -> None:
+    with Group(2, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(20))
+        group[1].run(wait_for_requests, 20)
+        group[1].run(leave_now)
+        errors = group[0].run(errors_of_calls)
+        assert len(errors) >= 10
+        assert {kind for kind, _ in errors} <= {"ShutDownError", "PeerLostError"}, errors
+        group[0].killed = group[1].killed = True
+
+
+def leave_now() -> None:
+    rpc.shutdown(graceful=False)
+    _free.set()
+
+
+def test_all_is_served_before_a_graceful_end() -> None:
+    with Group(2, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(20))
+        group[1].run(wait_for_requests, 20)
+        ending = group[0].start(shut_down_and_check)
+        group[1].run(let_go)
+        other = group[1].start(shut_down)
+        ending.result()
+        other.result()
+
+
+def shut_down() -> None:
+    rpc.shutdown()
+
+
+def shut_down_and_check() -> None:
+    answers: list[Any] = []
+    for call in CALLS_MADE:
+        call.add_done_callback(lambda done: answers.append(done.value()))
+    rpc.shutdown()
+    assert sorted(answers) == [(n, 2.0 * n) for n in range(20)]
+
+
+def test_without_a_limit_a_caller_still_has_its_share() -> None:
+    with Group(2, options={**SMALL, "receive_budget": 0, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(20))
+        now = group[1].run(wait_for_requests, 20)
+        assert now["receive_held_bytes"] <= 64 * MB and now["receive_waiting_requests"] > 0
+        group[1].run(let_go)
+        group[0].run(check_answers, range(20))
+
+
+def test_answers_that_are_not_taken_hold_requests_up() -> None:
+    """An echo of large tensors does not fill the callee with answers."""
+    with Group(2, options={"use_cma": False}) as group:
+        group.run(echo_many)
+        assert group[1].run(counters)["receive_held_bytes"] == 0
+
+
+def echo_many() -> None:
+    data = torch.zeros(8 * MB)
+    calls = [rpc.rpc_async("worker1", f.identity, args=(data,)) for _ in range(20)]
+    for call in calls:
+        assert call.wait().nbytes == data.nbytes

@@ -1,0 +1,125 @@
+"""Attempts of a call one after the other, without a thread that waits for them.
+
+The loop is tenacity's, taken apart: it says what comes next (an attempt, a pause, the end), and
+here that is begun. Whoever completes an attempt's future goes on with the loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tenacity
+from torch.futures import Future
+
+
+def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[Any]:
+    """Begin the first attempt.
+
+    Args:
+        arguments: of tenacity.Retrying.
+        call: makes an attempt; what it raises counts as the attempt's error.
+
+    Returns:
+        A future of the result of the last attempt, or its error.
+    """
+    attempts = _Attempts(arguments, call)
+    attempts.go_on()
+    return attempts.future
+
+
+class _Attempts:
+    """The attempts of one call.
+
+    Thread Safety: go_on() runs in one thread at a time: the caller's, then that of the attempt's
+    answer or that of the pauses.
+    """
+
+    def __init__(self, arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> None:
+        self.future: Future[Any] = Future()
+        self._call = call
+        self._retrying = tenacity.Retrying(**arguments)
+        self._state = tenacity.RetryCallState(self._retrying, fn=None, args=(), kwargs={})
+
+    def go_on(self) -> None:
+        while True:
+            # Its statistics, which nobody reads, are of each thread.
+            self._retrying.begin()
+            try:
+                step = self._retrying.iter(self._state)
+            except Exception as error:  # noqa: BLE001  the last attempt's
+                self.future.set_exception(error)
+                return
+            if isinstance(step, tenacity.DoSleep):
+                self._state.prepare_for_next_attempt()
+                _pauses.end_after(float(step), self.go_on)
+                return
+            if not isinstance(step, tenacity.DoAttempt):
+                self.future.set_result(step)
+                return
+            try:
+                attempt = self._call()
+            except Exception:  # noqa: BLE001  whatever it was, tenacity asks for its class
+                self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
+                continue
+            attempt.add_done_callback(self._ended)
+            return
+
+    def _ended(self, attempt: Future[Any]) -> None:
+        try:
+            result = attempt.value()
+        except Exception:  # noqa: BLE001  as above
+            self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
+        else:
+            self._state.set_result(result)
+        self.go_on()
+
+
+class _Pauses:
+    """Runs callables when their time has come.
+
+    Owns: a thread, from the first pause on.
+    Thread Safety: all of it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._order = itertools.count()
+        # When, on time.monotonic(); a number, so that callables are not compared; what.
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._thread: threading.Thread | None = None
+
+    def end_after(self, seconds: float, callback: Callable[[], None]) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), callback))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rpc-retry", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or self._due[0][0] > time.monotonic():
+                    left = self._due[0][0] - time.monotonic() if self._due else None
+                    self._changed.wait(left)
+                _, _, callback = heapq.heappop(self._due)
+            callback()
+
+
+_pauses = _Pauses()
+
+
+def _forget_pauses() -> None:
+    global _pauses
+    _pauses = _Pauses()
+
+
+# Neither the thread nor the calls of the parent live on in the child of a fork.
+os.register_at_fork(after_in_child=_forget_pauses)

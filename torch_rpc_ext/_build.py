@@ -1,0 +1,233 @@
+"""How the C++ is built: by setup.py, and by the loader for a torch that has no extension here.
+
+There are two native parts, because almost half of csrc/ does not know torch:
+
+- the core, one shared library, compiled once: CORE_FOLDERS;
+- the extension module, which is torch's RpcAgent and the bindings: TORCH_FOLDERS. It is compiled
+  for each minor release of torch, because torch's C++ ABI changes with them. Extensions for several
+  torches can lie side by side.
+
+Most of the time of compiling a file goes into torch's headers: 7 of 9 s. So the files of a folder
+are compiled as a few units that include up to FILES_OF_A_UNIT of them each. Names in anonymous
+namespaces must therefore be unique within a folder.
+
+Every process that calls init_rpc() imports this module, and setup.py loads it by its path, because
+the package cannot be imported yet. So what only compiling needs is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+CORE_FOLDERS = ("base", "wire", "crypto", "metrics", "memory", "cuda", "transport")
+TORCH_FOLDERS = ("compat", "agent", "bindings")
+CORE = "core"
+# A library's file that ended in .so would be a module of the package to pkgutil.
+CORE_LIBRARY = "libtorch_rpc_ext_core.so.0"
+# More files make fewer, longer units, that need more memory (2.3 GB at 13 of bindings/).
+FILES_OF_A_UNIT = 8
+#: '0' compiles each file alone, which is right for whoever changes single files with ccache.
+UNITS_VARIABLE = "TORCH_RPC_EXT_BUILD_UNITS"
+
+_PACKAGE = Path(__file__).resolve().parent
+_FLAGS = (
+    "-std=c++20",
+    "-O2",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",  # torch's headers
+)
+_UCX = ("-l:libucp.so.0", "-l:libuct.so.0", "-l:libucs.so.0")
+
+
+def compile_flags(*, core: bool) -> list[str]:
+    """Flags of the compiler, the user's CXXFLAGS last so that they win."""
+    import shlex
+
+    torch_only = (
+        "-fvisibility=hidden",
+        # What torch's RPC headers expect; USE_TENSORPIPE would need its headers.
+        "-DUSE_DISTRIBUTED",
+        "-DUSE_RPC",
+        "-DUSE_C10D_GLOO",
+    )
+    # A function of the core that calls another one of the core needs no detour by the linker.
+    core_only = ("-fno-semantic-interposition",)
+    chosen = core_only if core else torch_only
+    return [*_FLAGS, *chosen, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
+def link_flags(*, core: bool) -> list[str]:
+    """Libraries, by name and without rpath: the loader has loaded them before (_native.py)."""
+    if core:
+        return [*_UCX, "-lcrypto", f"-Wl,-soname,{CORE_LIBRARY}", "-Wl,-Bsymbolic-functions"]
+    return [f"-l:{CORE_LIBRARY}"]
+
+
+def csrc() -> Path:
+    """Folder of the C++ sources: of the source tree, or those that are installed."""
+    tree = _PACKAGE.parent / "csrc"
+    return tree if tree.is_dir() else _PACKAGE / "_csrc"
+
+
+def extension_name(torch_version: str) -> str:
+    """File of the extension module for a torch and for the running Python.
+
+    Args:
+        torch_version: as torch.__version__, "2.13.0+cpu".
+    """
+    major, minor = torch_version.split(".")[:2]
+    return f"_C_torch{major}{minor}{EXTENSION_SUFFIXES[0]}"
+
+
+def ucx_root() -> Path | None:
+    """Folder with UCX's include/ and lib/: any libucx wheel, cu12 or cu13; None for none."""
+    spec = importlib.util.find_spec("libucx")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        return Path(location)
+    return None
+
+
+def sources_digest() -> str:
+    """Names the C++ sources by their content: extensions for other sources do not fit the core."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for path in sorted(csrc().rglob("*.[ch]*")):
+        digest.update(f"{path.relative_to(csrc())}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def units(folders: Sequence[str], into: Path) -> list[Path]:
+    """Write what the compiler is given.
+
+    Args:
+        folders: of csrc/, with all below them.
+        into: folder for the units; a unit that has not changed is left as it is.
+
+    Returns:
+        The units, or the sources themselves if UNITS_VARIABLE is '0'.
+    """
+    from itertools import groupby
+
+    root = csrc()
+    found = (path for name in folders for path in (root / name).rglob("*.cpp"))
+    sources = sorted(found, key=lambda path: (path.parent, path.name))
+    if os.environ.get(UNITS_VARIABLE) == "0":
+        return sources
+    into.mkdir(parents=True, exist_ok=True)
+    made = []
+    for folder, paths in groupby(sources, key=lambda path: path.parent.relative_to(root)):
+        lines = [f'#include "{path.relative_to(root)}"\n' for path in paths]
+        for first in range(0, len(lines), FILES_OF_A_UNIT):
+            unit = into / f"{'_'.join(folder.parts)}_{first // FILES_OF_A_UNIT}.cpp"
+            text = "".join(lines[first : first + FILES_OF_A_UNIT])
+            if not unit.exists() or unit.read_text() != text:
+                unit.write_text(text)
+            made.append(unit)
+    return made
+
+
+def compile_extension() -> Path:
+    """Compile the extension module for the running torch, against the core that is loaded.
+
+    Processes that ask at the same time wait for the first. The result is kept, so later processes
+    find it: in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
+
+    Returns:
+        The extension module's file.
+
+    Raises:
+        ImportError: it cannot be compiled; the text says why, and what to do.
+    """
+    import fcntl
+
+    import torch
+    from torch.utils import cpp_extension
+
+    from torch_rpc_ext._build_info import SOURCES
+
+    file = extension_name(torch.__version__)
+    default = cpp_extension.get_default_build_root()
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default), f"torch_rpc_ext_{SOURCES}")
+    folder = root / file.removesuffix(".so")
+    made = root / file
+    if made.exists():
+        return made
+    missing = _missing_for_compiling(csrc())
+    if missing:
+        raise ImportError(
+            f"there is no extension module for torch {torch.__version__} ({file}), and it cannot "
+            f"be compiled here: {missing}, or install a torch that torch_rpc_ext has one for: "
+            f"{', '.join(_torches()) or 'none'}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (root / f"{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # The lock file of a compilation that was killed; torch would wait for ever.
+            (folder / "lock").unlink(missing_ok=True)
+            if made.exists():  # another process was first
+                return made
+            print(
+                f"torch_rpc_ext: compiling the extension module for torch {torch.__version__} "
+                f"into {folder}, once; this takes a minute or two ...",
+                file=sys.stderr,
+                flush=True,
+            )
+            cpp_extension.load(
+                "_C",
+                [str(unit) for unit in units(TORCH_FOLDERS, folder / "units")],
+                extra_cflags=compile_flags(core=False),
+                extra_ldflags=[f"-L{_PACKAGE}", *link_flags(core=False)],
+                extra_include_paths=[str(csrc()), *_ucx_headers()],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
+            # Only now: a file that somebody finds there is complete.
+            (folder / "_C.so").rename(made)
+    except OSError as error:
+        raise ImportError(
+            f"the extension module for torch {torch.__version__} cannot be compiled into "
+            f"{folder} ({error}): set TORCH_EXTENSIONS_DIR to a folder that can be written to"
+        ) from error
+    except RuntimeError as error:
+        raise ImportError(
+            f"the extension module for torch {torch.__version__} does not compile: {error}"
+        ) from error
+    return made
+
+
+def _ucx_headers() -> list[str]:
+    """Return the folder of the UCX wheel's headers; a system's headers are found without."""
+    root = ucx_root()
+    return [str(root / "include")] if root else []
+
+
+def _missing_for_compiling(sources: Path) -> str:
+    """Return what has to be done before anything can be compiled; '' for nothing."""
+    import shutil
+
+    from torch.utils import cpp_extension
+
+    compiler = os.environ.get("CXX", "c++")  # as torch looks for it
+    if not sources.is_dir():
+        return "reinstall torch_rpc_ext, whose C++ sources are gone"
+    if shutil.which(compiler) is None:
+        return f"install a C++20 compiler ({compiler} is missing)"
+    if not cpp_extension.is_ninja_available():
+        return "run `pip install ninja`"
+    return ""
+
+
+def _torches() -> list[str]:
+    """Return the minor releases of torch that there are extension modules for."""
+    there = _PACKAGE.glob(f"_C_torch*{EXTENSION_SUFFIXES[0]}")
+    numbers = (path.name.removeprefix("_C_torch").split(".")[0] for path in there)
+    return sorted(f"{number[0]}.{number[1:]}" for number in numbers)

@@ -1,0 +1,283 @@
+"""What happens to the other workers of the group: lost, left, joined, returned.
+
+::
+
+    def replan(event: WorkerEvent) -> None:
+        print(event.worker, event.kind, event.reason)  # worker3 lost the process died
+
+    subscription = torch_rpc_ext.on_worker_event(replan)
+
+    async for event in torch_rpc_ext.worker_events():
+        ...
+
+A subscription connects this worker to all others, because a death is noticed by the end of a
+connection. Who subscribes hears first of the workers that are lost at that moment. The events of
+one worker come in the order in which they happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from torch_rpc_ext import _native, _state
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["Subscription", "WorkerEvent", "WorkerEvents", "on_worker_event", "worker_events"]
+
+# How often a worker that could not be reached is tried again, s. One whose process is known to be
+# dead is not.
+_TRY_EVERY = 2.0
+# How long the end of a session waits for a callback that runs, s.
+_END_PATIENCE = 1.0
+# How long the thread waits for an event while all workers are there, s. An event wakes it.
+_LONG = 3600.0
+
+
+class WorkerEvent(NamedTuple):
+    """Something that happened to a worker.
+
+    Attributes:
+        kind: ``lost``: its process died, or it cannot be reached any more. ``left``: it left by
+            itself, by rpc.shutdown(). ``joined``: a dynamic group has a new member. ``returned``:
+            one that was lost has been started again, or can be reached again.
+        worker: its name.
+        reason: what has been noticed, for people.
+    """
+
+    kind: Literal["joined", "left", "lost", "returned"]
+    worker: str
+    reason: str
+
+
+Callback = Callable[[WorkerEvent], object]
+
+
+class Subscription:
+    """A callback that hears of events, until remove(). As a context manager, until the end of it.
+
+    Thread Safety: any thread.
+    """
+
+    def __init__(self, hub: _Hub, number: int) -> None:
+        self._hub, self._number = hub, number
+
+    def remove(self) -> None:
+        """End it. Idempotent. The callback may be running at this moment, and ends then."""
+        self._hub.remove(self._number)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+class WorkerEvents:
+    """An asynchronous iterator over events. It ends when RPC ends on this worker.
+
+    Thread Safety: its event loop only. Events that nobody has taken yet are kept.
+    """
+
+    def __init__(self) -> None:
+        # The hub knows the queue and not this object, which may die and end the subscription.
+        self._queue: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        put = partial(_put, loop, self._queue)
+        subscription = _hub().subscribe(put, at_end=partial(put, None))
+        self._finalizer = weakref.finalize(self, subscription.remove)
+
+    def __aiter__(self) -> WorkerEvents:
+        return self
+
+    async def __anext__(self) -> WorkerEvent:
+        event = await self._queue.get()
+        if event is None:
+            self._queue.put_nowait(None)  # for who asks again
+            raise StopAsyncIteration
+        return event
+
+    def close(self) -> None:
+        """End the subscription, and the iteration after the events that are here. Idempotent."""
+        self._finalizer()
+        self._queue.put_nowait(None)
+
+
+def _put(
+    loop: asyncio.AbstractEventLoop,
+    queue: asyncio.Queue[WorkerEvent | None],
+    event: WorkerEvent | None,
+) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(queue.put_nowait, event)
+
+
+def on_worker_event(callback: Callback) -> Subscription:
+    """Have a callback run at each event.
+
+    Callbacks run one after the other on a thread of their own. What one raises is logged and
+    ends nothing; one that takes long delays the events behind it.
+
+    Args:
+        callback: takes a WorkerEvent.
+
+    Returns:
+        The subscription; it ends by its remove(), or with rpc.shutdown().
+
+    Raises:
+        TypeError: the callback is none.
+        RuntimeError: RPC has not been initialized on UCX.
+    """
+    if not callable(callback):
+        raise TypeError(f"callback must be a function of a WorkerEvent, got {callback!r}")
+    return _hub().subscribe(callback)
+
+
+def worker_events() -> WorkerEvents:
+    """Return an iterator over events, for ``async for``.
+
+    It counts from this call on, and ends when RPC ends on this worker.
+
+    Raises:
+        RuntimeError: no event loop is running, or RPC has not been initialized on UCX.
+    """
+    return WorkerEvents()
+
+
+class _Subscriber(NamedTuple):
+    callback: Callback
+    at_end: Callable[[], object]
+
+
+class _Hub:
+    """Takes the agent's events and tells the subscribers of one session.
+
+    Owns: a thread, from the first subscription to the end of the agent.
+    Thread Safety: subscribe() and remove() from any thread; the rest is the thread's.
+    """
+
+    def __init__(self, session: _state.Session) -> None:
+        self._native, self._agent = _native.load(), session.agent
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._subscribers: dict[int, _Subscriber] = {}
+        self._new: list[int] = []  # numbers of those that have not heard of the lost ones yet
+        self._lost: dict[str, WorkerEvent] = {}
+        self._ended = False
+        # A daemon: a callback that does not return must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="rpc-events", daemon=True)
+
+    def subscribe(
+        self, callback: Callback, at_end: Callable[[], object] = lambda: None
+    ) -> Subscription:
+        with self._lock:
+            number = next(self._numbers)
+            self._subscribers[number] = _Subscriber(callback, at_end)
+            self._new.append(number)
+            ended = self._ended
+            if self._thread.ident is None:
+                self._thread.start()
+        if ended:
+            at_end()
+        # What follows is told to this subscriber too.
+        self._native.begin_worker_events(self._agent)
+        return Subscription(self, number)
+
+    def remove(self, number: int) -> None:
+        with self._lock:
+            self._subscribers.pop(number, None)
+
+    def close(self) -> None:
+        """Wait for the thread, once the agent has ended.
+
+        It must not come back from C++ while Python is being taken down.
+        """
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_PATIENCE)
+
+    def _run(self) -> None:
+        self._watch(info.id for info in self._agent.get_worker_infos())
+        while True:
+            patience = _TRY_EVERY if self._lost else _LONG
+            found = self._native.next_worker_event(self._agent, patience)
+            if found is None:
+                self._watch_the_lost()
+                continue
+            kind, worker, reason = found
+            if kind == "ended":
+                break
+            if kind == "began":
+                self._welcome()
+            else:
+                self._handle(WorkerEvent(kind, worker, reason))
+        with self._lock:
+            self._ended = True
+            subscribers = list(self._subscribers.values())
+        for subscriber in subscribers:
+            subscriber.at_end()
+
+    def _welcome(self) -> None:
+        """Tell new subscribers who is lost."""
+        with self._lock:
+            numbers, self._new = self._new, []
+        for number in numbers:
+            for event in self._lost.values():
+                self._tell(number, event)
+
+    def _handle(self, event: WorkerEvent) -> None:
+        if event.kind == "lost":
+            self._lost[event.worker] = event
+        else:
+            self._lost.pop(event.worker, None)
+        if event.kind in ("joined", "returned"):
+            with contextlib.suppress(RuntimeError):  # it has left meanwhile
+                self._watch([self._agent.get_worker_info(event.worker).id])
+        with self._lock:
+            numbers = [number for number in self._subscribers if number not in self._new]
+        for number in numbers:
+            self._tell(number, event)
+
+    def _tell(self, number: int, event: WorkerEvent) -> None:
+        with self._lock:
+            subscriber = self._subscribers.get(number)
+        if subscriber is None:
+            return
+        try:
+            subscriber.callback(event)
+        except Exception:
+            logger.exception("a callback for %s %s raised", event.worker, event.kind)
+
+    def _watch_the_lost(self) -> None:
+        for name in list(self._lost):
+            with contextlib.suppress(RuntimeError):
+                self._watch([self._agent.get_worker_info(name).id])
+
+    def _watch(self, ids: Any) -> None:
+        me = self._agent.get_worker_info().id
+        for rank in ids:
+            if rank != me:
+                with contextlib.suppress(RuntimeError):  # it has left, or RPC ends
+                    self._agent.watch(rank)
+
+
+def _hub() -> _Hub:
+    session = _state.require()
+    with session.lock:
+        if session.events is None:
+            session.events = _Hub(session)
+        hub: _Hub = session.events
+        return hub
