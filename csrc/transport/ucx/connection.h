@@ -191,6 +191,8 @@ class UcxConnection final : public Connection,
   std::shared_ptr<PeerWatch> watch_;
   std::atomic<int> deliveries_{1}; // one is the open connection itself
   bool established_ = false;
+  // The peer has had an answer to its handshake, or ours is over.
+  bool peerMayThinkItOpen_ = false;
   bool flushes_ = false; // its endpoint, when it ends
   ucp_ep_h endpoint_ = nullptr;
   bool endpointCloses_ = false;

@@ -117,10 +117,10 @@ void UcxConnection::end() {
   if (nearness_.samePids) {
     context_->maps().forget(peer_.process.pid);
   }
-  const bool peerMayThinkItOpen = broke && established_;
+  const bool isToHear = broke && peerMayThinkItOpen_;
   const bool lives = watch_->watched() && !watch_->processEnded();
-  context_->forget(localToken_, peerMayThinkItOpen ? self : nullptr);
-  if (peerMayThinkItOpen && lives) {
+  context_->forget(localToken_, isToHear ? self : nullptr);
+  if (isToHear && lives) {
     // Its calls wait for answers that may have been lost. One of another host
     // hears of it from TCP.
     context_->worker().postAfter(base::makeTask([self] {

@@ -164,6 +164,7 @@ base::Error UcxConnection::accept(
       withProof(
           transcript_.accepter, proof(context_->groupKey(), 2, transcript_)));
   channel_ = std::move(channel);
+  peerMayThinkItOpen_ = true;
   return {};
 }
 
@@ -261,6 +262,7 @@ void UcxConnection::establish() {
   }
   transcript_ = {};
   established_ = true;
+  peerMayThinkItOpen_ = true;
   hear(PeerWord::kEstablished);
   while (!unsent_.empty() && open()) {
     Unsent frame = std::move(unsent_.front());
@@ -271,6 +273,7 @@ void UcxConnection::establish() {
 
 void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
   channel_.reset(); // the handshake is not over
+  peerMayThinkItOpen_ = false; // the refusal says otherwise
   base::Buffer text(std::min<size_t>(why.size(), 512));
   std::memcpy(text.data(), why.data(), text.size());
   sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));
