@@ -5,6 +5,7 @@ std::bad_alloc and c10::Error here, on the calling worker and on the called one.
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from tests.process.group import Group
+from tests.process.test_death import wait_until_stopped
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import _native, errors
 
@@ -144,6 +146,8 @@ def double_never() -> Future[Tensor]:
 def throws(group: Group, where: str, at: int, out_of_memory: bool) -> None:
     group[at].run(throw_at, where, out_of_memory)
     failures = []
+    if where == "sent":
+        failures += send_to_one_that_is_stopped(group, at)
     for _ in range(100):  # only a moment decides whether a call comes by some
         failures += group.run(calls)
         group.run(pass_time)
@@ -161,6 +165,59 @@ def recover(group: Group) -> None:
     while failures := group.run(calls):
         assert time.monotonic() < end, failures
         time.sleep(0.1)
+
+
+SENT: list[Future[Tensor]] = []
+HELD: list[tuple[Future[Tensor], Tensor]] = []
+
+
+@rpc.functions.async_execution
+def hold(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    HELD.append((future, tensor))
+    return future
+
+
+def send_thousand(hold_them: bool) -> None:
+    function = hold if hold_them else double
+    for _ in range(1000):
+        SENT.append(rpc.rpc_async("worker1", function, args=(torch.ones(3000),)))
+
+
+def held() -> int:
+    return len(HELD)
+
+
+def answer_held() -> None:
+    while HELD:
+        future, tensor = HELD.pop()
+        future.set_result(tensor * 2)
+
+
+def take_answers() -> list[str]:
+    failures = []
+    while SENT:
+        try:
+            SENT.pop().wait()
+        except Exception as error:
+            assert not isinstance(error, errors.CallTimeoutError), error
+            failures.append(str(error))
+    return failures
+
+
+def send_to_one_that_is_stopped(group: Group, at: int) -> list[str]:
+    """More than the queue between two workers takes: UCX keeps the rest, and says later when it has
+    sent that."""
+    other = group[1 - at]
+    if at == 1:
+        group[0].run(send_thousand, True)
+        while group[1].run(held) < 1000:
+            time.sleep(0.01)
+    other.signal(signal.SIGSTOP)
+    wait_until_stopped(other.child.pid)
+    group[at].run(answer_held) if at == 1 else group[0].run(send_thousand, False)
+    other.signal(signal.SIGCONT)
+    return group[0].run(take_answers)
 
 
 @pytest.fixture(scope="module", params=[PLAIN, BY_UCX], ids=["plain", "by-ucx"])
@@ -193,10 +250,34 @@ def fail_the_first_call_of_all() -> None:
 
 def test_a_connection_given_up_while_it_begins() -> None:
     """In one group of three UCX took the next connection, at the called worker, for the one that
-    had been given up; the caller waited for its time-out, in each call that it made from then on."""
+    had been given up; each call of the caller ran into its time-out from then on."""
     for _ in range(8):
         with Group(2, options={"rpc_timeout": 5}) as group:
             group[0].run(fail_the_first_call_of_all)
+            recover(group)
+
+
+def break_and_call() -> None:
+    """Break the connection; then call with what UCX sends in one part, and in several."""
+    throw_at("send", True)
+    with pytest.raises(errors.OverloadedError):
+        rpc.rpc_sync("worker1", double, args=(torch.ones(3),))
+    for elements in (3, 3000):
+        rpc.rpc_sync("worker1", double, args=(torch.ones(elements),))
+        for function in (double_later, ask_later):
+            # worker1 calls too, maybe on what it has not heard of yet.
+            with contextlib.suppress(errors.PeerLostError):
+                rpc.rpc_sync("worker1", function, args=(torch.ones(elements),))
+
+
+def test_messages_after_connections_broke() -> None:
+    """What broken connections left behind in UCX broke those after them, or took the parts of their
+    messages of more than 8 KB, in silence."""
+    for _ in range(4):
+        with Group(2, options={"rpc_timeout": 5}) as group:
+            group[0].run(fail_the_first_call_of_all)
+            for _ in range(20):
+                group[0].run(break_and_call)
             recover(group)
 
 

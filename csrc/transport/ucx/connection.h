@@ -92,6 +92,8 @@ class UcxConnection final : public Connection,
   // To the peer of a connection that broke here, and that may go on sending.
   // Returns whether there was a way to tell it.
   bool tellThatItBroke();
+  // Its endpoint is kept open no longer: see UcxContext::park().
+  void leavePark();
   // The message inside of one that is encrypted.
   base::Result<SecureChannel::Opened> unseal(
       const FrameHeader& header,
@@ -195,6 +197,7 @@ class UcxConnection final : public Connection,
   bool peerMayThinkItOpen_ = false;
   bool flushes_ = false; // its endpoint, when it ends
   ucp_ep_h endpoint_ = nullptr;
+  bool endpointFailed_ = false; // UCX has said so
   bool endpointCloses_ = false;
   Preamble peer_; // once it has introduced itself
   Transcript transcript_;

@@ -58,6 +58,11 @@ void UcxConnection::fail(base::Error error, bool flush) {
 }
 
 void UcxConnection::onPathLost(ucs_status_t status) {
+  endpointFailed_ = true;
+  if (closed()) {
+    context_->unpark(*this);
+    return;
+  }
   hear(
       PeerWord::kPathLost,
       toError(
@@ -80,6 +85,8 @@ void UcxConnection::onPeerChanged(PeerState before) {
     context_->doubt(shared_from_this());
   } else if (closed() && !isOver(before)) {
     end();
+  } else if (peer() == PeerState::kDead) {
+    context_->unpark(*this);
   }
 }
 
@@ -113,34 +120,50 @@ void UcxConnection::end() {
         }));
   }
   context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
-  closeEndpoint(flushes_);
+  const bool parks =
+      broke && !flushes_ && !endpointFailed_ && endpoint_ != nullptr;
+  if (!parks || !context_->park(self)) {
+    closeEndpoint(flushes_);
+  }
   if (nearness_.samePids) {
     context_->maps().forget(peer_.process.pid);
   }
   const bool isToHear = broke && peerMayThinkItOpen_;
   const bool lives = watch_->watched() && !watch_->processEnded();
   context_->forget(localToken_, isToHear ? self : nullptr);
-  if (isToHear && lives) {
+  if (isToHear && (lives || parks)) {
     // Its calls wait for answers that may have been lost. One of another host
-    // hears of it from TCP.
+    // hears of a closed endpoint from TCP.
     context_->worker().postAfter(base::makeTask([self] {
       self->context_->tellThatItBroke(self->localToken_);
     }));
   }
   if (watch_->holds()) {
     context_->keep(watch_);
-  } else {
+  } else if (!parks) {
     watch_->unwatch();
   }
 }
 
 bool UcxConnection::tellThatItBroke() {
-  if (endpoint_ != nullptr || openEndpoint(peer_.address)) {
-    return false; // it is still being closed; there is no way to the peer
+  if (endpointCloses_) {
+    return false;
+  }
+  if (endpoint_ == nullptr) {
+    endpointFailed_ = false;
+    if (openEndpoint(peer_.address) || !context_->park(shared_from_this())) {
+      return false; // there is no way to the peer, or this worker ends
+    }
   }
   sendActive({.kind = FrameKind::kClose, .count = 1, .token = peer_.token}, {});
-  closeEndpoint(/*flush=*/true);
   return true;
+}
+
+void UcxConnection::leavePark() {
+  closeEndpoint(/*flush=*/false);
+  if (!watch_->holds()) {
+    watch_->unwatch();
+  }
 }
 
 void UcxConnection::onEndpointClosed(

@@ -22,6 +22,7 @@ constexpr int kDrainMilliseconds = 1000;
 // How long a peer waits at most to have its memory back after we have read it.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 constexpr size_t kMaxBroken = 64;
+constexpr size_t kMaxParked = 64;
 // How long a handshake may take: on a loaded machine a peer may be slow, and a
 // stranger gets no further than this.
 constexpr std::chrono::seconds kHandshakeTime{30};
@@ -202,6 +203,29 @@ void UcxContext::forget(
   }
 }
 
+bool UcxContext::park(std::shared_ptr<UcxConnection> connection) {
+  if (stopped_.load()) {
+    return false;
+  }
+  parked_.push_back(std::move(connection));
+  if (parked_.size() > kMaxParked) {
+    unpark(*parked_.front());
+  }
+  return true;
+}
+
+void UcxContext::unpark(const UcxConnection& connection) {
+  const auto it =
+      std::find_if(parked_.begin(), parked_.end(), [&](const auto& parked) {
+        return parked.get() == &connection;
+      });
+  if (it != parked_.end()) {
+    const auto parked = std::move(*it);
+    parked_.erase(it);
+    parked->leavePark();
+  }
+}
+
 void UcxContext::stop() {
   if (stopped_.exchange(true) || poller_ == nullptr) {
     return;
@@ -213,6 +237,9 @@ void UcxContext::stop() {
   control_->runLocked([this] {
     acknowledgeNow();
     broken_.clear();
+    while (!parked_.empty()) {
+      unpark(*parked_.front());
+    }
   });
   // Peers that still read our memory get a moment to end.
   control_->progressUntil(

@@ -94,6 +94,15 @@ class UcxContext final : public Context,
   void forget(
       uint64_t localToken,
       const std::shared_ptr<UcxConnection>& broken);
+  // Under the lock: keeps the endpoint of a connection that has ended open, for
+  // as long as the peer's process lives. UCX pairs the endpoints of two workers
+  // in the order in which they are made, and not by connection: the peer may
+  // send what belongs to another connection to this endpoint, and UCX drops,
+  // in silence, messages in several parts to one that is closed. False once
+  // this worker ends.
+  bool park(std::shared_ptr<UcxConnection> connection);
+  // Under the lock: closes it, if it is kept open.
+  void unpark(const UcxConnection& connection);
   // Under the lock: tells the peer of a connection that broke here, once, and
   // unless it broke long ago.
   void tellThatItBroke(uint64_t localToken);
@@ -185,6 +194,8 @@ class UcxContext final : public Context,
   // Those that broke last and whose peers were not told, the oldest first: UCX
   // lets the peer go on sending on what is closed here.
   std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
+  // Those whose endpoints are kept open, the oldest first.
+  std::deque<std::shared_ptr<UcxConnection>> parked_;
   base::LimitedLog refusals_;
   // Once started: of connections that open, and of those whose peers' processes
   // have yet to be seen to end.
