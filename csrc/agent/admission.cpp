@@ -207,11 +207,6 @@ void Admission::Room::release() {
   }
 }
 
-void Admission::Room::grow(uint64_t bytes) {
-  state_->grow(caller_, bytes);
-  bytes_ += bytes;
-}
-
 Admission::Admission(uint64_t budget)
     : state_(
           std::make_shared<State>(
@@ -219,6 +214,16 @@ Admission::Admission(uint64_t budget)
 
 void Admission::request(Caller caller, uint64_t bytes, Then then) {
   state_->request(caller, bytes, std::move(then));
+}
+
+void Admission::grow(Room& room, Caller caller, uint64_t bytes) {
+  const uint64_t before = room.bytes();
+  if (bytes > before) {
+    state_->grow(caller, bytes - before);
+    room.state_ = state_;
+    room.caller_ = caller;
+    room.bytes_ = bytes;
+  }
 }
 
 Admission::Untaken Admission::answering(Caller caller, uint64_t bytes) {

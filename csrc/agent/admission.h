@@ -51,9 +51,9 @@ class Admission {
       release();
     }
     void release();
-    // Takes more, whether there is room or not: for memory that was thought to
-    // be the sender's, and is not.
-    void grow(uint64_t bytes);
+    uint64_t bytes() const {
+      return state_ == nullptr ? 0 : bytes_;
+    }
 
    private:
     friend class Admission;
@@ -75,6 +75,9 @@ class Admission {
   // thread that gives room back. Or never, after forget() or stop(), which
   // destroy it.
   void request(Caller caller, uint64_t bytes, Then then);
+  // Has `room` be `bytes` at least, whether there is so much or not: for
+  // tensors that were thought to be mapped, and have to be copied.
+  void grow(Room& room, Caller caller, uint64_t bytes);
   // An answer whose `bytes` its receiver fetches. It need not wait itself.
   Untaken answering(Caller caller, uint64_t bytes);
   // The caller is gone: so are its requests that wait.

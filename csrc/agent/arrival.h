@@ -30,6 +30,18 @@ struct UcxAgent::Arrival {
   const wire::CallHeader& header() const {
     return decoder->header();
   }
+  bool isRequest() const {
+    return header().kind != wire::CallKind::kResponse;
+  }
+  // A request whose tensors nobody needs: its caller has given up. Others may
+  // wait for the value of an RRef, or of a call within another message.
+  bool isForNobody() const {
+    const auto type = static_cast<rpc::MessageType>(header().messageType);
+    return isRequest() &&
+        (type == rpc::MessageType::PYTHON_CALL ||
+         type == rpc::MessageType::SCRIPT_CALL) &&
+        givenUp(PendingCall::Clock::now());
+  }
   // Of a request: nobody waits for its answer any more.
   bool givenUp(PendingCall::Clock::time_point now) const {
     return now >= deadline || connection->closed();

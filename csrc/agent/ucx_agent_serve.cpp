@@ -212,6 +212,12 @@ void UcxAgent::fetchWhenAdmitted(
 }
 
 void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
+  if (arrival->isForNobody()) {
+    notBegun(*arrival);
+    arrival->incoming->refuse(
+        {base::ErrorKind::kTimedOut, "the caller has given the call up"});
+    return;
+  }
   auto* const incoming = arrival->incoming.get();
   std::vector<base::MutableSpan> into;
   transport::Incoming::Arrived arrived;
@@ -230,6 +236,13 @@ void UcxAgent::fetchBulk(std::shared_ptr<Arrival> arrival) {
         trimLater();
         arrived = landEarly(*arrival);
         into = std::move(spans.value());
+        if (arrival->isRequest()) {
+          uint64_t copied = 0;
+          for (const auto& span : into) {
+            copied += span.data == nullptr ? 0 : span.size;
+          }
+          admission_.grow(arrival->room, arrival->connection.get(), copied);
+        }
       },
       [&](const base::Error& error) { arrival->error = error; });
   if (arrival->error) {
@@ -326,10 +339,10 @@ void UcxAgent::serveLater(std::shared_ptr<Arrival> arrival) {
         [&](const base::Error& error) {
           reply(
               {.connection = arrival->connection, .callId = id},
-              rpc::createExceptionResponse(
+              makeFailure(
+                  error.kind,
                   "worker \"" + workerInfo_.name_ +
-                      "\" could not serve the call: " + error.message,
-                  static_cast<int64_t>(id)));
+                      "\" could not serve the call: " + error.message));
         });
   }));
 }
@@ -441,9 +454,13 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
 
 void UcxAgent::notBegun(Arrival& arrival) {
   metrics::add(counters_.callsNotBegun, 1);
+  const std::string what = arrival.message
+      ? labelOf(*arrival.message->value())
+      : agent::nameOf(
+            static_cast<rpc::MessageType>(arrival.header().messageType));
   base::log(
       base::LogLevel::kDebug,
-      "did not begin " + labelOf(*arrival.message->value()) + " for worker \"" +
+      "did not begin " + what + " for worker \"" +
           peers_.nameOf(arrival.connection.get()) + "\": " +
           (arrival.connection->closed() ? "its connection has ended"
                                         : "its time-out has passed"));

@@ -199,6 +199,27 @@ def test_the_time_out_says_that_it_waited() -> None:
         group[0].run(check_alive, "worker1")
 
 
+def test_what_its_caller_has_given_up_is_not_fetched() -> None:
+    with Group(2, options={**SMALL, "use_cma": False}) as group:
+        group[0].run(flood, "worker1", range(20), timeout=2.0)
+        assert len(group[0].run(errors_of_calls)) == 20
+        before = group[1].run(counters)
+        assert before["receive_waiting_requests"] >= 10
+        group[1].run(let_go)
+        after = group[1].run(wait_for_the_end_of, 20)
+        fetched = ("receive_cache_hits", "receive_cache_misses")
+        assert [after[name] for name in fetched] == [before[name] for name in fetched]
+
+
+def wait_for_the_end_of(count: int) -> dict[str, int]:
+    """Wait until so many requests have been served or given up."""
+    deadline = time.monotonic() + 40
+    while (now := counters())["calls_not_begun"] + len(_began) < count:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.01)
+    return now
+
+
 def test_a_caller_that_dies_leaves_nothing_waiting() -> None:
     with Group(3, options={**SMALL, "use_cma": False}) as group:
         group[1].run(flood, "worker2", range(20))
