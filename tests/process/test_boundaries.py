@@ -44,8 +44,12 @@ REACHED: dict[str, dict[str, Any]] = {
 }
 #: Behind every other boundary; the injector has nothing to do there.
 LAST = {"task", "operation", "deferred"}
-#: Reached when a connection ends, or a device is at work.
-ELSEWHERE = {"closed", "broken", "bulk broken", "device event"}
+#: Reached when a peer dies.
+AT_A_DEATH = ["broken", "bulk broken"]
+#: Reached when this worker shuts down: endpoints are flushed, and closed later.
+AT_THE_END = {"closed"}
+#: Reached where a device is at work.
+ON_DEVICES = {"device event"}
 #: These fail nothing: what they are about is done again, or was for speed only.
 HARMLESS = {"event", "timer", "thread", "storage"}
 
@@ -281,6 +285,54 @@ def test_messages_after_connections_broke() -> None:
             recover(group)
 
 
+def double_at(to: str) -> None:
+    for elements in (3, 3_000_000):
+        result = rpc.rpc_sync(to, double, args=(torch.ones(elements),))
+        assert torch.equal(result, torch.full((elements,), 2.0))
+
+
+def lose(to: str) -> None:
+    with pytest.raises(errors.PeerLostError):
+        while True:
+            double_at(to)
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
+@pytest.mark.parametrize("where", AT_A_DEATH)
+def test_a_peer_that_dies(where: str, out_of_memory: bool) -> None:
+    """Over TCP, where UCX itself notices that the endpoint, and the one for bulk, have broken."""
+    with Group(3, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
+        group[0].run(double_at, "worker1")
+        group[0].run(throw_at, where, out_of_memory)
+        group[1].kill()
+        group[0].run(lose, "worker1")
+        deadline = time.monotonic() + 30
+        while group[0].run(left) != 0:
+            assert time.monotonic() < deadline, f"{where}: nothing came by"
+            time.sleep(0.05)
+        group[0].run(double_at, "worker2")
+        group[2].run(double_at, "worker0")
+
+
+def shut_down_under(where: str, out_of_memory: bool) -> None:
+    double_at("worker1")
+    throw_at(where, out_of_memory)
+    rpc.shutdown()
+    assert stop_throwing() == 0, f"{where}: nothing came by"
+
+
+def shut_down() -> None:
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
+def test_its_own_end(out_of_memory: bool) -> None:
+    with Group(2, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
+        other = group[1].start(shut_down)
+        group[0].run(shut_down_under, "closed", out_of_memory)
+        other.result()
+
+
 @pytest.mark.parametrize("where", ["request", "message", "completion"])
 def test_three_of_them(where: str) -> None:
     with Group(2, options={"rpc_timeout": 30}) as group:
@@ -288,4 +340,4 @@ def test_three_of_them(where: str) -> None:
 
 
 def test_all_boundaries_are_looked_at() -> None:
-    assert names() == {*REACHED, *LAST, *ELSEWHERE}
+    assert names() == {*REACHED, *LAST, *AT_A_DEATH, *AT_THE_END, *ON_DEVICES}
