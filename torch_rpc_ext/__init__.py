@@ -13,9 +13,18 @@ from torch_rpc_ext._autoload import activate
 from torch_rpc_ext._version import __version__
 
 if TYPE_CHECKING:
+    from torch_rpc_ext import aio as aio
     from torch_rpc_ext import errors as errors
     from torch_rpc_ext import events as events
+    from torch_rpc_ext import launch as launch
+    from torch_rpc_ext import metrics as metrics
+    from torch_rpc_ext import monitoring as monitoring
+    from torch_rpc_ext import options as options
+    from torch_rpc_ext import profiler as profiler
+    from torch_rpc_ext import retry as retry
+    from torch_rpc_ext import scripting as scripting
     from torch_rpc_ext import sharding as sharding
+    from torch_rpc_ext import takeover as takeover
     from torch_rpc_ext._current_call import CurrentCall as CurrentCall
     from torch_rpc_ext._current_call import current_call as current_call
     from torch_rpc_ext._info import info as info
@@ -31,47 +40,69 @@ __all__ = [
     "RetryPolicy",
     "UcxRpcBackendOptions",
     "__version__",
+    "aio",
     "current_call",
     "errors",
     "events",
     "info",
+    "launch",
+    "metrics",
+    "monitoring",
     "on_worker_event",
+    "options",
+    "profiler",
+    "retry",
+    "scripting",
     "sharding",
     "take_over",
+    "takeover",
     "wire_dtype",
     "worker_events",
 ]
 
-# Public name -> (module, attribute; None for the module itself).
-_LAZY: dict[str, tuple[str, str | None]] = {
-    "CurrentCall": ("torch_rpc_ext._current_call", "CurrentCall"),
-    "RetryPolicy": ("torch_rpc_ext.retry", "RetryPolicy"),
-    "UcxRpcBackendOptions": ("torch_rpc_ext.options", "UcxRpcBackendOptions"),
-    "current_call": ("torch_rpc_ext._current_call", "current_call"),
-    "errors": ("torch_rpc_ext.errors", None),
-    "events": ("torch_rpc_ext.events", None),
-    "info": ("torch_rpc_ext._info", "info"),
-    "on_worker_event": ("torch_rpc_ext.events", "on_worker_event"),
-    "sharding": ("torch_rpc_ext.sharding", None),
-    "take_over": ("torch_rpc_ext.takeover", "take_over"),
-    "wire_dtype": ("torch_rpc_ext._wire_dtype", "wire_dtype"),
-    "worker_events": ("torch_rpc_ext.events", "worker_events"),
+# Public modules, but `testing`, whose import registers a back end.
+_MODULES = frozenset(
+    {
+        "aio",
+        "errors",
+        "events",
+        "launch",
+        "metrics",
+        "monitoring",
+        "options",
+        "profiler",
+        "retry",
+        "scripting",
+        "sharding",
+        "takeover",
+    }
+)
+_NAMES = {
+    "CurrentCall": "_current_call",
+    "RetryPolicy": "retry",
+    "UcxRpcBackendOptions": "options",
+    "current_call": "_current_call",
+    "info": "_info",
+    "on_worker_event": "events",
+    "take_over": "takeover",
+    "wire_dtype": "_wire_dtype",
+    "worker_events": "events",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
-    if name not in _LAZY:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module_name, attribute = _LAZY[name]
-    module = importlib.import_module(module_name)
-    value = module if attribute is None else getattr(module, attribute)
+    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})
 
 
 activate()

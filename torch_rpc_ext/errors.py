@@ -7,6 +7,18 @@ from __future__ import annotations
 
 import re
 
+__all__ = [
+    "CallTimeoutError",
+    "IntegrityError",
+    "OverloadedError",
+    "PeerLostError",
+    "RefusedError",
+    "RpcError",
+    "ShutDownError",
+    "brief",
+    "is_timeout",
+]
+
 
 class RpcError(RuntimeError):
     """A call or an initialisation failed.

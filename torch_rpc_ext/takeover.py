@@ -12,6 +12,8 @@ from typing import Any
 from torch_rpc_ext import _registry
 from torch_rpc_ext._environment import BACKEND
 
+__all__ = ["take_over"]
+
 _applied = False
 _agent_class: Any = None
 

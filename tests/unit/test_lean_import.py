@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import torch_rpc_ext
 
 _ROOT = Path(torch_rpc_ext.__file__).parents[1]
@@ -99,3 +101,18 @@ def test_loading_ucx_leaves_signals_alone() -> None:
     assert after["ucx"] and after["signals"] == before["signals"]
     assert after["threads"] == before["threads"]
     assert {"UCX_MEM_EVENTS", "UCX_DEBUG_SIGNO"} <= set(preset) | set(before["environment"])
+
+
+def test_public_modules_come_with_the_package() -> None:
+    names = [
+        *("aio", "errors", "events", "launch", "metrics", "monitoring", "options", "profiler"),
+        *("retry", "scripting", "sharding", "takeover"),
+    ]
+    found = _run(
+        f"import torch_rpc_ext; names = {names};"
+        "assert 'torch' not in sys.modules and set(names) <= set(dir(torch_rpc_ext));"
+        "print(json.dumps([bool(getattr(torch_rpc_ext, n).__all__) for n in names]))"
+    )
+    assert found == [True] * len(names)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        torch_rpc_ext.nothing  # noqa: B018
