@@ -45,7 +45,7 @@ struct Encoded {
   // All of the bulk is tensors of the CPU that stay there: what the receiver
   // could map.
   bool mappable = false;
-  bool given = false; // away
+  bool given = false; // the receiver keeps the memory of the bulk: giveAway()
   // The copies that it maps (lender.h): as `storages`.
   std::vector<std::shared_ptr<memory::BufferCache::Block>> lent;
   // What travels beside the frame (device/way.h): to be held likewise, and told

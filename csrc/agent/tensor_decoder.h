@@ -12,11 +12,12 @@
 namespace torch_rpc_ext::agent {
 
 // Builds the tensors that a call frame describes over `storages` (those of its
-// storage table). `onHost` is empty if all are on the CPU; else it has the same
-// bytes on the CPU, where a peer sent them, to be checked there. What came
-// beside the frame has none there: that is taken unchecked if it `isTrusted`,
-// else it may be no part of a sparse tensor. Part of codec.h. Fails with
-// kInvalid; may throw c10::Error.
+// storage table). The indices of a sparse tensor are checked on the CPU:
+// `onHost` has the bytes of `storages` there, and is empty if all storages are
+// on the CPU. A storage whose bytes came beside the frame has no bytes in
+// `onHost`; if the sender `isTrusted`, the indices in that storage are taken
+// unchecked, else the call fails when a sparse tensor uses the storage. Part of
+// codec.h. Fails with kInvalid; may throw c10::Error.
 base::Error decodeTensors(
     const wire::CallFrameView& frame,
     c10::ArrayRef<c10::Storage> storages,

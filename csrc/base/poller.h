@@ -17,8 +17,8 @@ class TimerQueue;
 // One descriptor may be the main one. A thread that waits for its result anyway
 // can lead: it takes the main descriptor away from the other waiters and serves
 // it itself (Lead), so that what it waits for needs no hand-off. Another thread
-// may be in the main handler at that moment: that one must bear to run twice at
-// a time.
+// may be in the main descriptor's handler at that moment: that handler must
+// allow two threads at a time.
 //
 // Owns: the epoll descriptor, the handlers and the timers' queue, not the
 //   descriptors.
@@ -47,8 +47,8 @@ class Poller {
   // `timeoutMs` -1 waits for ever.
   Ended wait(int timeoutMs = -1);
 
-  // Ends one wait, present or future. Before a thread has seen it another call
-  // is the same one.
+  // Ends one wait: of a thread that waits now, or else of the next that will.
+  // Several calls before a thread has woken up end one wait together.
   void wake();
 
   // For Timer.

@@ -43,9 +43,9 @@ class Timer {
 };
 
 // All timers of a Poller: a descriptor of each would be five for each process.
-// One that falls due has no part in when the others run: whoever takes it from
-// the queue leaves the descriptor to the next thread before it runs the
-// handler.
+// A handler that takes long does not delay the other timers: the thread that
+// takes a due timer from the queue first leaves the descriptor to the next
+// thread, and then runs the handler.
 //
 // Owns: a timer descriptor.
 // Thread: any.

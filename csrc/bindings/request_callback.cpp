@@ -45,8 +45,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
         std::move(command), type);
   }
 
-  // Upstream's way, less what a call without RRefs needs none of: two futures,
-  // and the operator's schema parsed.
+  // As upstream, without what a call needs only for RRefs: two futures, and to
+  // parse the operator's schema.
   FuturePtr processMessage(rpc::Message& request, Streams streams)
       const override {
     if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {

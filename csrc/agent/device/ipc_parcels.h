@@ -43,7 +43,7 @@ class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
   // Nobody hears of this receiver any more, but it may still copy.
   void abandon(const std::string& receiver);
 
-  // Those that a word is to be expected about.
+  // Parcels whose receivers are expected to say that they have copied them.
   size_t awaited() const;
   size_t held() const;
   // Waits for those; `between` runs every 100 ms and may throw. False at the

@@ -59,9 +59,11 @@ constexpr uint8_t kNoMessage = 0;
 
 constexpr std::chrono::milliseconds kLookEvery{1000};
 constexpr std::chrono::milliseconds kLookAgainAfter{100}; // at a taken slot
-// On a busy machine a sender that lives is without a core for so many looks.
+// A sender that lives may wait for a core, on a busy machine, while this worker
+// looks at the slot three times.
 constexpr int kLooksBeforeSearch = 3;
-// Somebody has kept the slot for so many.
+// After so many looks at a slot that its sender has taken and not filled, the
+// log says so.
 constexpr int kLooksBeforeWord = 100;
 // To fill a slot takes microseconds, a tick is 10 ms.
 constexpr uint64_t kTicksOfWriting = 2;

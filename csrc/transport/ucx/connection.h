@@ -209,13 +209,15 @@ class UcxConnection final : public Connection,
   bool cmaUsable_ = false; // we can read the peer's
   Nearness nearness_; // of the peer, as both have proved it
   std::string whyNoCma_;
-  int pidFd_ = -1;
   std::deque<Unsent> unsent_;
   EarlyMessages early_;
   size_t earlyBytes_ = 0;
   Transfers transfers_;
-  std::vector<uint64_t> acknowledgements_; // transfers of the peer's
-  std::vector<uint64_t> adopted_; // the same: not to be waited for
+  // Transfers of the peer that this end acknowledges with its next message.
+  std::vector<uint64_t> acknowledgements_;
+  // Transfers whose memory this end has mapped and still uses. The peer need
+  // not hear of them before acknowledge().
+  std::vector<uint64_t> adopted_;
   bool acknowledgesSoon_ = false;
   // Receives on the bulk channel, each with the peer's transfer.
   std::unordered_map<uint64_t, uint64_t> pulls_;
