@@ -1,7 +1,8 @@
 """Benchmarks: back ends side by side, in one run, taking turns.
 
 ``python -m benchmarks`` measures, ``compare REV`` does so with two revisions of this project,
-``report FILE`` makes docs/benchmarks.md and the README's figures; ``--help`` says what can be chosen.
+``report FILE`` makes docs/benchmarks.md and the README's figures; ``--help`` says what can be
+chosen.
 
 - backends/: one file a kind of back end, behind interface.py.
 - cases/: what is measured, one file a kind of case; each case names the targets it must reach.
