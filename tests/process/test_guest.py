@@ -248,6 +248,21 @@ def press_keys(group: Group) -> None:
         assert terminal.end() == 0
 
 
+def test_trace_folds_its_table_to_the_terminal(group: Group, tmp_path: Path) -> None:
+    busy = group[1].start(call_without, "worker0", str(tmp_path / "done"))
+    arguments = ["--seconds", "0.3", "--no-operators", "--out", str(tmp_path / "trace.json")]
+    terminal = Terminal([*COMMAND, "trace", "--init-method", group.init_method, *arguments])
+    try:
+        assert terminal.end() == 0, terminal.text()
+    finally:
+        terminal.process.close(force=True)
+        (tmp_path / "done").touch()
+        busy.result()
+    lines = terminal.output.decode().splitlines()
+    tables = [line for line in lines if line.startswith("function")]
+    assert len(tables) > 1 and all(len(line) <= 80 for line in tables), lines
+
+
 def test_the_columns_sort_what_has_no_figure_last() -> None:
     from torch_rpc_ext.cli import columns
     from torch_rpc_ext.cli.poller import WorkerState
