@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, records, table
+from benchmarks import plots, records, summary, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+# The plot at the top of the page.
+_FIRST = "better.png"
 _NOTE = (
     "<!-- Written by `python -m benchmarks report docs/benchmarks.jsonl`: measure again, then run "
     "that. -->"
@@ -35,17 +37,25 @@ stand where there are 20 and 100 samples. One whose rounds take long makes fewer
 `limit` is no RPC: one plain copy of the arguments into memory that both processes have mapped, a
 wake-up there and one back by pipes, and the function. What it hands back in the memory of the
 arguments is not copied again. `grpc` is grpcio with a generic method over a Unix socket, bytes
-without a limit and without pickle; `ray` is an actor.
+without a limit and without pickle; `ray` is an actor. Two hosts are two network namespaces of this
+machine.
 """
 
 
 def write(stored: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write benchmarks.md, its plots, and beside them the figures that they are made from."""
+    """Write benchmarks.md, its plots, and beside them the figures that they are made from.
+
+    The README beside the folder gets its figures too.
+    """
     pictures = docs / "benchmarks"
     pictures.mkdir(parents=True, exist_ok=True)
     made = plots.write(stored, pictures)
     (docs / "benchmarks.md").write_text(page(stored, made), encoding="utf-8")
     records.write(docs / "benchmarks.jsonl", [dict(record) for record in stored])
+    readme = docs.parent / "README.md"
+    if readme.exists():
+        text = readme.read_text(encoding="utf-8")
+        readme.write_text(summary.with_figures(text, stored), encoding="utf-8")
 
 
 def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> str:
@@ -56,12 +66,18 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> st
         pictures: what the plots show, by their file names in docs/benchmarks/.
     """
     machine = records.of_type(stored, "machine")[0]
-    lines = [_NOTE, "", "# Benchmarks", "", _machine(machine), "", "## Targets", ""]
+    lines = [_NOTE, "", "# Benchmarks", ""]
+    first = {name: shows for name, shows in pictures.items() if name == _FIRST}
+    lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in first.items()]
+    told = summary.sentences(stored)
+    lines += [told, ""] if told else []
+    lines += [_machine(machine), "", "## Targets", ""]
     rows = table.target_rows(stored)
     lines += _markdown(("what", "", "found", "at least", "aim", "reached"), rows)
     lines += ["", *(f"- {line}" for line in _unmet(rows)), ""] if _unmet(rows) else [""]
     lines += ["## Plots", ""]
-    lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in pictures.items()]
+    others = {name: shows for name, shows in pictures.items() if name != _FIRST}
+    lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in others.items()]
     lines += ["## Figures", ""]
     head = ("", "", "median", "p95", "p99", "cpu/call", "better", "cpu")
     lines += _markdown(head, [(_nested(row[0]), *row[1:]) for row in table.rows(stored)])

@@ -1,10 +1,13 @@
-"""``python -m torch_rpc_ext COMMAND``."""
+"""``python -m torch_rpc_ext COMMAND``, and the console script ``torch-rpc-ext COMMAND``."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
+
+from torch_rpc_ext._version import __version__
+from torch_rpc_ext.cli import common
 
 _EXAMPLES = """examples:
   python -m torch_rpc_ext info
@@ -34,14 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    program = common.program()
     parser = argparse.ArgumentParser(
-        prog="python -m torch_rpc_ext",
+        prog=program,
         description="torch.distributed.rpc over UCX.",
-        epilog=_EXAMPLES,
+        epilog=_EXAMPLES.replace("python -m torch_rpc_ext", program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"torch-rpc-ext {__version__}")
     parser.add_argument("command", choices=_COMMANDS, help="what to do; each has a --help")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return common.MISTAKE
     given = parser.parse_args(arguments)
     command = importlib.import_module(f"torch_rpc_ext.cli.{given.command}")
     if given.command not in _GUESTS:
@@ -52,7 +60,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     """Run a command; what the user can mend is a sentence, not a traceback."""
     from torch_rpc_ext import errors
-    from torch_rpc_ext.cli import common
 
     main_of_command = vars(command)["main"]
     try:

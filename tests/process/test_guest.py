@@ -210,7 +210,7 @@ def live_top(group: Group, *arguments: str) -> Iterator[Terminal]:
 def test_top_in_a_terminal(group: Group, key: str) -> None:
     with live_top(group) as terminal:
         shown = terminal.wait_for("worker0", "worker1", "2 alive", "control / bulk over")
-        for title in ("calls/s", "served/s", "sent", "received", "latency", "queue"):
+        for title in ("calls/s", "served/s", "sent", "received", "latency", "queued"):
             assert title in shown, shown
         assert "…" not in shown, shown
         terminal.process.send(key)
@@ -219,6 +219,60 @@ def test_top_in_a_terminal(group: Group, key: str) -> None:
         assert terminal.output.rindex(b"\x1b[?1049l") > terminal.output.rindex(b"\x1b[?1049h")
         assert terminal.output.rindex(b"\x1b[?25h") > terminal.output.rindex(b"\x1b[?25l")
         assert b"Traceback" not in terminal.output
+
+
+def test_keys_of_top(group: Group, tmp_path: Path) -> None:
+    busy = group[1].start(call_without, "worker0", str(tmp_path / "done"))
+    try:
+        press_keys(group)
+    finally:
+        (tmp_path / "done").touch()
+        busy.result()
+
+
+def press_keys(group: Group) -> None:
+    with live_top(group) as terminal:
+        shown = terminal.wait_for("2 alive", "?: help")
+        assert shown.index("worker0") < shown.index("worker1")
+        terminal.process.send("?")
+        shown = terminal.wait_for("requests that wait for a thread now", "s  sorts")
+        assert "worker0" not in shown
+        with pytest.raises(AssertionError):  # later looks leave it there
+            terminal.wait_for("2 alive", seconds=1)
+        terminal.process.send("x")
+        terminal.wait_for("worker0", "2 alive")
+        terminal.process.send("s")
+        shown = terminal.wait_for("by calls/s", "worker1")
+        assert shown.index("worker1") < shown.index("worker0"), shown  # it makes the calls
+        terminal.process.send("q")
+        assert terminal.end() == 0
+
+
+def test_trace_folds_its_table_to_the_terminal(group: Group, tmp_path: Path) -> None:
+    busy = group[1].start(call_without, "worker0", str(tmp_path / "done"))
+    arguments = ["--seconds", "0.3", "--no-operators", "--out", str(tmp_path / "trace.json")]
+    terminal = Terminal([*COMMAND, "trace", "--init-method", group.init_method, *arguments])
+    try:
+        assert terminal.end() == 0, terminal.text()
+    finally:
+        terminal.process.close(force=True)
+        (tmp_path / "done").touch()
+        busy.result()
+    lines = terminal.output.decode().splitlines()
+    tables = [line for line in lines if line.startswith("function")]
+    assert len(tables) > 1 and all(len(line) <= 80 for line in tables), lines
+
+
+def test_the_columns_sort_what_has_no_figure_last() -> None:
+    from torch_rpc_ext.cli import columns
+    from torch_rpc_ext.cli.poller import WorkerState
+
+    states = [
+        WorkerState(name, "alive", queued=queued)
+        for name, queued in (("a", None), ("b", 1), ("c", 2))
+    ]
+    assert [s.worker for s in columns.in_order(states, "queued")] == ["c", "b", "a"]
+    assert columns.in_order(states, "") == states
 
 
 def test_top_shows_suspects_and_dead() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import commands, page, plots, records, table
+from benchmarks import commands, page, plots, records, summary, table
 from benchmarks.__main__ import main
 from benchmarks.backends import BACKENDS, cuda, flat
 from benchmarks.backends.interface import Backend, Place
@@ -339,6 +339,22 @@ def test_the_page_of_the_project_is_that_of_its_figures() -> None:
     assert all((page.DOCS / "benchmarks" / name).exists() for name in pictures)
     assert made.stat().st_size < 500_000
     assert all(json.dumps(record) for record in run)
+
+
+def test_the_readme_has_the_figures_of_that_run() -> None:
+    run = records.read(page.DOCS / "benchmarks.jsonl")
+    text = (page.DOCS.parent / "README.md").read_text()
+    assert summary.with_figures(text, run) == text
+    row = "| a Python function, 4 bytes there and back | "
+    assert row in text
+    assert row in summary.with_figures(text.replace(row, "| something else | "), run)
+
+
+def test_a_readme_stays_as_it_is_without_marks_or_figures(tmp_path: Path) -> None:
+    text = (page.DOCS.parent / "README.md").read_text()
+    assert summary.with_figures(text, records.read(stored(tmp_path))) == text
+    run = records.read(page.DOCS / "benchmarks.jsonl")
+    assert summary.with_figures("no marks", run) == "no marks"
 
 
 def _pictures(text: str) -> list[tuple[str, str]]:

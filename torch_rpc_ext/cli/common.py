@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 OK, UNWELL, MISTAKE, NO_GROUP = 0, 1, 2, 3
 EXIT_STATUSES = f"""exit status:
@@ -17,6 +19,12 @@ class CannotJoinError(Exception):
     """There is no group there that a guest could join; the text says why."""
 
 
+def program() -> str:
+    """Return how the command line was called, for texts that say how to call it."""
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    return script if script == "torch-rpc-ext" else "python -m torch_rpc_ext"
+
+
 def parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Make the parser of a command.
 
@@ -26,9 +34,9 @@ def parser(command: str, description: str, epilog: str) -> argparse.ArgumentPars
         epilog: examples, and what else stands below the options, as it is.
     """
     return argparse.ArgumentParser(
-        prog=f"python -m torch_rpc_ext {command}",
+        prog=f"{program()} {command}",
         description=description,
-        epilog=epilog,
+        epilog=epilog.replace("python -m torch_rpc_ext", program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch_rpc_ext.cli import common, guest
+from torch_rpc_ext.cli import columns, common, guest
 
 if TYPE_CHECKING:
     from torch_rpc_ext.cli.poller import Poller, WorkerState
@@ -22,14 +22,9 @@ _EXAMPLES = """examples:
   python -m torch_rpc_ext top --once --json --init-method tcp://host0:29500
       one look, for a script; without --once one line of JSON each interval
 
-calls/s and sent are of the worker's own calls and messages, served/s of those that it answers;
-latency is the median of its calls since the last look, p99 their 99th percentile, wait that of
-the time that requests waited for a thread (all three within a factor of 2); answer is the round
-trip from here; queue are requests that wait for a thread now, run those that run, pend its own
-calls that wait for an answer.
-
+columns (a narrow terminal leaves some out):
 """
-_HINT = "q: quit"
+_HINT = "q: quit  s: sort  ?: help"
 _KEY_WAIT = 0.1  # s
 
 
@@ -47,7 +42,7 @@ def main(arguments: list[str]) -> int:
         "Watch a dynamic group (world_size=None): its workers, transports, calls and "
         "bytes per second, latencies, queues, and who is suspect or dead. While it runs, the "
         "group has one more member.",
-        _EXAMPLES + common.EXIT_STATUSES,
+        "\n".join([_EXAMPLES + "\n".join(columns.meanings()), "", common.EXIT_STATUSES]),
     )
     parser.add_argument("--once", action="store_true", help="look for one interval, then end")
     parser.add_argument("--json", action="store_true", help="print JSON, one line for each look")
@@ -88,26 +83,70 @@ def show(*, interval: float = 1.0, poller: Poller | None = None) -> None:
         terminal.keys() as key,
         Live("asking the workers ...", screen=True, auto_refresh=False) as screen,
     ):
+        shown = _Shown(screen, view)
         try:
-            for states in _repeat(lambda: thread.submit(poll), interval, key):
-                screen.update(view.draw(states, screen.console.width, _HINT), refresh=True)
+            _look_until_quit(lambda: thread.submit(poll), interval, key, shown)
         except KeyboardInterrupt:
             pass
 
 
-def _repeat(
-    start: Callable[[], Any], interval: float, key: Callable[[float], str]
-) -> Iterator[list[WorkerState]]:
-    """Yield the results until q is pressed."""
+class _Shown:
+    """What the live view shows, and what keys change about it.
+
+    Args:
+        screen: rich's Live.
+        view: the module that draws, which needs rich.
+    """
+
+    def __init__(self, screen: Any, view: Any) -> None:
+        self._screen, self._view = screen, view
+        self._states: Sequence[WorkerState] = ()
+        self._order = 0
+        self._explains = False
+
+    def look(self, states: Sequence[WorkerState]) -> None:
+        """Show the workers as they are now."""
+        self._states = states
+        self._draw()
+
+    def press(self, key: str) -> None:
+        """Do what a key other than q asks for."""
+        if self._explains:
+            self._explains = False
+        elif key == "?":
+            self._explains = True
+        elif key in ("s", "S"):
+            self._order = (self._order + 1) % len(columns.ORDERS)
+        self._draw()
+
+    def _draw(self) -> None:
+        view = self._view
+        if self._explains:
+            picture = view.explain()
+        elif self._states:
+            width, order = self._screen.console.width, columns.ORDERS[self._order]
+            picture = view.draw(self._states, width, _HINT, order)
+        else:
+            return  # the first answers are still to come
+        self._screen.update(picture, refresh=True)
+
+
+def _look_until_quit(
+    start: Callable[[], Any], interval: float, key: Callable[[float], str], shown: _Shown
+) -> None:
+    """Look again and again until q is pressed."""
     while True:
         began, look = time.monotonic(), start()
-        shown = False
-        while not shown or time.monotonic() - began < interval:
-            if key(_KEY_WAIT) in ("q", "Q"):
+        answered = False
+        while not answered or time.monotonic() - began < interval:
+            pressed = key(_KEY_WAIT)
+            if pressed in ("q", "Q"):
                 return
-            if not shown and look.done():
-                shown = True
-                yield look.result()
+            if pressed:
+                shown.press(pressed)
+            if not answered and look.done():
+                answered = True
+                shown.look(look.result())
 
 
 def _print_looks(asker: Poller, given: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -86,7 +87,9 @@ def _record(given: argparse.Namespace) -> profile:
 
 def _print(prof: profile, given: argparse.Namespace) -> None:
     if not given.json:
-        print(prof.summary())
+        # A file or a pipe gets whole lines.
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(prof.summary(width))
         print(f"trace: {given.out} (open it in https://ui.perfetto.dev)")
         return
     answer: dict[str, Any] = {

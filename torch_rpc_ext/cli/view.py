@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torch_rpc_ext.cli import columns as table_columns
 from torch_rpc_ext.cli import poller
 from torch_rpc_ext.cli.poller import WorkerState
 
@@ -21,71 +21,37 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class _Column:
-    """One column.
-
-    Attributes:
-        title: its header.
-        cell: text of a worker's cell.
-        needed: how much it is missed: in a narrow terminal the least needed goes first.
-    """
-
-    title: str
-    cell: Callable[[WorkerState], str]
-    needed: int
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit in ("B/s", "kB/s", "MB/s"):
-        if value < 1000:
-            return f"{value:.0f} {unit}"
-        value /= 1000
-    return f"{value:.1f} GB/s"
-
-
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
-
-
-_COLUMNS = (
-    _Column("worker", lambda s: s.worker, 9),
-    _Column("state", lambda s: s.state, 9),
-    _Column("calls/s", lambda s: _number(s.calls_per_s), 8),
-    _Column("served/s", lambda s: _number(s.served_per_s), 8),
-    _Column("sent", lambda s: _bytes(s.sent_per_s), 7),
-    _Column("received", lambda s: _bytes(s.received_per_s), 7),
-    _Column("latency", lambda s: _milliseconds(s.latency_ms), 6),
-    _Column("p99", lambda s: _milliseconds(s.latency_p99_ms), 5),
-    _Column("wait", lambda s: _milliseconds(s.queue_p99_ms), 4),
-    _Column("answer", lambda s: _milliseconds(s.answer_ms), 2),
-    _Column("queue", lambda s: _number(s.queued), 5),
-    _Column("run", lambda s: _number(s.running), 3),
-    _Column("pend", lambda s: _number(s.pending), 2),
-    _Column("process", lambda s: "-" if s.pid is None else f"{s.host}:{s.pid}", 1),
-)
 _LEFT = ("worker", "state", "process")
+_KEYS = """\
+  q  ends it        s  sorts by the next column, the greatest first
+  ?  shows this     any key goes back
+"""
 
 
-def draw(states: Sequence[WorkerState], width: int, hint: str = "") -> RenderableType:
+def explain() -> RenderableType:
+    """Return the help of the live view."""
+    return Text("\n".join([_KEYS, *table_columns.meanings()]))
+
+
+def draw(
+    states: Sequence[WorkerState], width: int, hint: str = "", order: str = ""
+) -> RenderableType:
     """Return the picture of a group.
 
     Args:
         states: of its workers.
         width: of the terminal, characters; columns that do not fit are left out.
         hint: shown at the end of the first line, e.g. which key ends it.
+        order: by which column they are sorted, of columns.ORDERS.
     """
+    states = table_columns.in_order(states, order)
     title = Text(f"{time.strftime('%H:%M:%S')}  workers: ")
     for state, colour in _COLOURS.items():
         number = sum(s.state == state for s in states)
         if number or state == poller.ALIVE:
             title.append(f"{number} {state}  ", style=colour)
+    if order:
+        title.append(f"by {order}  ")
     title.append(hint, style="dim")
     parts: list[RenderableType] = [title, _table(states, width)]
     transports: dict[str, list[str]] = {}
@@ -109,7 +75,7 @@ def draw(states: Sequence[WorkerState], width: int, hint: str = "") -> Renderabl
 
 
 def _table(states: Sequence[WorkerState], width: int) -> Table:
-    columns = [(column, [column.cell(s) for s in states]) for column in _COLUMNS]
+    columns = [(column, [column.cell(s) for s in states]) for column in table_columns.COLUMNS]
 
     def taken() -> int:
         return sum(max(map(len, [c.title, *cells])) + 1 for c, cells in columns)

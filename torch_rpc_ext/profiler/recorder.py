@@ -20,7 +20,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext.profiler import hooks
+from torch_rpc_ext.profiler import hooks, quiet
 from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording, tensor_bytes
 
 api: Any = _untyped_api  # upstream's functions have no types
@@ -220,12 +220,17 @@ def _start_operators() -> Any:
     # Requests run in threads of the agent: all threads, not this one only.
     config = _ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(activities=activities, experimental_config=config)
-    profiler.start()
+    # The two halves of start().
+    with quiet.first_use():
+        profiler.prepare_trace()
+    with quiet.logger():
+        profiler.start_trace()
     return profiler
 
 
 def _stop_operators(profiler: Any) -> bytes:
-    profiler.stop()
+    with quiet.logger():
+        profiler.stop()
     with tempfile.TemporaryDirectory(prefix="torch_rpc_ext-") as folder:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)

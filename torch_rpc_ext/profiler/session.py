@@ -160,11 +160,16 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         """Return one row for each function and callee, the one that took longest first."""
         return table.rows(self.recordings)
 
-    def summary(self) -> str:
-        """Return the table as text, with the errors of the clocks and who is missing below."""
+    def summary(self, width: int | None = None) -> str:
+        """Return the table as text, with the errors of the clocks and who is missing below.
+
+        Args:
+            width: of the terminal, characters: a table that is wider is cut into parts, one below
+                the other. None: it is not cut.
+        """
         worst = max((clock.error_ns for clock in self.clocks.values()), default=0)
         lines = [
-            table.text(self.table()),
+            table.text(self.table(), width),
             f"clocks of {len(self.clocks)} workers aligned within {worst / 1e3:.1f} us",
             *(f"missing: {name}, {why}" for name, why in self.missing.items()),
         ]

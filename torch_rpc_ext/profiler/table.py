@@ -110,17 +110,53 @@ _TITLES = (
 )
 
 
-def text(table: Sequence[Row]) -> str:
-    """Return the table for people: bytes as kB, times as ms."""
+# Those that stand at the left of each part of a folded table.
+_NAMES = 2
+
+
+def text(table: Sequence[Row], width: int | None = None) -> str:
+    """Return the table for people: bytes as kB, times as ms.
+
+    Args:
+        table: its rows.
+        width: of the terminal, characters: a table that is wider is cut into parts, one below the
+            other, each with the names at its left. None: it is not cut.
+    """
     lines = [_TITLES, *(_cells(row) for row in table)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    parts = [
+        "\n".join(_aligned(line, widths, columns) for line in lines)
+        for columns in _folded(widths, width)
+    ]
+    return "\n\n".join(parts)
+
+
+def _folded(widths: Sequence[int], width: int | None) -> list[list[int]]:
+    """Return the columns of each part; those that belong together (p50, p99) are not parted."""
+    names, numbers = list(range(_NAMES)), range(_NAMES, len(widths), 2)
+    if width is None:
+        return [[*names, *range(_NAMES, len(widths))]]
+    parts: list[list[int]] = []
+    for first in numbers:
+        pair = [first, first + 1]
+        if parts and _taken(widths, [*parts[-1], *pair]) <= width:
+            parts[-1] += pair
+        else:
+            parts.append([*names, *pair])
+    return parts
+
+
+def _taken(widths: Sequence[int], columns: Sequence[int]) -> int:
+    return sum(widths[column] + 2 for column in columns) - 2
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int], columns: Sequence[int]) -> str:
+    return "  ".join(
+        line[column].ljust(widths[column])
+        if column < _NAMES
+        else line[column].rjust(widths[column])
+        for column in columns
+    ).rstrip()
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -1,0 +1,77 @@
+"""The command line as a whole: how it is called, and what it says without a command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import torch_rpc_ext
+from tests.support.backend import ROOT, needs_ucx
+
+pytestmark = needs_ucx("is not what the commands are about")
+
+#: What an installer writes into the script's file.
+SCRIPT = """\
+import sys
+from {module} import {function}
+sys.exit({function}())
+"""
+
+
+@pytest.fixture(params=["module", "script"])
+def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """`python -m torch_rpc_ext`, and the console script as pyproject.toml names it."""
+    if request.param == "module":
+        return [sys.executable, "-m", "torch_rpc_ext"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [(name, entry)] = project["scripts"].items()
+    module, function = entry.split(":")
+    (tmp_path / name).write_text(SCRIPT.format(module=module, function=function))
+    return [sys.executable, str(tmp_path / name)]
+
+
+def called(command: list[str]) -> str:
+    """What its texts call it."""
+    return "python -m torch_rpc_ext" if "-m" in command else "torch-rpc-ext"
+
+
+def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_version(command: list[str]) -> None:
+    ended = run(command, "--version")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f"torch-rpc-ext {torch_rpc_ext.__version__}\n"
+    installed = importlib.metadata.version("torch-rpc-ext")
+    assert ended.stdout.split()[1] == installed
+
+
+def test_without_a_command_it_shows_its_help(command: list[str]) -> None:
+    ended = run(command)
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert ended.stdout.startswith(f"usage: {called(command)} ")
+    for name in ("info", "run", "top", "ping", "trace"):
+        assert f"\n  {called(command)} {name}" in ended.stdout
+    assert ended.stdout == run(command, "--help").stdout
+
+
+def test_the_help_of_a_command_names_the_program_as_it_was_called(command: list[str]) -> None:
+    ended = run(command, "ping", "--help")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith(f"usage: {called(command)} ping ")
+    assert f"{called(command)} ping worker1" in ended.stdout
+    assert ("python -m" in ended.stdout) == ("-m" in command)
+
+
+def test_a_wrong_command_is_named(command: list[str]) -> None:
+    ended = run(command, "tpo")
+    assert ended.returncode == 2 and "'tpo'" in ended.stderr and "top" in ended.stderr
+    assert "Traceback" not in ended.stderr

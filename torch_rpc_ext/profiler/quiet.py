@@ -1,0 +1,97 @@
+"""Keeps Kineto, which torch.profiler runs on, from writing to the standard error of the program.
+
+A worker that another one profiles did not ask for lines among its own. Kineto writes two kinds:
+
+- "ERROR: External init callback must run in same thread as registerClient", by C's stdio, when it
+  is first used in another thread than the one that imported torch, as requests are. The line is
+  about a client (a daemon) that is not there.
+- "USDT:...", by its own logger, whenever a recording begins or ends.
+
+Neither comes while a recording begins or ends here. What others write meanwhile is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_LIBRARY = Path(torch.__file__).resolve().parent / "lib" / "libtorch_cpu.so"
+# Kineto's level of logging, an int.
+_LEVEL = "_ZN9libkineto6Logger14severityLevel_E"
+_NOTHING = 99  # above all levels
+_ABOUT_THREADS = b"ERROR: External init callback must run in same thread as registerClient"
+_STANDARD_ERROR = 2
+
+_lock = threading.Lock()
+_used = False
+
+
+@contextlib.contextmanager
+def first_use() -> Iterator[None]:
+    """Keep the line about threads back within the block, the first time."""
+    global _used
+    with _lock:
+        if _used:
+            yield
+            return
+        _used = True
+        with _without_line(_ABOUT_THREADS):
+            yield
+
+
+@contextlib.contextmanager
+def logger() -> Iterator[None]:
+    """Let Kineto's logger say nothing within the block; no effect on a Kineto with another one."""
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(_LIBRARY)), _LEVEL)
+    except (OSError, ValueError):
+        yield
+        return
+    before, level.value = level.value, _NOTHING
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+@contextlib.contextmanager
+def _without_line(begin: bytes) -> Iterator[None]:
+    """Drop the lines that begin so and are written to C's `stderr` within the block.
+
+    The variable `stderr` leads to memory meanwhile; the file descriptor stays as it is, for Python,
+    for C++ and for child processes.
+    """
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        variable = ctypes.c_void_p.in_dll(libc, "stderr")
+        file = os.memfd_create("torch_rpc_ext-stderr")
+    except (OSError, ValueError):
+        yield
+        return
+    libc.fdopen.restype = ctypes.c_void_p
+    # Never closed: another thread may still hold it. It is made once in a process.
+    stream = ctypes.c_void_p(libc.fdopen(file, b"w"))
+    before = variable.value
+
+    def put_back() -> None:
+        if variable.value == stream.value:
+            variable.value = before
+
+    os.register_at_fork(after_in_child=put_back)
+    if stream.value is not None:
+        variable.value = stream.value
+    try:
+        yield
+    finally:
+        put_back()
+        libc.fflush(stream)
+        written = os.pread(file, os.fstat(file).st_size, 0)
+        kept = [line for line in written.splitlines(True) if not line.startswith(begin)]
+        if kept:
+            os.write(_STANDARD_ERROR, b"".join(kept))
