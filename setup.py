@@ -6,6 +6,7 @@ Under build isolation there is no torch: the extension is then compiled when it 
 import gzip
 import importlib.util
 import os
+import re
 import resource
 import sys
 import tarfile
@@ -30,6 +31,8 @@ def load_build_module():
 
 
 build = load_build_module()
+# A torch_rpc_ext that is installed already has no part in building this one.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -126,10 +129,12 @@ def _compile_in_parallel(compiler) -> None:
 
 def write_build_info(folder: Path, ucx: Path) -> None:
     """Leaves a note of what the core was built from and against: the loader compares."""
+    header = (ucx / "include" / "ucp" / "api" / "ucp_version.h").read_text()
+    major, minor = re.findall(r"define UCP_API_M(?:AJ|IN)OR\s+(\d+)", header)
     (folder / "_build_info.py").write_text(
         '"""What the core was built from and against; written by setup.py."""\n\n'
         f'SOURCES = "{build.sources_digest()}"\n'
-        f'UCX_VERSION = "{(ucx / "UCX_WHEEL_VERSION.txt").read_text().strip()}"\n'
+        f'UCX_VERSION = "{major}.{minor}"\n'
     )
 
 
