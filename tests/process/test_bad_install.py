@@ -125,7 +125,6 @@ def test_a_name_of_torch_that_is_gone(tmp_path: Path) -> None:
     printed, said = run(WITHOUT_A_NAME, str(tmp_path))
     assert printed == "2.0\n"
     assert said.count("torch_rpc_ext cannot offer BackendType.UCX to this torch") == 1, said
-    assert said.count("torch_rpc_ext") == 2, said  # Of the file and of the sentence.
 
 
 def test_info_says_what_is_broken() -> None:
