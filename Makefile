@@ -7,6 +7,10 @@ STAMPS := $(VENV)/.stamps
 BENCH_VENV := .venv-bench
 PEERS := grpcio ray
 TORCH ?= torch==2.13.0
+# Versions, such as "2.13.0 2.14.0"; by default the torch of .venv.
+WHEEL_TORCH ?=
+# The oldest UCX that is promised: the core runs with the UCX that it was compiled with or a later one.
+WHEEL_UCX ?= libucx-cu12==1.18.0
 # Compilers of torch's headers take over a GB each.
 export MAX_JOBS ?= 2
 
@@ -27,7 +31,8 @@ $(BIN)/python -c "import tomllib; \
 $(BIN)/python -m pip install -q -r $(STAMPS)/$(1).txt
 endef
 
-.PHONY: demo tutorials test test-fast bench bench-all chaos soak fuzz sanitize build lint format clean docs docs-links test-gpu bench-gpu
+.PHONY: demo tutorials test test-fast bench bench-all chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
+  test-gpu bench-gpu
 
 demo: $(STAMPS)/demo $(STAMPS)/build
 	$(BIN)/python tutorials/demo.py
@@ -91,6 +96,14 @@ docs-links: $(STAMPS)/docs $(STAMPS)/build
 
 build: $(STAMPS)/build
 
+# A source distribution and a wheel, into dist/.
+wheel: $(STAMPS)/venv
+	$(BIN)/python -m release.wheel --torch "$(WHEEL_TORCH)" --ucx "$(WHEEL_UCX)"
+
+# The wheel of dist/ in a fresh environment: the README's example, `info`, some of the tests.
+wheel-test: $(STAMPS)/venv
+	$(BIN)/python -m release.try_wheel --torch "$(TORCH)"
+
 lint: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/rules -q
 
@@ -100,7 +113,7 @@ format: $(STAMPS)/test
 	$(BIN)/clang-format -i $(CSRC) $(CTESTS)
 
 clean:
-	rm -rf build $(VENV) $(BENCH_VENV) torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
+	rm -rf build dist $(VENV) $(BENCH_VENV) .venv-wheel-* torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
 
 $(STAMPS)/venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

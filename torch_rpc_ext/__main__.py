@@ -16,6 +16,8 @@ _EXAMPLES = """examples:
       run a program that uses torch.distributed.rpc on UCX, without changing it
   python -m torch_rpc_ext run --nproc-per-node 4 train.py
       the same, four processes, with torchrun's options
+  python -m torch_rpc_ext build
+      after an update of torch: compile the extension module for it, now and not at the first use
   python -m torch_rpc_ext top --init-method tcp://host0:29500
       watch a running group
   python -m torch_rpc_ext ping worker1 --init-method tcp://host0:29500
@@ -23,7 +25,7 @@ _EXAMPLES = """examples:
   python -m torch_rpc_ext trace --seconds 5 --out trace.json --init-method tcp://host0:29500
       record what all workers do, as a trace for Perfetto
 """
-_COMMANDS = ("info", "run", "top", "ping", "trace")
+_COMMANDS = ("info", "run", "build", "top", "ping", "trace")
 # These look at a running group.
 _GUESTS = ("top", "ping", "trace")
 

@@ -25,13 +25,30 @@ def activate() -> None:
 
 
 def _on_rpc_imported(rpc: Any) -> None:
-    _registry.register(rpc)
+    """Do what has to wait for torch.distributed.rpc; whatever fails is one warning."""
+    try:
+        _enter(rpc)
+    except Exception as error:
+        # Whoever imports torch may never use RPC: torch would make it an error of the import.
+        warnings.warn(
+            f"torch_rpc_ext cannot offer BackendType.UCX to this torch ({error!r}): use "
+            "BackendType.TENSORPIPE, or a torch and a torch_rpc_ext that fit each other.",
+            stacklevel=2,
+        )
+
+
+def _enter(rpc: Any) -> None:
     try:
         wanted = check_backend()
     except ValueError as error:
         # init_rpc will refuse it; a program that does not use RPC need not care.
-        warnings.warn(str(error), stacklevel=2)
-        return
+        warnings.warn(str(error), stacklevel=3)
+        wanted = False
+    if not hasattr(rpc, "BackendType"):
+        if wanted:
+            _registry.require_rpc()
+        return  # This torch was built without RPC; init_rpc does not exist either.
+    _registry.register(rpc)
     if wanted:
         # Imported only here: a process that did not ask for it pays nothing.
         from torch_rpc_ext import takeover

@@ -17,10 +17,11 @@ the package cannot be imported yet. So what only compiling needs is imported whe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -134,11 +135,29 @@ def units(folders: Sequence[str], into: Path) -> list[Path]:
     return made
 
 
-def compile_extension() -> Path:
+def compiled_extension() -> Path:
+    """File that compile_extension() makes for the running torch, whether it is there or not.
+
+    It is in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
+    """
+    import torch
+    from torch.utils import cpp_extension
+
+    from torch_rpc_ext._build_info import SOURCES
+
+    default = cpp_extension.get_default_build_root()
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default), f"torch_rpc_ext_{SOURCES}")
+    return root / extension_name(torch.__version__)
+
+
+def compile_extension(*, again: bool = False) -> Path:
     """Compile the extension module for the running torch, against the core that is loaded.
 
     Processes that ask at the same time wait for the first. The result is kept, so later processes
-    find it: in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
+    find it.
+
+    Args:
+        again: also where there is one, which is then replaced.
 
     Returns:
         The extension module's file.
@@ -151,29 +170,23 @@ def compile_extension() -> Path:
     import torch
     from torch.utils import cpp_extension
 
-    from torch_rpc_ext._build_info import SOURCES
-
-    file = extension_name(torch.__version__)
-    default = cpp_extension.get_default_build_root()
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default), f"torch_rpc_ext_{SOURCES}")
-    folder = root / file.removesuffix(".so")
-    made = root / file
-    if made.exists():
+    made = compiled_extension()
+    folder = made.with_suffix("")
+    if made.exists() and not again:
         return made
-    missing = _missing_for_compiling(csrc())
+    missing = missing_for_compiling(core=False)
     if missing:
         raise ImportError(
-            f"there is no extension module for torch {torch.__version__} ({file}), and it cannot "
-            f"be compiled here: {missing}, or install a torch that torch_rpc_ext has one for: "
-            f"{', '.join(_torches()) or 'none'}"
+            f"there is no extension module for torch {torch.__version__} and Python "
+            f"{_python()} ({made.name}; {_there()}), and it cannot be compiled here: {missing}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (root / f"{folder.name}.lock").open("w") as lock:
+        with made.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # The lock file of a compilation that was killed; torch would wait for ever.
             (folder / "lock").unlink(missing_ok=True)
-            if made.exists():  # another process was first
+            if made.exists() and not again:  # another process was first
                 return made
             print(
                 f"torch_rpc_ext: compiling the extension module for torch {torch.__version__} "
@@ -181,15 +194,18 @@ def compile_extension() -> Path:
                 file=sys.stderr,
                 flush=True,
             )
-            cpp_extension.load(
-                "_C",
-                [str(unit) for unit in units(TORCH_FOLDERS, folder / "units")],
-                extra_cflags=compile_flags(core=False),
-                extra_ldflags=[f"-L{_PACKAGE}", *link_flags(core=False)],
-                extra_include_paths=[str(csrc()), *_ucx_headers()],
-                build_directory=str(folder),
-                is_python_module=False,
-            )
+            if again:
+                (folder / "_C.so").unlink(missing_ok=True)
+            with _ninja_on_path():
+                cpp_extension.load(
+                    "_C",
+                    [str(unit) for unit in units(TORCH_FOLDERS, folder / "units")],
+                    extra_cflags=compile_flags(core=False),
+                    extra_ldflags=[f"-L{_PACKAGE}", *link_flags(core=False)],
+                    extra_include_paths=[str(csrc()), *_ucx_headers()],
+                    build_directory=str(folder),
+                    is_python_module=False,
+                )
             # Only now: a file that somebody finds there is complete.
             (folder / "_C.so").rename(made)
     except OSError as error:
@@ -204,30 +220,115 @@ def compile_extension() -> Path:
     return made
 
 
+def how_to_reinstall() -> str:
+    """Return the command that installs this version again, and nothing else with it."""
+    import json
+    from importlib import metadata
+
+    from torch_rpc_ext._version import __version__
+
+    what = f"torch-rpc-ext=={__version__}"  # as from an index
+    try:
+        # Where pip had it from, if not from an index (PEP 610).
+        text = metadata.distribution("torch-rpc-ext").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    origin = json.loads(text) if text else {}
+    if (_PACKAGE.parent / "setup.py").is_file():
+        what = f"--no-build-isolation -e {_PACKAGE.parent}"
+    elif "dir_info" in origin:
+        what = f"--no-build-isolation {origin['url']}"
+    elif "url" in origin:
+        what = str(origin["url"])
+    return f"{sys.executable} -m pip install --force-reinstall --no-deps {what}"
+
+
 def _ucx_headers() -> list[str]:
     """Return the folder of the UCX wheel's headers; a system's headers are found without."""
     root = ucx_root()
     return [str(root / "include")] if root else []
 
 
-def _missing_for_compiling(sources: Path) -> str:
-    """Return what has to be done before anything can be compiled; '' for nothing."""
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Let torch find the package ninja also where its environment is not activated."""
     import shutil
 
-    from torch.utils import cpp_extension
+    before = os.environ.get("PATH", "")
+    if shutil.which("ninja") is None:
+        import ninja
 
-    compiler = os.environ.get("CXX", "c++")  # as torch looks for it
-    if not sources.is_dir():
-        return "reinstall torch_rpc_ext, whose C++ sources are gone"
-    if shutil.which(compiler) is None:
-        return f"install a C++20 compiler ({compiler} is missing)"
-    if not cpp_extension.is_ninja_available():
-        return "run `pip install ninja`"
+        os.environ["PATH"] = f"{ninja.BIN_DIR}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def missing_for_compiling(*, core: bool, torch: bool = True) -> str:
+    """Return what has to be done before anything can be compiled; '' for nothing.
+
+    Args:
+        core: whether the core library is to be compiled.
+        torch: whether the extension module is.
+    """
+    import shlex
+    import shutil
+    import subprocess
+    import sysconfig
+
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # as torch looks for it
+    if not csrc().is_dir():
+        return f"the C++ sources are gone; run `{how_to_reinstall()}`"
+    if shutil.which(compiler[0]) is None:
+        return (
+            f"install a C++20 compiler ({compiler[0]} is missing), for example by "
+            "`apt-get install g++` or `dnf install gcc-c++`"
+        )
+    for probe, remedy in _probes(compiler[0], core=core, torch=torch):
+        command = [*compiler, *compile_flags(core=core), "-fsyntax-only", "-x", "c++", "-"]
+        tried = subprocess.run(
+            [*command, f"-I{sysconfig.get_path('include')}"],
+            input=probe,
+            text=True,
+            capture_output=True,
+        )
+        if tried.returncode != 0:
+            return remedy
+    if torch and importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+        return f"run `{sys.executable} -m pip install ninja`"
     return ""
 
 
-def _torches() -> list[str]:
-    """Return the minor releases of torch that there are extension modules for."""
-    there = _PACKAGE.glob(f"_C_torch*{EXTENSION_SUFFIXES[0]}")
-    numbers = (path.name.removeprefix("_C_torch").split(".")[0] for path in there)
-    return sorted(f"{number[0]}.{number[1:]}" for number in numbers)
+def _probes(compiler: str, *, core: bool, torch: bool) -> Iterator[tuple[str, str]]:
+    """Yield programs that must compile, and what to do for each that does not."""
+    yield (
+        "#include <concepts>\n#include <span>\n",
+        f"install a newer C++ compiler ({compiler} does not know C++20), or name one in CXX",
+    )
+    if core:
+        yield (
+            "#include <openssl/evp.h>\n",
+            "install OpenSSL's headers, by `apt-get install libssl-dev` or "
+            "`dnf install openssl-devel`",
+        )
+    if torch:
+        yield (
+            "#include <Python.h>\n",
+            f"install the headers of Python {_python()}, for example by "
+            "`apt-get install python3-dev` or `dnf install python3-devel`",
+        )
+
+
+def _python() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _there() -> str:
+    """Say which extension modules there are."""
+    found = []
+    for path in sorted(_PACKAGE.glob("_C_torch*.so")):
+        number, python = path.name.removeprefix("_C_torch").split(".")[:2]
+        digits = python.removeprefix("cpython-").partition("-")[0]
+        found.append(f"torch {number[0]}.{number[1:]} and Python {digits[0]}.{digits[1:]}")
+    return f"there is one for {', '.join(found)}" if found else "there is none at all"

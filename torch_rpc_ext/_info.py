@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from typing import Any
 
 from torch_rpc_ext import _environment
@@ -68,6 +69,8 @@ def _takeover() -> bool:
 
 
 def _agent() -> dict[str, Any] | None:
+    if "torch_rpc_ext._state" not in sys.modules:
+        return None  # No session has begun; and this torch may have no RPC to import.
     from torch_rpc_ext import _state, _store
 
     session = _state.current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_rpc_ext import _build, _environment
+from torch_rpc_ext import _build, _environment, _registry
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -43,6 +44,10 @@ class Ucx(NamedTuple):
     preset: dict[str, str]
 
 
+class DoesNotFitError(ImportError):
+    """There is an extension module for this torch, and it cannot be imported."""
+
+
 def load() -> Any:
     """Load UCX, the core and torch_rpc_ext._C for the running torch, once.
 
@@ -53,26 +58,47 @@ def load() -> Any:
         The module torch_rpc_ext._C.
 
     Raises:
-        ImportError: the core is not built, the extension module cannot be compiled, or UCX is
-            missing or too old; the text says what to do.
+        ImportError: this torch has no RPC, the core is not built, the extension module cannot be
+            compiled or does not fit, or UCX is missing or too old; the text says what to do.
     """
     global _module
     if _module is None:
+        _registry.require_rpc()
         _load_ucx(_built_against())
-        core = _FOLDER / _build.CORE_LIBRARY
-        file = _FOLDER / _build.extension_name(torch.__version__)
-        try:
-            # By its path, so that _C finds the core by its soname.
-            ctypes.CDLL(str(core), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-            if not file.exists():
-                file = _build.compile_extension()
-            _module = _import_extension(file)
-        except (ImportError, OSError) as error:
-            raise ImportError(
-                f"torch_rpc_ext's extension module cannot be loaded ({error}). Build it again: "
-                "run `make build` in its source folder, or reinstall the package."
-            ) from error
+        _load_core()
+        _module = _load_extension()
     return _module
+
+
+def _load_core() -> None:
+    """Load the core by its path, so that _C finds it by its soname."""
+    try:
+        ctypes.CDLL(str(_FOLDER / _build.CORE_LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        openssl = "libcrypto" in str(error)  # of a core that was not built into a wheel
+        raise ImportError(
+            f"torch_rpc_ext's core library cannot be loaded ({error}): "
+            f"{'install OpenSSL (`apt-get install libssl3`), or ' if openssl else ''}run "
+            f"`{_build.how_to_reinstall()}`"
+        ) from error
+
+
+def _load_extension() -> Any:
+    """Import the extension module of the package, or the one that was compiled here."""
+    file = _FOLDER / _build.extension_name(torch.__version__)
+    if not file.exists():
+        file = _build.compile_extension()
+    try:
+        return _import_extension(file)
+    except ImportError as error:
+        compiled = _build.compiled_extension()
+        if file != compiled and compiled.exists():
+            return _import_extension(compiled)
+        raise DoesNotFitError(
+            f"the extension module for torch {torch.__version__} cannot be loaded ({error}): run "
+            f"`{sys.executable} -m torch_rpc_ext build`, which compiles it again for this torch "
+            "and changes nothing else"
+        ) from error
 
 
 def loaded() -> Any:
@@ -93,8 +119,7 @@ def _built_against() -> str:
         build = importlib.import_module("torch_rpc_ext._build_info")
     except ImportError:
         raise ImportError(
-            "torch_rpc_ext's core library is not built. Run `make build` in its source "
-            "folder, or reinstall the package."
+            f"torch_rpc_ext's core library is not built: run `{_build.how_to_reinstall()}`"
         ) from None
     return str(build.UCX_VERSION)
 
@@ -133,7 +158,7 @@ def _load_ucx(built_for: str) -> None:
     preset = _environment.preset_ucx(keep_memory_events=infiniband)
     library = _open(folder, source)
     version = _version(library)
-    _require(version, built_for, reason)
+    _require(version, built_for, source, reason)
     path = os.path.realpath(folder / _LIBRARIES[-1]) if folder else _mapped("libucp.so")
     _ucx = Ucx(source, path, ".".join(str(n) for n in version), f"{reason}.", preset)
 
@@ -142,10 +167,24 @@ def _wheel_folder() -> Path:
     root = _build.ucx_root()
     if root is None:
         raise ImportError(
-            "torch_rpc_ext needs UCX, and its wheel is not installed: run `pip install "
-            f"libucx-cu13`, or use the system's UCX with {_environment.UCX}=system."
+            "torch_rpc_ext needs UCX, and its wheel is not installed: run "
+            f"`{sys.executable} -m pip install libucx-cu13`, or use the system's UCX with "
+            f"{_environment.UCX}=system."
         )
     return root / "lib"
+
+
+def _reinstall_wheel(requirement: str = "") -> str:
+    """Return the command that installs UCX's wheel again, the one for this machine's CUDA."""
+    from importlib import metadata
+
+    name = "libucx-cu13"
+    for other in ("libucx-cu12",):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.distribution(other)
+            name = other
+    what = f"'{name}{requirement}'" if requirement else name
+    return f"{sys.executable} -m pip install --force-reinstall --no-deps {what}"
 
 
 def _open(folder: Path | None, source: str) -> ctypes.CDLL:
@@ -156,7 +195,7 @@ def _open(folder: Path | None, source: str) -> ctypes.CDLL:
             library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
         except OSError as error:
             remedy = {
-                "wheel": "reinstall it: `pip install --force-reinstall libucx-cu13`",
+                "wheel": f"run `{_reinstall_wheel()}`",
                 "system": f"install UCX (package libucx0 or ucx), or unset {_environment.UCX} to "
                 "use the wheel's",
             }.get(source, f"let {_environment.UCX} name the folder that holds libucp.so.0")
@@ -174,16 +213,17 @@ def _version(library: ctypes.CDLL) -> tuple[int, int, int]:
     return major, minor, release
 
 
-def _require(version: tuple[int, int, int], built_for: str, reason: str) -> None:
+def _require(version: tuple[int, int, int], built_for: str, source: str, reason: str) -> None:
     found = ".".join(str(number) for number in version)
-    needed = tuple(int(part) for part in built_for.split(".")[:2])
+    major, minor = (int(part) for part in built_for.split(".")[:2])
     # UCX keeps its ABI within a major version, and adds to it in minor ones.
-    if version[0] != needed[0] or version[:2] < needed:
-        raise ImportError(
-            f"torch_rpc_ext was built for UCX {built_for}, but this one is {found} "
-            f"({reason}): install UCX {needed[0]}.{needed[1]} or a later {needed[0]}.x, or build "
-            "torch_rpc_ext against this one."
-        )
+    if version[0] == major and version[1] >= minor:
+        return
+    fitting = f">={major}.{minor},<{major + 1}"
+    remedy = f"run `{_reinstall_wheel(fitting)}`" if source == "wheel" else f"use UCX {fitting}"
+    raise ImportError(
+        f"torch_rpc_ext was built for UCX {built_for}, but this one is {found} ({reason}): {remedy}"
+    )
 
 
 def _mapped(name: str) -> str:

@@ -63,6 +63,22 @@ def register(rpc: Any) -> None:
     _init_hook.install(rpc)
 
 
+def require_rpc() -> None:
+    """Refuse a torch that was built without RPC.
+
+    Raises:
+        ImportError: it was; the text says what to do.
+    """
+    import torch
+    from torch.distributed import rpc
+
+    if not rpc.is_available():
+        raise ImportError(
+            f"this torch ({torch.__version__}) was built without torch.distributed.rpc: install a "
+            "build that has it, such as PyPI's for Linux"
+        )
+
+
 def enum_classes(rpc: Any) -> list[type[Enum]]:
     """Return the enum classes in use: two where somebody called register_backend, else one."""
     classes = [rpc.BackendType]

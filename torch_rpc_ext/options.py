@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.rpc  # first: it is what creates torch._C._distributed_rpc
-from torch._C._distributed_rpc import RpcBackendOptions
-from torch.distributed.rpc import options as upstream
 
 from torch_rpc_ext import _option_table as table
+from torch_rpc_ext import _registry
+
+_registry.require_rpc()  # first: it is what creates torch._C._distributed_rpc
+from torch._C._distributed_rpc import RpcBackendOptions  # noqa: E402
+from torch.distributed.rpc import options as upstream  # noqa: E402
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]

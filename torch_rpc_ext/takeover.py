@@ -26,7 +26,9 @@ def take_over() -> None:
 
     Raises:
         RuntimeError: an agent runs already; call it before init_rpc.
+        ImportError: this torch was built without RPC.
     """
+    _registry.require_rpc()
     from torch._C import _distributed_rpc
     from torch.distributed import rpc
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torch_rpc_ext import _build, _build_info, _native
+from torch_rpc_ext.__main__ import main
 
 RUNNING = torch.__version__
 
@@ -23,7 +24,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_rpc_ext._build_info", None)
-    with pytest.raises(ImportError, match="is not built. Run `make build`"):
+    with pytest.raises(ImportError, match=r"is not built: run `.* pip install .*--no-deps .*-e /"):
         _native.load()
 
 
@@ -39,11 +40,11 @@ def test_another_torch_and_no_compiler(
     another_torch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    here = ".".join(RUNNING.split(".")[:2])
+    here = ".".join(RUNNING.split(".")[:2]).replace(".", r"\.")
     with pytest.raises(
         ImportError,
-        match=rf"no extension module for torch 2\.99\.0.*install a C\+\+20 compiler "
-        rf"\(no-such-compiler is missing\), or install a torch .* one for: .*{here}",
+        match=rf"no extension module for torch 2\.99\.0.* one for torch {here} and Python 3.*"
+        r"install a C\+\+20 compiler \(no-such-compiler is missing\), .* `apt-get install g\+\+`",
     ):
         _native.load()
 
@@ -76,6 +77,85 @@ def test_a_module_that_was_compiled_is_found(another_torch: Path) -> None:
         _native.load()
 
 
+class Fits:
+    """Stands for the extension module: the real one can be loaded once in a process."""
+
+    __file__ = "_C.so"
+
+
+@pytest.fixture
+def does_not_fit(another_torch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An extension module that cannot be imported; the file that fits, once it is there."""
+    name = _build.extension_name("2.99.0")
+    (another_torch / name).write_text("undefined symbol")
+    (another_torch / _build.CORE_LIBRARY).symlink_to(_native._FOLDER / _build.CORE_LIBRARY)
+    monkeypatch.setattr(_native, "_FOLDER", another_torch)
+    original = _native._import_extension
+    fits = _build.compiled_extension()
+    monkeypatch.setattr(
+        _native, "_import_extension", lambda file: Fits() if file == fits else original(file)
+    )
+
+    def compile_extension(*, again: bool) -> Path:
+        assert again
+        fits.parent.mkdir(parents=True)
+        fits.write_text("")
+        return fits
+
+    monkeypatch.setattr(_build, "compile_extension", compile_extension)
+    return fits
+
+
+def test_a_module_that_does_not_fit(does_not_fit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ImportError) as refused:
+        _native.load()
+    command = f"{sys.executable} -m torch_rpc_ext build"
+    assert f"run `{command}`, which compiles it again for this torch" in str(refused.value)
+    assert not does_not_fit.exists()
+    # The remedy, and what it leaves for the next process.
+    assert main(["build"]) == 0
+    assert "fits this torch" in capsys.readouterr().out
+    loaded, _native._module = _native._module, None
+    assert isinstance(loaded, Fits) and isinstance(_native.load(), Fits)
+
+
+def test_the_command_has_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    _native._module = Fits()
+    assert main(["build"]) == 0
+    assert capsys.readouterr().out == "_C.so fits this torch\n"
+
+
+def test_the_command_cannot(
+    another_torch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["build"]) == 1
+    assert capsys.readouterr().err.startswith("build: there is no extension module for torch 2.99")
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "torch-rpc-ext=="),
+        ('{"url": "file:///x/y.whl", "archive_info": {}}', "file:///x/y.whl"),
+        ('{"url": "file:///x/y", "dir_info": {}}', "--no-build-isolation file:///x/y"),
+    ],
+)
+def test_reinstalling_goes_where_it_came_from(
+    origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Installed:
+        @staticmethod
+        def read_text(name: str) -> str | None:
+            assert name == "direct_url.json"
+            return origin
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed)
+    monkeypatch.setattr(_build, "_PACKAGE", tmp_path / "torch_rpc_ext")
+    beginning = f"{sys.executable} -m pip install --force-reinstall --no-deps {command}"
+    assert _build.how_to_reinstall().startswith(beginning)
+
+
 def test_units_hold_every_source_once(tmp_path: Path) -> None:
     folders = (*_build.CORE_FOLDERS, *_build.TORCH_FOLDERS)
     units = _build.units(folders, tmp_path)
@@ -96,7 +176,7 @@ def test_ucx_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"built for UCX 1\.18\.0, but this one is 1\.17\.0"):
         _native._load_ucx("1.18.0")
     monkeypatch.setattr(_native, "_version", lambda library: (2, 0, 0))
-    with pytest.raises(ImportError, match=r"this one is 2\.0\.0"):
+    with pytest.raises(ImportError, match=r"2\.0\.0 .*--no-deps 'libucx-cu1.>=1\.18,<2'`$"):
         _native._load_ucx("1.18.0")
 
 

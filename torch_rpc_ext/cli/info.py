@@ -69,6 +69,8 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         }
     except ValueError as error:
         data["interface"] = {"error": str(error)}
+    except ImportError:
+        data["interface"] = {"error": "unknown, because UCX cannot be used"}
     data["takeover"] = takeover.is_active()
     data["findings"] = [vars(finding) for finding in probes.findings()]
     if not self_test:

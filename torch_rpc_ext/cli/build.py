@@ -1,0 +1,42 @@
+"""``python -m torch_rpc_ext build``: the extension module for the torch that is here."""
+
+from __future__ import annotations
+
+import sys
+
+from torch_rpc_ext.cli import common
+
+_DESCRIPTION = """Compile the extension module for the torch that is installed, unless one fits.
+
+What is compiled stays in TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache. No
+package is installed, changed or removed.
+"""
+_EXAMPLE = """examples:
+  python -m torch_rpc_ext build
+  TORCH_EXTENSIONS_DIR=/opt/extensions python -m torch_rpc_ext build     # in an image's recipe
+"""
+
+
+def main(arguments: list[str]) -> int:
+    """Compile it.
+
+    Args:
+        arguments: of the command.
+
+    Returns:
+        0, or 1 where it cannot be compiled or loaded.
+    """
+    common.parser("build", _DESCRIPTION, _EXAMPLE).parse_args(arguments)
+    from torch_rpc_ext import _build, _native
+
+    try:
+        try:
+            module = _native.load()
+        except _native.DoesNotFitError:
+            _build.compile_extension(again=True)
+            module = _native.load()
+    except ImportError as error:
+        print(f"build: {error}", file=sys.stderr)
+        return common.UNWELL
+    print(f"{module.__file__} fits this torch")
+    return common.OK
