@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch_rpc_ext import options as options
     from torch_rpc_ext import profiler as profiler
     from torch_rpc_ext import retry as retry
-    from torch_rpc_ext import scripting as scripting
     from torch_rpc_ext import sharding as sharding
     from torch_rpc_ext import takeover as takeover
     from torch_rpc_ext._current_call import CurrentCall as CurrentCall

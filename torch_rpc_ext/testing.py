@@ -16,7 +16,7 @@ from torch.distributed import rpc
 from torch_rpc_ext import _registry
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
-__all__ = ["NAME", "FaultyUcxRpcBackendOptions", "register", "take_over"]
+__all__ = ["FaultyUcxRpcBackendOptions", "register", "take_over"]
 
 NAME = "FAULTY_UCX"
 
