@@ -58,7 +58,7 @@ def test_without_a_command_it_shows_its_help(command: list[str]) -> None:
     ended = run(command)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.startswith(f"usage: {called(command)} ")
-    for name in ("info", "run", "top", "ping", "trace"):
+    for name in ("info", "run", "build", "top", "ping", "trace"):
         assert f"\n  {called(command)} {name}" in ended.stdout
     assert ended.stdout == run(command, "--help").stdout
 
