@@ -166,6 +166,7 @@ def compile_extension(*, again: bool = False) -> Path:
         ImportError: it cannot be compiled; the text says why, and what to do.
     """
     import fcntl
+    import shutil
 
     import torch
     from torch.utils import cpp_extension
@@ -195,7 +196,8 @@ def compile_extension(*, again: bool = False) -> Path:
                 flush=True,
             )
             if again:
-                (folder / "_C.so").unlink(missing_ok=True)
+                # ninja does not notice that torch's headers have changed.
+                shutil.rmtree(folder)
             with _ninja_on_path():
                 cpp_extension.load(
                     "_C",

@@ -36,6 +36,14 @@ print(build_meta.build_sdist(sys.argv[1]))
 """
 
 
+# Stands for the compiler: makes whatever it is told to make.
+COMPILER = """#!/usr/bin/env python3
+import sys
+if "-o" in sys.argv:
+    open(sys.argv[sys.argv.index("-o") + 1], "w").write("made")
+"""
+
+
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
     listed = subprocess.run(
@@ -114,3 +122,28 @@ def test_the_installed_sources_can_be_compiled(archive: Path) -> None:
         if "scripting" not in path.parts
     }
     assert folders <= set(setuptools["packages"])
+
+
+def test_an_isolated_build_makes_the_core(archive: Path, tmp_path: Path) -> None:
+    """From the unpacked archive, without a torch; in place, as an editable installation has it."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    tree = next(tmp_path.iterdir())
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('setup.py')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-q", "build_ext", "--inplace"],
+        cwd=tree,
+        env={**os.environ, "CXX": str(compiler), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch_rpc_ext: built the core in" in done.stderr
+    package = tree / "torch_rpc_ext"
+    assert (package / "libtorch_rpc_ext_core.so.0").read_text() == "made"
+    assert "UCX_VERSION" in (package / "_build_info.py").read_text()
+    assert not list(package.glob("_C_torch*.so"))
