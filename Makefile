@@ -98,11 +98,11 @@ build: $(STAMPS)/build
 
 # A source distribution and a wheel, into dist/.
 wheel: $(STAMPS)/venv
-	$(BIN)/python -m release.wheel --torch "$(WHEEL_TORCH)" --ucx "$(WHEEL_UCX)"
+	$(BIN)/python -m tests.release.wheel --torch "$(WHEEL_TORCH)" --ucx "$(WHEEL_UCX)"
 
 # The wheel of dist/ in a fresh environment: the README's example, `info`, some of the tests.
 wheel-test: $(STAMPS)/venv
-	$(BIN)/python -m release.try_wheel --torch "$(TORCH)"
+	$(BIN)/python -m tests.release.try_wheel --torch "$(TORCH)"
 
 lint: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/rules -q

@@ -16,8 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from release import environment
-from release.environment import ROOT, run
+from tests.release import environment
+from tests.release.environment import ROOT, run
 from tests.support import pages
 
 #: Of tests/process: calls, tensors, takeover. They need none of the extras, and no time-out.
@@ -63,7 +63,7 @@ def copy_tests(folder: Path) -> None:
 
 def main() -> int:
     """Try it."""
-    parser = argparse.ArgumentParser(prog="python -m release.try_wheel")
+    parser = argparse.ArgumentParser(prog="python -m tests.release.try_wheel")
     parser.add_argument("--torch", required=True, help="requirement, such as torch==2.13.0")
     given = parser.parse_args()
     wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda each: each.stat().st_mtime)

@@ -14,8 +14,8 @@ import time
 import zipfile
 from pathlib import Path
 
-from release import environment
-from release.environment import ROOT, run
+from tests.release import environment
+from tests.release.environment import ROOT, run
 
 WORK = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
@@ -86,7 +86,7 @@ def repair(wheel: Path, python: Path) -> Path:
 
 def main() -> int:
     """Make it."""
-    parser = argparse.ArgumentParser(prog="python -m release.wheel")
+    parser = argparse.ArgumentParser(prog="python -m tests.release.wheel")
     parser.add_argument("--torch", default="", help="versions; by default the running Python's")
     parser.add_argument("--ucx", required=True, help="requirement of the UCX to compile against")
     given = parser.parse_args()
