@@ -1,0 +1,112 @@
+"""A3C among the applications: what is run, and the paper's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from benchmarks.applications.a3c.model import A3cJob
+from benchmarks.applications.interface import Application, Job, Metric
+
+_CARTPOLE = "CartPole-v1"
+_SOLVED = 475.0  # as gymnasium says
+_ATARI = "ALE/Pong-v5"
+# By number of actors, with gRPC, with CPU RPC; ms.
+_PAPER = {
+    "fetch": {1: ("38 to 47 ms", "8 to 9 ms"), 15: ("89 ms", "33 ms")},
+    "update": {1: ("84 to 92 ms", "53 to 55 ms"), 15: ("1025 ms", "1638 ms")},
+}
+_MS_OF_PLAY = 10  # about what an actor takes to play for an update, where it has a core
+
+
+class A3c(Application):
+    """The paper's video game solver."""
+
+    name = "a3c"
+    title = "A3C, a solver of video games"
+    packages = ("gymnasium", "ale_py")
+    metrics = {
+        "fetch": Metric("fetch of the global network"),
+        "update": Metric("update of the global network"),
+        "frames": Metric("frames of the game", "1/s", more_is_better=True),
+        "reward": Metric("reward, the last 100 episodes", "", more_is_better=None),
+        "steps": Metric("steps of all actors", "", more_is_better=None),
+        "seconds": Metric("seconds", "s", more_is_better=None),
+        "lock": Metric("of an update: waiting for other updates", more_is_better=None),
+        "step": Metric("of an update: the optimizer's step", more_is_better=None),
+    }
+    paper_lines = {"rpc": 10, "rpc on CUDA": 12, "grpc": 52, "grpc, generated": 270}
+
+    def jobs(self, *, small: bool) -> Sequence[Job]:
+        return list(_small() if small else _full())
+
+    def shown(self, job: Job) -> Sequence[str]:
+        if job.name.startswith("cartpole"):
+            return ("reward", "steps", "seconds", "fetch", "update")
+        return ("frames", "fetch", "update", "lock", "step")
+
+    def paper(self, job: Job, metric: str) -> str:
+        assert isinstance(job, A3cJob)
+        if not job.game.startswith("ALE/"):
+            return ""
+        of_actors = _PAPER.get(metric, {})
+        by_grpc, by_rpc = of_actors.get(1 if job.actors <= 7 else job.actors, ("", ""))
+        return f"gRPC {by_grpc}, CPU RPC {by_rpc}" if by_rpc else ""
+
+
+def _small() -> Iterator[Job]:
+    one = A3cJob(
+        name="cartpole-one",
+        title="CartPole, 1 actor, 40 updates",
+        game=_CARTPOLE,
+        actors=1,
+        processes=2,
+        updates=40,
+        rate=2e-3,
+        steps=20,
+    )
+    yield one
+    yield replace(
+        one,
+        name="cartpole-learns",
+        title="CartPole, 3 actors, 600 updates",
+        actors=3,
+        processes=4,
+        updates=600,
+    )
+
+
+def _full() -> Iterator[Job]:
+    for seed in range(3):
+        yield A3cJob(
+            name=f"cartpole-{seed}",
+            title=f"CartPole, 4 actors, seed {seed}",
+            game=_CARTPOLE,
+            actors=4,
+            processes=5,
+            seed=seed,
+            updates=20_000,
+            seconds=120,
+            solved=_SOLVED,
+            rate=2e-3,
+            steps=20,
+        )
+    for actors in (1, 3, 7, 11, 15):
+        yield _pong(f"pong-{actors}", f"Pong, {actors} actors", actors)
+    wait = _MS_OF_PLAY / 1000
+    yield replace(
+        _pong("pong-15-wait", f"Pong, 15 actors that wait {_MS_OF_PLAY} ms instead of playing", 15),
+        wait=wait,
+    )
+
+
+def _pong(name: str, title: str, actors: int) -> A3cJob:
+    return A3cJob(
+        name=name,
+        title=title,
+        game=_ATARI,
+        actors=actors,
+        processes=actors + 1,
+        seconds=5,
+        rounds=3,
+    )

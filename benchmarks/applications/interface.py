@@ -1,0 +1,87 @@
+"""What an application is, and the ways in which its processes may communicate.
+
+To add one: a folder with model.py, with_rpc.py and with_grpc.py, and a line in __init__.py. The
+``run(rank, job, backend)`` of the last two is called in every process of a run; what the first
+process returns are the figures.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+#: Ways to communicate -> (module of the application, back end of torch.distributed.rpc).
+WAYS = {
+    "tensorpipe": ("with_rpc", "TENSORPIPE"),
+    "ucx": ("with_rpc", "UCX"),
+    "grpc": ("with_grpc", ""),
+}
+
+#: What a run measured; each figure has one value or many.
+Figures = dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of an application; subclasses say what is computed.
+
+    Attributes:
+        name: of the case, unique in the application.
+        title: for people.
+        processes: how many it takes.
+        rounds: how often each way runs.
+        memory: bytes that a process needs at most.
+        threads: of torch, in each process.
+    """
+
+    name: str
+    title: str
+    processes: int
+    rounds: int = 1
+    memory: int = 400 << 20
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that is shown.
+
+    Attributes:
+        title: for people.
+        unit: "s", "1/s", or empty.
+        more_is_better: None where neither is.
+    """
+
+    title: str
+    unit: str = "s"
+    more_is_better: bool | None = False
+
+
+class Application(ABC):
+    """One of the paper's applications."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    #: Packages that it imports, besides those of the benchmarks.
+    packages: ClassVar[tuple[str, ...]]
+    metrics: ClassVar[dict[str, Metric]]
+    #: The paper's lines of communication by way; "generated" are those that protoc makes.
+    paper_lines: ClassVar[dict[str, int]] = {}
+
+    @abstractmethod
+    def jobs(self, *, small: bool) -> Sequence[Job]:
+        """Return its cases.
+
+        Args:
+            small: those of the tests, a few seconds all together.
+        """
+
+    @abstractmethod
+    def shown(self, job: Job) -> Sequence[str]:
+        """Return the metrics that its table shows, in order."""
+
+    def paper(self, job: Job, metric: str) -> str:
+        """Return the paper's figure for a case; empty where the paper has none."""
+        return ""
