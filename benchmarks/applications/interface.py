@@ -8,7 +8,7 @@ process returns are the figures.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ class Job:
         title: for people.
         processes: how many it takes.
         rounds: how often each way runs.
+        seed: of whatever is random; the number of the round.
         memory: bytes that a process needs at most.
         threads: of torch, in each process.
     """
@@ -40,6 +41,7 @@ class Job:
     title: str
     processes: int
     rounds: int = 1
+    seed: int = 0
     memory: int = 400 << 20
     threads: int = 1
 
@@ -51,12 +53,27 @@ class Metric:
     Attributes:
         title: for people.
         unit: "s", "1/s", or empty.
-        more_is_better: None where neither is.
+        is_spread: shown as mean and deviation of the rounds instead of the median of all values.
     """
 
     title: str
     unit: str = "s"
-    more_is_better: bool | None = False
+    is_spread: bool = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture of the page: a metric of several cases, a line for each way.
+
+    Attributes:
+        metrics: a panel each.
+        label: of the horizontal axis.
+        places: case -> where it stands on that axis.
+    """
+
+    metrics: tuple[str, ...]
+    label: str
+    places: Mapping[str, float]
 
 
 class Application(ABC):
@@ -66,6 +83,9 @@ class Application(ABC):
     title: ClassVar[str]
     #: Packages that it imports, besides those of the benchmarks.
     packages: ClassVar[tuple[str, ...]]
+    #: What differs from the paper's set-up, and what the figures say: paragraphs of the page.
+    remarks: ClassVar[str] = ""
+    plots: ClassVar[tuple[Plot, ...]] = ()
     metrics: ClassVar[dict[str, Metric]]
     #: The paper's lines of communication by way; "generated" are those that protoc makes.
     paper_lines: ClassVar[dict[str, int]] = {}

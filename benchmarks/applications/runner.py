@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from typing import Any
 
@@ -115,13 +115,13 @@ class _Process:
 def _first(workers: Sequence[Worker]) -> Figures:
     """Wait for all; returns what the first one returns, raises what any raises."""
     figures: Figures = {}
-    waiting = {worker.pipe: worker for worker in workers}
+    waiting: dict[Any, Worker] = {worker.pipe: worker for worker in workers}
     while waiting:
         ready = connection.wait(list(waiting), PATIENCE)
         if not ready:
             raise WorkerFailed(f"{len(waiting)} processes did not end in {PATIENCE:.0f} s")
         for pipe in ready:
-            worker = waiting.pop(pipe)  # type: ignore[index]
+            worker = waiting.pop(pipe)
             figures = worker.result() or figures
     return figures
 
@@ -143,7 +143,8 @@ def _run(application: Application, job: Job, ways: Sequence[str], progress: Any)
             progress.set_description(f"{application.name} {job.name}, {way}")
             if way not in result.skips and way not in result.failures:
                 try:
-                    result.rounds[way].append(run_once(application, job, way))
+                    figures = run_once(application, replace(job, seed=number), way)
+                    result.rounds[way].append(figures)
                 except WorkerFailed as failure:
                     result.failures[way] = str(failure)
                     progress.write(f"{application.name} {job.name}: {failure}")

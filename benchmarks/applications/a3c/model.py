@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -31,7 +32,6 @@ class A3cJob(Job):
     Attributes:
         game: its name in gymnasium.
         actors: how many; the learner is one process more.
-        seed: of the network and the games.
         updates: of all actors together; then the run ends.
         seconds: the run ends after so many as well.
         solved: mean reward of the last 100 episodes with which the run ends.
@@ -42,7 +42,6 @@ class A3cJob(Job):
 
     game: str = "CartPole-v1"
     actors: int = 1
-    seed: int = 0
     updates: int = 1_000_000
     seconds: float = 60.0
     solved: float = float("inf")
@@ -118,6 +117,7 @@ class Learner:
         with self.lock:
             begin = time.perf_counter()
             if self._over():
+                self.end = self.end or time.monotonic()
                 return False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -128,9 +128,6 @@ class Learner:
             self.rewards.extend(rewards)
             self.spent["lock"].append(begin - called)
             self.spent["step"].append(time.perf_counter() - begin)
-            if self._over():
-                self.end = time.monotonic()
-                return False
             return True
 
     def _uncounted(self) -> int:
@@ -153,13 +150,16 @@ class Learner:
         rate = (steps - self._uncounted() * self.job.steps) / seconds
         found: Figures = {
             key: [value for report in reports for value in report[key]]
-            for key in ("fetch", "update")
+            for key in ("fetch", "update", "cpu")
         }
         checksum = sum(float(parameter.detach().double().sum()) for parameter in self.parameters)
         frames = games.FRAMES_A_STEP if games.is_atari(self.job.game) else 1
+        # Means, for those add up. What is left is the way there and back, and waiting for a thread.
+        mean = {key: fmean(values) for key, values in {**found, **self.spent}.items()}
         return {
             **found,
             **self.spent,
+            "way": [mean["update"] - mean["lock"] - mean["step"]],
             "frames": [frames * rate],
             "steps": [float(steps)],
             "seconds": [seconds],
@@ -232,9 +232,11 @@ def play(fetch: Fetch, update: Update, job: A3cJob, number: int) -> dict[str, li
         number: of the actor, 0 the first.
 
     Returns:
-        How long each fetch and each update took, s; without the first, which connects.
+        How long each fetch and each update took, s; without the first, which connects. And "cpu",
+        the CPU time of this process for each second of the run.
     """
     actor, goes_on = Actor(job, number), True
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     times: dict[str, list[float]] = {"fetch": [], "update": []}
     made: tuple[list[Tensor], list[float]] | None = None
     while goes_on:
@@ -245,7 +247,8 @@ def play(fetch: Fetch, update: Update, job: A3cJob, number: int) -> dict[str, li
             time.sleep(job.wait)
         gradients, rewards = made
         goes_on = _timed(times["update"], lambda g=gradients, r=rewards: update(g, r))
-    return {key: values[1:] or values for key, values in times.items()}
+    cpu = (time.process_time() - begin_cpu) / (time.perf_counter() - begin)
+    return {**{key: values[1:] or values for key, values in times.items()}, "cpu": [cpu]}
 
 
 def _timed(times: list[float], call: Callable[[], _Result]) -> _Result:

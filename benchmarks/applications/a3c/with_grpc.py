@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.applications.a3c import model
+from benchmarks.applications.interface import Figures
 from benchmarks.applications.stubs import stubs
 
 messages, services = stubs("a3c")
@@ -28,11 +29,12 @@ def to_tensors(parts: Iterable[bytes], shapes: Sequence[torch.Size]) -> list[Ten
     return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
 
 
-class Service(services.LearnerServicer):
+class Service(services.LearnerServicer):  # type: ignore[name-defined,misc]
     """What the first process offers."""
 
     def __init__(self, job: model.A3cJob) -> None:
-        self.learner, self.reports = model.Learner(job), []
+        self.learner = model.Learner(job)
+        self.reports: list[Figures] = []
         self.shapes = [parameter.shape for parameter in self.learner.parameters]
         self.left = threading.Semaphore(0)
 
@@ -45,12 +47,13 @@ class Service(services.LearnerServicer):
         return messages.Verdict(goes_on=goes_on)
 
     def Leave(self, request: Any, context: Any) -> Any:
-        self.reports.append({"fetch": list(request.fetch), "update": list(request.update)})
+        figures = {"fetch": request.fetch, "update": request.update, "cpu": request.cpu}
+        self.reports.append({key: list(values) for key, values in figures.items()})
         self.left.release()
         return messages.Empty()
 
 
-def run(rank: int, job: model.A3cJob, backend: str) -> model.Figures | None:
+def run(rank: int, job: model.A3cJob, backend: str) -> Figures | None:
     """Be process ``rank`` of a run; the first has the learner and returns the figures."""
     address = f"unix:{os.environ['MEETING']}"
     if rank == 0:
@@ -61,7 +64,7 @@ def run(rank: int, job: model.A3cJob, backend: str) -> model.Figures | None:
         server.start()
         for _ in range(1, job.processes):
             service.left.acquire()
-        server.stop(None).wait()
+        server.stop(grace=10).wait()  # the last answers are still on their way
         return service.learner.figures(service.reports)
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         grpc.channel_ready_future(channel).result(60)

@@ -1,0 +1,110 @@
+"""What people see of a run: its records, and the table made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from benchmarks.applications import idle, lines
+from benchmarks.applications.interface import WAYS, Application
+from benchmarks.applications.runner import JobResult
+from benchmarks.records import Record, of_type
+from benchmarks.table import value
+
+HEAD = ("", "the paper, its machines", *WAYS)
+_WIDTHS = (40, 36, 16, 16, 16)
+
+
+def of_application(application: Application) -> Iterator[Record]:
+    """Yield the record of an application's lines."""
+    yield {
+        "type": "lines",
+        "application": application.name,
+        "found": lines.of_application(application.name),
+        "paper": application.paper_lines,
+    }
+
+
+def of_result(result: JobResult) -> Iterator[Record]:
+    """Yield the records of a job."""
+    application, job = result.application, result.job
+    where = {"application": application.name, "job": job.name, "title": job.title}
+    for key in application.shown(job):
+        metric = application.metrics[key]
+        for way, rounds in result.rounds.items():
+            values = [one for figures in rounds for one in figures[key]]
+            if values:
+                yield {
+                    "type": "result",
+                    **where,
+                    "metric": key,
+                    "metric_title": metric.title,
+                    "unit": metric.unit,
+                    "is_spread": metric.is_spread,
+                    "paper": application.paper(job, key),
+                    "way": way,
+                    "median": _rounded(median(values)),
+                    "mean": _rounded(fmean(values)),
+                    "deviation": _rounded(pstdev(values)),
+                    "samples": len(values),
+                    "rounds": [_rounded(median(one[key])) for one in rounds],
+                }
+    for kind, reasons in (("failure", result.failures), ("skip", result.skips)):
+        for way, why in reasons.items():
+            yield {"type": kind, **where, "way": way, "why": why}
+
+
+def rows(stored: Sequence[Mapping[str, Any]], application: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each case, with nothing but its title, and for each of its metrics."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for result in of_type(stored, "result"):
+        if result["application"] == application:
+            place = (result["title"], result["metric_title"], result["paper"])
+            cells.setdefault(place, {})[result["way"]] = cell(result)
+    last = ""
+    for (title, metric, paper), by_way in cells.items():
+        if title != last:
+            yield (title, *[""] * (len(HEAD) - 1))
+        yield (f"  {metric}", paper, *(by_way.get(way, "") for way in WAYS))
+        last = title
+
+
+def cell(result: Mapping[str, Any]) -> str:
+    """Return a figure as people read it."""
+    if result["is_spread"] and result["samples"] > 1:
+        mean, deviation = (value(result[key], result["unit"]) for key in ("mean", "deviation"))
+        return f"{mean} +- {deviation}"
+    return value(result["median"], result["unit"])
+
+
+def missing(stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each reason why figures are missing."""
+    found: dict[str, list[str]] = {}
+    for kind, verb in (("skip", "is left out"), ("failure", "failed")):
+        for one in of_type(stored, kind):
+            sentence = f"{one['application']} on {one['way']} {verb}: {one['why']}"
+            found.setdefault(sentence, []).append(one["job"])
+    return [f"{sentence} ({', '.join(jobs)})" for sentence, jobs in found.items()]
+
+
+def table(stored: Sequence[Mapping[str, Any]], applications: Mapping[str, Application]) -> str:
+    """Return the tables of a run: figures, lines of communication, what is missing and why."""
+    text = []
+    for count in of_type(stored, "lines"):
+        name = count["application"]
+        text += [applications[name].title, _line(HEAD)]
+        text += [_line(row) for row in rows(stored, name)]
+        text += ["", lines.text(count["found"], count["paper"]), ""]
+    busy = {one["kind"]: one["threads"] for one in of_type(stored, "idle")}
+    return "\n".join([*text, *([idle.text(busy), ""] if busy else []), *missing(stored)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *others = cells
+    right = "".join(f"{one:>{width}}" for one, width in zip(others, _WIDTHS[1:], strict=True))
+    return f"{first:<{_WIDTHS[0]}}{right}".rstrip()
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.6g}")
