@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import machine, records
@@ -47,6 +48,7 @@ def _measure(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(APPLICATIONS)}; all if none")
     parser.add_argument("--small", action="store_true", help="the cases of the tests, seconds each")
     parser.add_argument("--cases", nargs="+", default=[], help="beginnings of names of cases")
+    parser.add_argument("--rounds", type=int, help="of every case, instead of its own number")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, help="file for the figures as JSON lines")
     given = parser.parse_args(arguments)
@@ -55,8 +57,10 @@ def _measure(arguments: Sequence[str]) -> int:
             parser.error(f"no application is named {name!r}; there are {', '.join(APPLICATIONS)}")
     if given.out is not None and not given.out.absolute().parent.is_dir():
         parser.error(f"--out: there is no folder {given.out.parent}")
+    if given.rounds is not None and given.rounds < 1:
+        parser.error(f"--rounds must be 1 or more, got {given.rounds}")
     chosen = [
-        (application, _cases(application, given.cases, small=given.small))
+        (application, _cases(application, given))
         for name, application in APPLICATIONS.items()
         if not given.names or name in given.names
     ]
@@ -66,9 +70,12 @@ def _measure(arguments: Sequence[str]) -> int:
     return _run(chosen, given.ways, given.out, small=given.small)
 
 
-def _cases(application: Application, wanted: Sequence[str], *, small: bool) -> list[Job]:
-    jobs = application.jobs(small=small)
-    return [job for job in jobs if not wanted or job.name.startswith(tuple(wanted))]
+def _cases(application: Application, given: argparse.Namespace) -> list[Job]:
+    return [
+        replace(job, rounds=given.rounds or job.rounds)
+        for job in application.jobs(small=given.small)
+        if not given.cases or job.name.startswith(tuple(given.cases))
+    ]
 
 
 def _run(

@@ -35,6 +35,7 @@ class Job:
         seed: of whatever is random; the number of the round.
         memory: bytes that a process needs at most.
         threads: of torch, in each process.
+        packages: that are imported, besides those of the benchmarks.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Job:
     seed: int = 0
     memory: int = 400 << 20
     threads: int = 1
+    packages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,6 @@ class Application(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    #: Packages that it imports, besides those of the benchmarks.
-    packages: ClassVar[tuple[str, ...]]
     #: What differs from the paper's set-up, and what the figures say: paragraphs of the page.
     remarks: ClassVar[str] = ""
     plots: ClassVar[tuple[Plot, ...]] = ()

@@ -22,8 +22,8 @@ _HEAD = """\
 
 The paper "PyTorch RPC: Distributed Deep Learning Built on Tensor-Optimized Remote Procedure Calls"
 (MLSys 2023) shows its work by applications. Here they run on three ways to communicate: TENSORPIPE,
-which the paper calls CPU RPC, this back end, and gRPC. The computation is the same code in all three,
-and the program on UCX is the program on TENSORPIPE. The three take turns in one run.
+which the paper calls CPU RPC, this back end, and gRPC. The computation is the same code in all
+three, and the program on UCX is the program on TENSORPIPE. The three take turns in one run.
 
 The paper's figures are from the paper's machines, some with GPUs. They stand here so that ratios
 can be compared: a time of another machine says nothing about a time of this one.

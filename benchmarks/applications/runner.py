@@ -52,7 +52,7 @@ def run(
 
 def why_not(application: Application, job: Job, way: str) -> str:
     """Return why a job cannot run in a way here, in a sentence; empty if it can."""
-    missing = [name for name in application.packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in job.packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} must be installed (make paper does so)"
     needed = job.memory * job.processes

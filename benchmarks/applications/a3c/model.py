@@ -161,6 +161,7 @@ class Learner:
             **self.spent,
             "way": [mean["update"] - mean["lock"] - mean["step"]],
             "frames": [frames * rate],
+            "bytes": [float(sum(one.numel() * one.itemsize for one in self.parameters))],
             "steps": [float(steps)],
             "seconds": [seconds],
             "reward": [self.reward()],
