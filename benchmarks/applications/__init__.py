@@ -8,6 +8,7 @@ lines of communication; report.py: table, page and plots from what was stored.
 from __future__ import annotations
 
 from benchmarks.applications.a3c.application import A3c
+from benchmarks.applications.dlrm.application import Dlrm
 from benchmarks.applications.interface import Application
 
-APPLICATIONS: dict[str, Application] = {one.name: one for one in (A3c(),)}
+APPLICATIONS: dict[str, Application] = {one.name: one for one in (A3c(), Dlrm())}

@@ -4,6 +4,7 @@ page of a stored run."""
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import os
 import sys
 import time
@@ -47,7 +48,7 @@ def _measure(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(APPLICATIONS)}; all if none")
     parser.add_argument("--small", action="store_true", help="the cases of the tests, seconds each")
-    parser.add_argument("--cases", nargs="+", default=[], help="beginnings of names of cases")
+    parser.add_argument("--cases", nargs="+", default=[], help="names or patterns")
     parser.add_argument("--rounds", type=int, help="of every case, instead of its own number")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, help="file for the figures as JSON lines")
@@ -66,7 +67,7 @@ def _measure(arguments: Sequence[str]) -> int:
     ]
     if not any(jobs for _, jobs in chosen):
         names = ", ".join(job.name for one, _ in chosen for job in one.jobs(small=given.small))
-        parser.error(f"--cases: no case begins with {' or '.join(given.cases)}; there are {names}")
+        parser.error(f"--cases: no case is named {' or '.join(given.cases)}; there are {names}")
     return _run(chosen, given.ways, given.out, small=given.small)
 
 
@@ -74,7 +75,7 @@ def _cases(application: Application, given: argparse.Namespace) -> list[Job]:
     return [
         replace(job, rounds=given.rounds or job.rounds)
         for job in application.jobs(small=given.small)
-        if not given.cases or job.name.startswith(tuple(given.cases))
+        if not given.cases or any(fnmatch.fnmatch(job.name, one) for one in given.cases)
     ]
 
 
@@ -86,6 +87,7 @@ def _run(
     small: bool,
 ) -> int:
     described: Record = {"type": "machine", **machine.describe()}
+    described["applications"] = [application.name for application, jobs in chosen if jobs]
     others, start = machine.Others(), time.monotonic()
     found = [described]
     for kind in idle.KINDS if not small else ():
@@ -115,11 +117,13 @@ def _report(arguments: Sequence[str]) -> int:
     from benchmarks.applications import page  # the one that needs matplotlib
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.applications report")
-    parser.add_argument("file", type=Path, help="what --out has written")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="what --out has written, of one run or of several"
+    )
     parser.add_argument("--docs", type=Path, default=page.DOCS, help="folder to write into")
     given = parser.parse_args(arguments)
     try:
-        stored = records.read(given.file)
+        stored = [record for file in given.files for record in records.read(file)]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     page.write(stored, given.docs)

@@ -60,7 +60,9 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, Sequence[st
         stored: a run's records.
         pictures: the plots of each application, by their file names in docs/evaluation/.
     """
-    text = [_NOTE, "", _HEAD, _machine(of_type(stored, "machine")[0]), ""]
+    text = [_NOTE, "", _HEAD]
+    for machine in of_type(stored, "machine"):
+        text += [_machine(machine), ""]
     for count in of_type(stored, "lines"):
         application = APPLICATIONS[count["application"]]
         text += [f"## {application.title}", "", application.remarks, ""]
@@ -87,8 +89,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
         if share >= _LOADED
         else ""
     )
+    names = [APPLICATIONS[name].title for name in machine["applications"]]
     return (
-        f"Measured on {machine['time'][:10]}, revision `{machine['revision']}`: "
+        f"{' and '.join(names)}: measured on {machine['time'][:10]}, revision `{machine['revision']}`: "
         f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}, UCX "
         f"{machine['ucx']}; the run took {machine.get('seconds', 0) / 60:.0f} minutes.{loaded}"
     )

