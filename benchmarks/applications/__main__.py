@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import machine, records
 from benchmarks.applications import APPLICATIONS, idle, lines, report
-from benchmarks.applications.interface import WAYS, Application, Job
+from benchmarks.applications.interface import DEFAULT_WAYS, WAYS, Application, Job
 from benchmarks.applications.runner import run
 from benchmarks.processes import WorkerFailed
 from benchmarks.records import Record
@@ -50,7 +50,7 @@ def _measure(arguments: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true", help="the cases of the tests, seconds each")
     parser.add_argument("--cases", nargs="+", default=[], help="names or patterns")
     parser.add_argument("--rounds", type=int, help="of every case, instead of its own number")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(DEFAULT_WAYS))
     parser.add_argument("--out", type=Path, help="file for the figures as JSON lines")
     given = parser.parse_args(arguments)
     for name in given.names:

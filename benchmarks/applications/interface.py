@@ -12,12 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+#: TENSORPIPE without shared memory: not for comparison, but to find out what shared memory costs.
+SOCKETS_ONLY = "tensorpipe, sockets"
+
 #: Ways to communicate -> (module of the application, back end of torch.distributed.rpc).
 WAYS = {
     "tensorpipe": ("with_rpc", "TENSORPIPE"),
+    SOCKETS_ONLY: ("with_rpc", "TENSORPIPE"),
     "ucx": ("with_rpc", "UCX"),
     "grpc": ("with_grpc", ""),
 }
+
+#: The ways that all cases are run in.
+DEFAULT_WAYS = tuple(way for way in WAYS if way != SOCKETS_ONLY)
 
 #: What a run measured; each figure has one value or many.
 Figures = dict[str, list[float]]
@@ -35,6 +42,7 @@ class Job:
         seed: of whatever is random; the number of the round.
         memory: bytes that a process needs at most.
         threads: of torch, in each process.
+        more_ways: that take part beside the usual ones.
         packages: that are imported, besides those of the benchmarks.
     """
 
@@ -45,6 +53,7 @@ class Job:
     seed: int = 0
     memory: int = 400 << 20
     threads: int = 1
+    more_ways: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
 
 

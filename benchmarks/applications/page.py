@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.applications import APPLICATIONS, lines, report
-from benchmarks.applications.interface import WAYS, Application, Plot
+from benchmarks.applications.interface import DEFAULT_WAYS, Application, Plot
 from benchmarks.records import of_type
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -66,7 +66,9 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, Sequence[st
     for count in of_type(stored, "lines"):
         application = APPLICATIONS[count["application"]]
         text += [f"## {application.title}", "", application.remarks, ""]
-        text += _markdown(report.HEAD, report.rows(stored, application.name))
+        text += _markdown(
+            report.head(stored, application.name), report.rows(stored, application.name)
+        )
         text += [
             f"\n![{application.title}: each way, over the cases](evaluation/{name})"
             for name in pictures.get(application.name, ())
@@ -89,9 +91,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
         if share >= _LOADED
         else ""
     )
-    names = [APPLICATIONS[name].title for name in machine["applications"]]
+    names = " and ".join(APPLICATIONS[name].title for name in machine["applications"])
     return (
-        f"{' and '.join(names)}: measured on {machine['time'][:10]}, revision `{machine['revision']}`: "
+        f"{names}: measured on {machine['time'][:10]}, revision `{machine['revision']}`, with "
         f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}, UCX "
         f"{machine['ucx']}; the run took {machine.get('seconds', 0) / 60:.0f} minutes.{loaded}"
     )
@@ -156,7 +158,7 @@ def _lines(
     for panel, key in zip(panels[0], plot.metrics, strict=True):
         metric = application.metrics[key]
         scale, unit = (1e3, "ms") if metric.unit == "s" else (1.0, metric.unit)
-        for way in WAYS:
+        for way in DEFAULT_WAYS:
             mine = [one for one in results if one["way"] == way and one["metric"] == key]
             places = [plot.places[one["job"]] for one in mine]
             medians = [one["median"] * scale for one in mine]

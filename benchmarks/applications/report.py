@@ -12,8 +12,7 @@ from benchmarks.applications.runner import JobResult
 from benchmarks.records import Record, of_type
 from benchmarks.table import value
 
-HEAD = ("", "the paper, its machines", *WAYS)
-_WIDTHS = (40, 36, 16, 16, 16)
+_WIDTHS = (40, 36, *[20] * len(WAYS))
 
 
 def of_application(application: Application) -> Iterator[Record]:
@@ -55,6 +54,18 @@ def of_result(result: JobResult) -> Iterator[Record]:
             yield {"type": kind, **where, "way": way, "why": why}
 
 
+def ways(stored: Sequence[Mapping[str, Any]], application: str) -> list[str]:
+    """Return the ways of which there are figures."""
+    results = of_type(stored, "result")
+    found = {one["way"] for one in results if one["application"] == application}
+    return [way for way in WAYS if way in found]
+
+
+def head(stored: Sequence[Mapping[str, Any]], application: str) -> tuple[str, ...]:
+    """Return the head of the rows."""
+    return ("", "the paper, its machines", *ways(stored, application))
+
+
 def rows(stored: Sequence[Mapping[str, Any]], application: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for each case, with nothing but its title, and for each of its metrics."""
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -62,11 +73,11 @@ def rows(stored: Sequence[Mapping[str, Any]], application: str) -> Iterator[tupl
         if result["application"] == application:
             place = (result["title"], result["metric_title"], result["paper"])
             cells.setdefault(place, {})[result["way"]] = cell(result)
-    last = ""
+    last, present = "", ways(stored, application)
     for (title, metric, paper), by_way in cells.items():
         if title != last:
-            yield (title, *[""] * (len(HEAD) - 1))
-        yield (f"  {metric}", paper, *(by_way.get(way, "") for way in WAYS))
+            yield (title, "", *[""] * len(present))
+        yield (f"  {metric}", paper, *(by_way.get(way, "") for way in present))
         last = title
 
 
@@ -93,7 +104,7 @@ def table(stored: Sequence[Mapping[str, Any]], applications: Mapping[str, Applic
     text = []
     for count in of_type(stored, "lines"):
         name = count["application"]
-        text += [applications[name].title, _line(HEAD)]
+        text += [applications[name].title, _line(head(stored, name))]
         text += [_line(row) for row in rows(stored, name)]
         text += ["", lines.text(count["found"], count["paper"]), ""]
     busy = {one["kind"]: one["threads"] for one in of_type(stored, "idle")}
@@ -102,7 +113,7 @@ def table(stored: Sequence[Mapping[str, Any]], applications: Mapping[str, Applic
 
 def _line(cells: Sequence[str]) -> str:
     first, *others = cells
-    right = "".join(f"{one:>{width}}" for one, width in zip(others, _WIDTHS[1:], strict=True))
+    right = "".join(f"{one:>{width}}" for one, width in zip(others, _WIDTHS[1:], strict=False))
     return f"{first:<{_WIDTHS[0]}}{right}".rstrip()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.applications.interface import WAYS, Application, Figures, Job
+from benchmarks.applications.interface import SOCKETS_ONLY, WAYS, Application, Figures, Job
 from benchmarks.applications.stubs import generate
 from benchmarks.processes import Worker, WorkerFailed
 from tests.support.ports import free_port
@@ -43,11 +44,11 @@ def run(
     chosen: Sequence[tuple[Application, Sequence[Job]]], ways: Sequence[str]
 ) -> Iterator[JobResult]:
     """Yield the result of each job; what cannot run or fails keeps nothing else from running."""
-    turns = sum(job.rounds * len(ways) for _, jobs in chosen for job in jobs)
+    turns = sum(job.rounds * len(_of(job, ways)) for _, jobs in chosen for job in jobs)
     with tqdm(total=turns, unit="run", mininterval=1) as progress:
         for application, jobs in chosen:
             for job in jobs:
-                yield _run(application, job, ways, progress)
+                yield _run(application, job, _of(job, ways), progress)
 
 
 def why_not(application: Application, job: Job, way: str) -> str:
@@ -105,11 +106,25 @@ class _Process:
         # Upstream's init of TENSORPIPE warns about itself (pytorch issue 149393).
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         torch.set_num_threads(self.job.threads)
+        if self.way == SOCKETS_ONLY:
+            _without_shared_memory()
         module, backend = WAYS[self.way]
         name = f"benchmarks.applications.{self.application}.{module}"
         application: Any = importlib.import_module(name)
         figures: Figures | None = application.run(self.rank, self.job, backend)
         return figures
+
+
+def _of(job: Job, ways: Sequence[str]) -> list[str]:
+    return [way for way in WAYS if way in {*ways, *job.more_ways}]
+
+
+def _without_shared_memory() -> None:
+    """Make TENSORPIPE use sockets in this process, whose program passes no options."""
+    import torch.distributed.rpc as rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
+    rpc.init_rpc = functools.partial(rpc.init_rpc, rpc_backend_options=options)
 
 
 def _first(workers: Sequence[Worker]) -> Figures:
@@ -146,7 +161,7 @@ def _run(application: Application, job: Job, ways: Sequence[str], progress: Any)
                     figures = run_once(application, replace(job, seed=number), way)
                     result.rounds[way].append(figures)
                 except WorkerFailed as failure:
-                    result.failures[way] = str(failure)
+                    result.failures[way] = " ".join(str(failure).split())
                     progress.write(f"{application.name} {job.name}: {failure}")
             progress.update()
     return result

@@ -16,7 +16,7 @@ from benchmarks.applications import APPLICATIONS, lines, report
 from benchmarks.applications.__main__ import main
 from benchmarks.applications.a3c import model as a3c
 from benchmarks.applications.dlrm import model as dlrm
-from benchmarks.applications.interface import WAYS, Job
+from benchmarks.applications.interface import DEFAULT_WAYS, SOCKETS_ONLY, Job
 from benchmarks.applications.runner import run, run_once, why_not
 
 needs_gymnasium = pytest.mark.skipif(
@@ -47,7 +47,7 @@ def skip_unless_possible(way: str, application: str) -> None:
 
 
 @needs_gymnasium
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DEFAULT_WAYS)
 def test_a3c_computes_what_one_process_computes(way: str) -> None:
     skip_unless_possible(way, "a3c")
     job = job_of("a3c", "cartpole-one")
@@ -61,7 +61,7 @@ def test_a3c_computes_what_one_process_computes(way: str) -> None:
 
 
 @needs_flights
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DEFAULT_WAYS)
 def test_dlrm_computes_what_one_process_computes(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,11 +123,13 @@ def test_what_cannot_run_says_so_and_the_others_go_on() -> None:
         replace(good, game="NoSuchGame-v0", title="fails"),
         good,
     ]
+    jobs[-1] = replace(good, more_ways=(SOCKETS_ONLY,))
     results = {one.job.title: one for one in run([(application, jobs)], ["ucx"])}
     assert "no_such_package must be installed" in results["a package"].skips["ucx"]
     assert "2 processes need" in results["memory"].skips["ucx"]
     assert "NoSuchGame" in results["fails"].failures["ucx"]
-    assert not results["good"].failures and len(results["good"].rounds["ucx"]) == 1
+    assert not results["good"].failures
+    assert [len(results["good"].rounds[way]) for way in ("ucx", SOCKETS_ONLY)] == [1, 1]
     stored = [record for one in results.values() for record in report.of_result(one)]
     sentences = report.missing(stored)
     assert len(sentences) == 3 and "no_such_package" in sentences[0]

@@ -60,7 +60,9 @@ class Atari:
 
     def __init__(self, name: str, seed: int) -> None:
         gymnasium: Any = importlib.import_module("gymnasium")
-        gymnasium.register_envs(importlib.import_module("ale_py"))
+        ale_py: Any = importlib.import_module("ale_py")
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # or it greets
+        gymnasium.register_envs(ale_py)
         self.game = gymnasium.make(name, obs_type="grayscale", frameskip=FRAMES_A_STEP)
         self.actions = int(self.game.action_space.n)
         self.pictures: deque[Tensor] = deque(maxlen=_PICTURES)
