@@ -63,8 +63,8 @@ bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 # The applications of the paper "PyTorch RPC" beside TENSORPIPE and gRPC; then docs/evaluation.md is
 # written from it. Some only: make paper PAPER="a3c --small".
 paper: $(PAPER_VENV)/.stamp
-	$(PAPER_VENV)/bin/python -m benchmarks.applications --out evaluation.jsonl $(PAPER)
-	$(PAPER_VENV)/bin/python -m benchmarks.applications report evaluation.jsonl
+	$(PAPER_VENV)/bin/python -m benchmarks.applications --out evaluation.jsonl $(PAPER); status=$$?; \
+	  $(PAPER_VENV)/bin/python -m benchmarks.applications report evaluation.jsonl && exit $$status
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build

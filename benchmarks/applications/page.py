@@ -63,15 +63,13 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, Sequence[st
     text = [_NOTE, "", _HEAD]
     for machine in of_type(stored, "machine"):
         text += [_machine(machine), ""]
-    for count in of_type(stored, "lines"):
-        application = APPLICATIONS[count["application"]]
+    for name, count in report.counts(stored).items():
+        application = APPLICATIONS[name]
         text += [f"## {application.title}", "", application.remarks, ""]
-        text += _markdown(
-            report.head(stored, application.name), report.rows(stored, application.name)
-        )
+        text += _markdown(report.head(stored, name), report.rows(stored, name))
         text += [
-            f"\n![{application.title}: each way, over the cases](evaluation/{name})"
-            for name in pictures.get(application.name, ())
+            f"\n![{application.title}: each way, over the cases](evaluation/{file})"
+            for file in pictures.get(name, ())
         ]
         text += ["", _LINES, *_counted(count)]
         text.append("")

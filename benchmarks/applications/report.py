@@ -89,6 +89,11 @@ def cell(result: Mapping[str, Any]) -> str:
     return value(result["median"], result["unit"])
 
 
+def counts(stored: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the record of the lines of each application; of several runs the last."""
+    return {one["application"]: one for one in of_type(stored, "lines")}
+
+
 def missing(stored: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each reason why figures are missing."""
     found: dict[str, list[str]] = {}
@@ -102,8 +107,7 @@ def missing(stored: Sequence[Mapping[str, Any]]) -> list[str]:
 def table(stored: Sequence[Mapping[str, Any]], applications: Mapping[str, Application]) -> str:
     """Return the tables of a run: figures, lines of communication, what is missing and why."""
     text = []
-    for count in of_type(stored, "lines"):
-        name = count["application"]
+    for name, count in counts(stored).items():
         text += [applications[name].title, _line(head(stored, name))]
         text += [_line(row) for row in rows(stored, name)]
         text += ["", lines.text(count["found"], count["paper"]), ""]
