@@ -53,7 +53,7 @@ def run(
 
 def why_not(application: Application, job: Job, way: str) -> str:
     """Return why a job cannot run in a way here, in a sentence; empty if it can."""
-    missing = [name for name in job.packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in job.packages if not is_installed(name)]
     if missing:
         return f"{' and '.join(missing)} must be installed (make paper does so)"
     needed = job.memory * job.processes
@@ -67,6 +67,10 @@ def why_not(application: Application, job: Job, way: str) -> str:
 
         return str(torch_rpc_ext.info()["ucx"].get("error", ""))
     return ""
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def run_once(application: Application, job: Job, way: str) -> Figures:
@@ -168,7 +172,7 @@ def _run(application: Application, job: Job, ways: Sequence[str], progress: Any)
 
 
 def _why_no_grpc(application: Application) -> str:
-    if importlib.util.find_spec("grpc") is None:
+    if not is_installed("grpc"):
         return "grpcio must be installed (make paper does so)"
     try:
         generate(application.name)

@@ -117,7 +117,7 @@ def _full() -> Iterator[Job]:
         processes=5,
         rounds=3,
         updates=20_000,
-        seconds=120,
+        seconds=180,
         solved=_SOLVED,
         rate=2e-3,
         steps=20,

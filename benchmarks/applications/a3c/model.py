@@ -36,7 +36,7 @@ class A3cJob(Job):
         seconds: the run ends after so many as well.
         solved: mean reward of the last 100 episodes with which the run ends.
         steps: that an actor plays for an update.
-        rate: of learning.
+        rate: of learning; it falls to zero over the updates, as in A3C's paper.
         wait: s that an actor waits instead of playing, once it has played for its first update.
     """
 
@@ -121,6 +121,8 @@ class Learner:
                 return False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.job.rate * (1 - self.updates / self.job.updates)
             self.optimizer.step()
             self.updates += 1
             if self.updates == self._uncounted():
