@@ -29,9 +29,12 @@ the network is that of the A3C paper (Mnih et al., 2016), which goes each way as
 
 What differs from the paper: the game, which the paper does not name; all processes are on one host,
 with fewer cores than actors. So the delays of actors that play are mostly those of waiting for a
-core. In the last case the actors wait 50 ms instead of playing, as if each had a core of its own
-elsewhere: that is the delay of the communication and of the learner. gRPC sends the bytes of
-tensors, without pickle, through a Unix socket, so it is faster here than a program that pickles.
+core. And an actor does one thing after the other: where the fetch is short, more actors are at the
+update at once, and wait there for each other and for cores. So fetch and update are to be looked at
+together, and with them frames per second. In the last case the actors wait 50 ms instead of
+playing, as if each had a core of its own elsewhere: that is the delay of the communication and of
+the learner. gRPC sends the bytes of tensors, without pickle, through a Unix socket, so it is faster
+here than a program that pickles.
 
 In the paper CPU RPC lost to gRPC in updates by 15 actors. A cause of it: in each process on
 TENSORPIPE a thread, TP_SHM_reactor, polls shared memory without ever sleeping ("An idle process",
@@ -51,6 +54,7 @@ class A3c(Application):
     metrics = {
         "fetch": Metric("fetch of the global network"),
         "update": Metric("update of the global network"),
+        "wait": Metric("fetch and update together"),
         "lock": Metric("of it: waiting for other updates"),
         "step": Metric("of it: the optimizer's step"),
         "way": Metric("of it: the way there and back, mean"),
@@ -72,7 +76,7 @@ class A3c(Application):
         assert isinstance(job, A3cJob)
         if job.name.startswith("cartpole"):
             return ("reward", "steps", "seconds", "fetch", "update")
-        rest = ("fetch", "update", "lock", "step", "way", "cpu")
+        rest = ("fetch", "update", "lock", "step", "way", "wait", "cpu")
         return rest if job.wait else ("bytes", "frames", *rest)
 
     def paper(self, job: Job, metric: str) -> str:

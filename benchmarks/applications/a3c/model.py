@@ -161,6 +161,11 @@ class Learner:
         return {
             **found,
             **self.spent,
+            "wait": [
+                sum(both)
+                for report in reports
+                for both in zip(report["fetch"], report["update"], strict=True)
+            ],
             "way": [mean["update"] - mean["lock"] - mean["step"]],
             "frames": [frames * rate],
             "bytes": [float(sum(one.numel() * one.itemsize for one in self.parameters))],
