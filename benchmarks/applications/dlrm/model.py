@@ -40,15 +40,13 @@ class DlrmJob(Job):
 
     Attributes:
         trainers: how many; the server is one process more.
-        flights: the first so many are taken; None for all.
-        steps: of each trainer.
+        flights: the first so many are taken, once; None for all.
         batch: flights of a step and trainer.
         width: of a row of the tables.
     """
 
     trainers: int = 1
     flights: int | None = None
-    steps: int = 300
     batch: int = 512
     width: int = 64
 
@@ -136,12 +134,16 @@ def train(look_up: LookUp, update: Update, job: DlrmJob, number: int) -> Figures
     torch.manual_seed(job.seed)
     dense = DistributedDataParallel(Dense(job.width))
     optimizer = torch.optim.Adam(dense.parameters(), lr=_DENSE_RATE)
-    order = torch.Generator().manual_seed(1000 * job.seed + number)
+    # One pass: every trainer has as many batches as the others, for DDP waits for all.
+    generator = torch.Generator().manual_seed(job.seed)
+    order = torch.randperm(len(trained.late), generator=generator)
+    steps = len(order) // (job.batch * job.trainers)
+    batches = order[: steps * job.batch * job.trainers].view(steps, job.trainers, job.batch)
     times: Figures = {"look_up": [], "update": []}
     dist.barrier()
     begin = time.perf_counter()
-    for _ in range(job.steps):
-        batch = trained.of(torch.randint(len(trained.late), (job.batch,), generator=order))
+    for chosen in batches[:, number - 1]:
+        batch = trained.of(chosen)
         vectors = _timed(times["look_up"], look_up, batch.rows).requires_grad_()
         loss = functional.binary_cross_entropy_with_logits(
             dense(batch.numbers, vectors), batch.late
@@ -151,7 +153,7 @@ def train(look_up: LookUp, update: Update, job: DlrmJob, number: int) -> Figures
         assert vectors.grad is not None
         _timed(times["update"], update, batch.rows, vectors.grad / job.trainers)
         optimizer.step()
-    samples = job.steps * job.batch / (time.perf_counter() - begin)
+    samples = steps * job.batch / (time.perf_counter() - begin)
     dist.barrier()  # so that no table changes any more
     found = [auc(look_up, dense.module, held_out)] if number == 1 else []
     dist.barrier()
