@@ -36,13 +36,13 @@ playing, as if each had a core of its own elsewhere: that is the delay of the co
 the learner. gRPC sends the bytes of tensors, without pickle, through a Unix socket, so it is faster
 here than a program that pickles.
 
-In the paper CPU RPC lost to gRPC in updates by 15 actors. A cause of it: in each process on
-TENSORPIPE a thread, TP_SHM_reactor, polls shared memory without ever sleeping ("An idle process",
-below, has what it takes), and with more processes than cores these threads take the time of those
-that play and update. The column "tensorpipe, sockets" is TENSORPIPE told to leave shared memory
-alone (`_transports=["uv"]`): that thread is gone. gRPC and UCX sleep while nothing comes. That the
-same happened in the paper is an inference: there the update by CPU RPC takes ten times as long with
-more than 7 actors as with up to 7.
+In the paper CPU RPC lost to gRPC in updates by 15 actors. What may be a part of it: in each process
+on TENSORPIPE a thread, TP_SHM_reactor, polls shared memory while nothing comes ("An idle process",
+below, has what it takes), and with more processes than cores these threads compete with those that
+play and update. UCX has no such thread. The column "tensorpipe, sockets" is TENSORPIPE told to
+leave shared memory alone (`_transports=["uv"]`): that thread is gone. Where that column is not
+better throughout, the thread does not explain the delay by itself. Runs of a loaded machine differ
+in this, so the question is open until a quiet machine has answered it.
 """
 
 
