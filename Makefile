@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 BENCH_VENV := .venv-bench
+PAPER_VENV := .venv-paper
 PEERS := grpcio ray
 TORCH ?= torch==2.13.0
 # Versions, such as "2.13.0 2.14.0"; by default the torch of .venv.
@@ -22,16 +23,27 @@ FUZZ_SECONDS ?= 600
 GPU_PYTHON ?= python3
 WHEELS ?= wheels
 
-# What an extra of pyproject.toml names. Not `pip install -e ".[test]"`: that compiles everything once
-# more.
-define install_extra
+# What an extra of pyproject.toml names, into an environment. Not `pip install -e ".[test]"`: that
+# compiles everything once more.
+define install_extra_into
 $(BIN)/python -c "import tomllib; \
-  print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)']))" \
-  > $(STAMPS)/$(1).txt
-$(BIN)/python -m pip install -q -r $(STAMPS)/$(1).txt
+  print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(2)']))" \
+  > $(1)/$(2).txt
+$(1)/bin/python -m pip install -q -r $(1)/$(2).txt
 endef
 
-.PHONY: demo tutorials test test-fast bench bench-all chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
+define install_extra
+$(call install_extra_into,$(VENV),$(1))
+endef
+
+# An environment beside $(VENV) that finds what is installed there, by a .pth file.
+define new_venv
+$(BIN)/python -m venv $(1)
+$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+  > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+endef
+
+.PHONY: demo tutorials test test-fast bench bench-all paper chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
   test-gpu bench-gpu
 
 demo: $(STAMPS)/demo $(STAMPS)/build
@@ -52,6 +64,12 @@ bench: $(STAMPS)/bench $(STAMPS)/build
 bench-all: $(BENCH_VENV)/.stamp $(STAMPS)/build
 	$(BENCH_VENV)/bin/python -m benchmarks --all --out benchmarks.jsonl
 	$(BENCH_VENV)/bin/python -m benchmarks report benchmarks.jsonl
+
+# The applications of the paper "PyTorch RPC" beside TENSORPIPE and gRPC; then docs/evaluation.md is
+# written from it. Some only: make paper PAPER="a3c --small".
+paper: $(PAPER_VENV)/.stamp
+	$(PAPER_VENV)/bin/python -m benchmarks.applications --out evaluation.jsonl $(PAPER); status=$$?; \
+	  $(PAPER_VENV)/bin/python -m benchmarks.applications report evaluation.jsonl && exit $$status
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
@@ -113,7 +131,7 @@ format: $(STAMPS)/test
 	$(BIN)/clang-format -i $(CSRC) $(CTESTS)
 
 clean:
-	rm -rf build dist $(VENV) $(BENCH_VENV) .venv-wheel-* torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
+	rm -rf build dist $(VENV) $(BENCH_VENV) $(PAPER_VENV) .venv-wheel-* torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
 
 $(STAMPS)/venv:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -135,12 +153,16 @@ $(STAMPS)/bench: $(STAMPS)/build
 	$(call install_extra,bench)
 	touch $@
 
-# The peers' dependencies stay out of $(VENV); what is there is found from here, by a .pth file.
+# The peers' dependencies stay out of $(VENV).
 $(BENCH_VENV)/.stamp: $(STAMPS)/bench
-	$(BIN)/python -m venv $(BENCH_VENV)
-	$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-	  > "$$($(BENCH_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	$(call new_venv,$(BENCH_VENV))
 	$(BENCH_VENV)/bin/python -m pip install -q $(PEERS)
+	touch $@
+
+# So do those of the paper's applications.
+$(PAPER_VENV)/.stamp: $(STAMPS)/build pyproject.toml
+	$(call new_venv,$(PAPER_VENV))
+	$(call install_extra_into,$(PAPER_VENV),paper)
 	touch $@
 
 $(STAMPS)/docs: $(STAMPS)/build

@@ -10,4 +10,5 @@ chosen.
 - processes.py, group.py: the worker processes; runner.py: rounds and turns.
 - results.py: medians, ratios, targets; records.py: these as JSON lines; table.py, page.py,
   summary.py, plots.py: what people see of them, made from the records alone.
+- applications/: whole programs, those of the paper; ``python -m benchmarks.applications``.
 """

@@ -1,0 +1,1 @@
+"""DLRM: trainers look up rows of tables on a server, and send the rows' gradients back."""
