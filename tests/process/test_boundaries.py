@@ -314,11 +314,12 @@ def test_a_peer_that_dies(where: str, out_of_memory: bool) -> None:
         group[2].run(double_at, "worker0")
 
 
-def shut_down_under(where: str, out_of_memory: bool) -> None:
+def shut_down_under(where: str, out_of_memory: bool) -> bool:
+    """Whether something came by."""
     double_at("worker1")
     throw_at(where, out_of_memory)
     rpc.shutdown()
-    assert stop_throwing() == 0, f"{where}: nothing came by"
+    return stop_throwing() == 0
 
 
 def shut_down() -> None:
@@ -327,10 +328,16 @@ def shut_down() -> None:
 
 @pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
 def test_its_own_end(out_of_memory: bool) -> None:
-    with Group(2, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
-        other = group[1].start(shut_down)
-        group[0].run(shut_down_under, "closed", out_of_memory)
-        other.result()
+    """Mostly UCX has something left to send when an endpoint is closed, and says later that it has
+    closed it; else it is closed at once."""
+    for _ in range(20):
+        with Group(2, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
+            other = group[1].start(shut_down)
+            came_by = group[0].run(shut_down_under, "closed", out_of_memory)
+            other.result()
+        if came_by:
+            return
+    pytest.fail("closed: nothing came by")
 
 
 @pytest.mark.parametrize("where", ["request", "message", "completion"])
