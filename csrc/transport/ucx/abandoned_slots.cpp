@@ -59,8 +59,8 @@ constexpr uint8_t kNoMessage = 0;
 
 constexpr std::chrono::milliseconds kLookEvery{1000};
 constexpr std::chrono::milliseconds kLookAgainAfter{100}; // at a taken slot
-// A sender that lives may wait for a core, on a busy machine, while this worker
-// looks at the slot three times.
+// On a busy machine a sender that lives may have no core during so many looks
+// at its slot.
 constexpr int kLooksBeforeSearch = 3;
 // After so many looks at a slot that its sender has taken and not filled, the
 // log says so.

@@ -120,9 +120,9 @@ void UcxConnection::end() {
         }));
   }
   context_->worker().defer(base::makeTask([self] { self->deliveryEnds(); }));
-  const bool parks =
-      broke && !flushes_ && !endpointFailed_ && endpoint_ != nullptr;
-  if (!parks || !context_->park(self)) {
+  const bool parked = broke && !flushes_ && !endpointFailed_ &&
+      endpoint_ != nullptr && context_->park(self);
+  if (!parked) {
     closeEndpoint(flushes_);
   }
   if (nearness_.samePids) {
@@ -131,7 +131,7 @@ void UcxConnection::end() {
   const bool isToHear = broke && peerMayThinkItOpen_;
   const bool lives = watch_->watched() && !watch_->processEnded();
   context_->forget(localToken_, isToHear ? self : nullptr);
-  if (isToHear && (lives || parks)) {
+  if (isToHear && (lives || parked)) {
     // Its calls wait for answers that may have been lost. One of another host
     // hears of a closed endpoint from TCP.
     context_->worker().postAfter(base::makeTask([self] {
@@ -140,7 +140,7 @@ void UcxConnection::end() {
   }
   if (watch_->holds()) {
     context_->keep(watch_);
-  } else if (!parks) {
+  } else if (!parked) {
     watch_->unwatch();
   }
 }
@@ -151,8 +151,12 @@ bool UcxConnection::tellThatItBroke() {
   }
   if (endpoint_ == nullptr) {
     endpointFailed_ = false;
-    if (openEndpoint(peer_.address) || !context_->park(shared_from_this())) {
-      return false; // there is no way to the peer, or this worker ends
+    if (openEndpoint(peer_.address)) {
+      return false; // there is no way to the peer
+    }
+    if (!context_->park(shared_from_this())) {
+      closeEndpoint(/*flush=*/false); // UCX would call an object that is gone
+      return false;
     }
   }
   sendActive({.kind = FrameKind::kClose, .count = 1, .token = peer_.token}, {});

@@ -36,8 +36,8 @@ uint64_t receiveSealed(
     std::vector<base::MutableSpan> into,
     Callback callback);
 
-// How many chunks, each with a tag of its own, bring what fills `into`: one for
-// the tags of authentication, the others for the bytes.
+// How many chunks, each with a tag of UCX's, bring what fills `into` and the
+// authentication tags of that.
 uint64_t sealedChunkCount(const std::vector<base::MutableSpan>& into);
 
 } // namespace torch_rpc_ext::transport::ucx
