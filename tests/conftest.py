@@ -1,5 +1,5 @@
 """What all tests share: the header line, the report of workers' output, the pair of workers that
-many small tests use."""
+many small tests use, and two hosts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from tests.process import group as groups
+from tests.support import netns
 from tests.support.backend import backend_name
 
 
@@ -54,6 +55,16 @@ def pair(_pairs: list[groups.Group]) -> groups.Group:
             broken.close(gently=False)
         _pairs[:] = [groups.Group(2, options={"num_worker_threads": 8})]
     return _pairs[-1]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
+    """Two hosts with a cable between them; tests are skipped where there can be none."""
+    try:
+        with netns.two_hosts() as two:
+            yield two
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
 
 
 # A shell starts its background jobs with SIGINT ignored, and children inherit that: the tests of

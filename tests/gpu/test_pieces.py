@@ -48,15 +48,6 @@ def test_many_at_once(pair: Group) -> None:
     pair.run(many)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
-    try:
-        with netns.two_hosts() as two:
-            yield two
-    except netns.NotPossible as reason:
-        pytest.skip(str(reason))
-
-
 def echoes() -> float:
     """GB/s of 400 MB there and back, both ways added, the best of ten."""
     tensor = torch.arange(100_000_000, dtype=torch.int32, device="cuda:0")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,15 +27,6 @@ from tests.support import netns
 from tests.support.backend import needs_ucx, on_ucx
 
 STORE_PORT = 29_511
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
-    try:
-        with netns.two_hosts() as two:
-            yield two
-    except netns.NotPossible as reason:
-        pytest.skip(str(reason))
 
 
 Hosts = tuple[netns.Host, netns.Host]

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,6 @@ WORKER = """
         assert inodes == {"pid": 0xEFFFFFFC, "ipc": 0xEFFFFFFF}, inodes
     rpc.shutdown()
 """
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[netns.Host, netns.Host]]:
-    try:
-        with netns.two_hosts() as two:
-            yield two
-    except netns.NotPossible as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")
