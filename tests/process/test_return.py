@@ -14,13 +14,11 @@ from torch.distributed import autograd, rpc
 from tests.process import functions as f
 from tests.process.group import Group, Worker
 from tests.process.test_death import check_alive
-from tests.process.test_network import Hosts, hosts
 from tests.support import netns
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import _state
 
 pytestmark = needs_ucx("takes no worker back")
-__all__ = ["hosts"]  # a fixture
 
 QUICK = 5.0  # s; the calls themselves would wait for 20
 
@@ -308,7 +306,9 @@ def finds_its_place_taken() -> None:
             return
 
 
-def test_on_another_host_the_others_say_whether_the_former_lives(hosts: Hosts) -> None:
+def test_on_another_host_the_others_say_whether_the_former_lives(
+    hosts: tuple[netns.Host, netns.Host],
+) -> None:
     from torch_rpc_ext.errors import RefusedError
 
     options = {"keepalive": 1.0, "interface": "eth0"}

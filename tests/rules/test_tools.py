@@ -21,6 +21,11 @@ def run(tool: str, *arguments: str) -> None:
     )
 
 
+def test_every_test_module_can_be_imported() -> None:
+    """Now, and not after the minutes that the parts before that module take."""
+    run("pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests")
+
+
 def test_mypy_strict_on_the_package() -> None:
     run("mypy", "--strict", "torch_rpc_ext", "scripting")
 
