@@ -15,7 +15,7 @@ from benchmarks.backends import BACKENDS, BASELINE, GPU_BASELINE, GPU_SUBJECT, S
 from benchmarks.cases import CASES
 from benchmarks.cases.interface import Case
 from benchmarks.records import Record
-from benchmarks.runner import Contender, Runner
+from benchmarks.runner import PASSES, Contender, Runner
 from tests.support.gpu import NO_GPU, why_no_gpu
 
 _QUICK_ROUNDS = 3
@@ -60,14 +60,22 @@ def compare(arguments: Sequence[str]) -> int:
     """Measure the working tree beside another revision; returns the exit status."""
     parser = _parser("compare", "The working tree, as it is built, against another revision.")
     parser.add_argument("revision", help="as git names it")
+    parser.add_argument(
+        "--passes",
+        type=int,
+        default=PASSES,
+        help="new processes so many times; each has as many rounds as a pass of a case has",
+    )
     given = _parse(parser, arguments)
+    if given.passes < 1:
+        parser.error(f"--passes must be 1 or more, got {given.passes}")
     chosen = _choose(parser, given.cases, long=False)
     with trees.built(given.revision) as other, trees.working() as ours:
         contenders = [
             Contender("working tree", SUBJECT, ours),
             Contender(given.revision, SUBJECT, other),
         ]
-        return _run(given, chosen, contenders, contenders[0].name, [], targets=False)
+        return _run(given, chosen, contenders, contenders[0].name, [], passes=given.passes)
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -147,16 +155,21 @@ def _run(
     subject: str,
     skips: list[Record],
     *,
-    targets: bool = True,
+    passes: int | None = None,
 ) -> int:
+    """Measure and print; with passes, the contenders are revisions, in new processes for each."""
     for note in table.missing(skips):  # now, for one may want to install it
         print(note, file=sys.stderr)
     described: dict[str, Any] = {"type": "machine", **machine.describe(), "subject": subject}
     others, start = machine.Others(), time.monotonic()
     found: list[Record] = [described, *skips]
-    with Runner(contenders) as runner:
-        for result in runner.run([(case, _rounds(case, given)) for case in chosen]):
-            found.extend(records.of_result(result, subject, targets=targets))
+    revisions = passes is not None
+    count = passes or PASSES
+    # As many rounds in each process, however many passes.
+    todo = [(case, -(-_rounds(case, given) * count // PASSES)) for case in chosen]
+    with Runner(contenders, passes=count, renew=revisions) as runner:
+        for result in runner.run(todo):
+            found.extend(records.of_result(result, subject, revisions=revisions))
             if given.out is not None:  # what there is, should the run not come to its end
                 records.write(given.out, found)
     described["seconds"] = round(time.monotonic() - start, 1)

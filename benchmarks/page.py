@@ -23,12 +23,15 @@ make bench-all    # also gRPC and Ray, and what takes long; then writes this pag
 .venv/bin/python -m benchmarks compare HEAD~1 --cases builtin python-4m
 ```
 
+`compare` makes new processes for each pass, because one process differs from the next by up to 30 %, and
+says between what each ratio lies; `--passes 30` narrows that.
+
 `python -m benchmarks report FILE` makes this page and the plots from the figures of any run.
 """
 _HOW = """\
 All back ends of a run are alive at once and take turns, round by round, each round in another
 order; a first round that connects and allocates is not counted. The rounds of a case come in up to
-five parts, with those of others in between. **better** is how many times better
+ten parts, with those of others in between. **better** is how many times better
 {subject} is than that row: the ratio of the two medians of a round, and the median of the rounds'
 ratios. Times of a busy machine go up and down together, ratios much less. **cpu/call** is the CPU
 time of all processes for one call, **cpu** how many times less of it {subject} takes. p95 and p99

@@ -48,11 +48,11 @@ class Worker:
         tree: Path | None = None,
     ) -> None:
         self.name, self._inside = name, host is not None
+        serve: Callable[[Connection], None]
         serve = functools.partial(_serve, make=make, arguments=arguments)
-        if tree is not None:
-            self.process, self.pipe = _fresh(serve, tree)
-        else:
-            self.process, self.pipe = _forked(serve, host)
+        if host is not None:
+            serve = functools.partial(enter_and_run, host.holder, serve)
+        self.process, self.pipe = _forked(serve) if tree is None else _fresh(serve, tree)
         pid = self.process.pid
         assert pid is not None
         self._pid = pid
@@ -141,17 +141,12 @@ class _Fresh:
             self.process.wait(timeout)
 
 
-def _forked(serve: Callable[[Connection], None], host: Host | None) -> tuple[_Process, Connection]:
+def _forked(serve: Callable[[Connection], None]) -> tuple[_Process, Connection]:
     context = multiprocessing.get_context("forkserver")
     # Installed packages only: the fork server does not have our sys.path.
     context.set_forkserver_preload(["torch.distributed.rpc", "torch_rpc_ext.options"])
     ours, theirs = context.Pipe()
-    if host is None:
-        process = context.Process(target=serve, args=(theirs,), daemon=True)
-    else:
-        process = context.Process(
-            target=enter_and_run, args=(host.holder, serve, theirs), daemon=True
-        )
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours

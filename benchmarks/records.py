@@ -17,13 +17,14 @@ from benchmarks.results import CaseResult, median, reaches
 Record = dict[str, Any]
 
 
-def of_result(result: CaseResult, subject: str, *, targets: bool = True) -> Iterator[Record]:
+def of_result(result: CaseResult, subject: str, *, revisions: bool = False) -> Iterator[Record]:
     """Yield the records of a case.
 
     Args:
         result: what it gave.
         subject: the contender whose ratios against all others are taken.
-        targets: say what is met.
+        revisions: the contenders are two revisions of one program, in new processes for each pass:
+            between what the ratio lies is said, and not which targets are met.
     """
     name = result.case.name
     for index, (key, metric) in enumerate(result.case.metrics.items()):
@@ -42,8 +43,9 @@ def of_result(result: CaseResult, subject: str, *, targets: bool = True) -> Iter
                     "median": median(ratios),
                     "cpu": median(cpu),
                     "rounds": [_rounded(ratio) for ratio in ratios],
+                    "interval": result.interval(key, subject, other) if revisions else None,
                 }
-        for target in metric.targets if targets else ():
+        for target in () if revisions else metric.targets:
             yield _target(result, key, metric, target, subject)
     for backend, why in result.failures.items():
         yield {"type": "failure", "case": name, "backend": backend, "why": why}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,15 +65,35 @@ class CaseResult:
         Both have run one right after the other in a round, so that what a busy machine does to
         one it does to the other.
         """
+        return [ratio for _, ratio in self._ratios(metric, subject, baseline)]
+
+    def interval(self, metric: str, subject: str, baseline: str) -> tuple[float, float] | None:
+        """Return between what the ratio lies with a confidence of at least 95 %, if each pass had
+        processes of its own; None where there are too few passes to say.
+
+        By order statistics of the passes' medians: no distribution is assumed.
+        """
+        passes: defaultdict[int, list[float]] = defaultdict(list)
+        for passing, ratio in self._ratios(metric, subject, baseline):
+            passes[passing].append(ratio)
+        medians = sorted(float(np.median(ratios)) for ratios in passes.values())
+        count = len(medians)
+        outside = 0.0  # probability that the median is below the lowest so many, or above as many
+        for cut in range(count // 2):
+            outside += 2 * math.comb(count, cut) / 2**count
+            if outside > 0.05:
+                return (medians[cut - 1], medians[-cut]) if cut > 0 else None
+        return None
+
+    def _ratios(self, metric: str, subject: str, baseline: str) -> Iterator[tuple[int, float]]:
         found = self.case.metrics[metric]
-        pairs = zip(self.rounds.get(subject, ()), self.rounds.get(baseline, ()), strict=False)
-        ratios = []
-        for ours, theirs in pairs:
+        for ours, theirs in zip(
+            self.rounds.get(subject, ()), self.rounds.get(baseline, ()), strict=False
+        ):
             one = _of_round(found, ours.figures[metric])
             other = _of_round(found, theirs.figures[metric])
             if one > 0 and other > 0:
-                ratios.append(one / other if found.more_is_better else other / one)
-        return ratios
+                yield ours.passing, one / other if found.more_is_better else other / one
 
     def cpu_ratios(self, subject: str, baseline: str) -> list[float]:
         """Return how many times less CPU the subject needs, round by round."""

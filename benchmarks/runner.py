@@ -8,7 +8,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -33,7 +33,7 @@ _LONG = 0.5
 # share its cores. Spread over so many passes, less than half of a case's rounds meet that. The
 # rounds of one pass are alike: it counts as one sample, however many they are. Where their number
 # is a multiple of it, all passes weigh the same.
-_PASSES = 10
+PASSES = 10
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,17 @@ class Runner:
 
     Args:
         contenders: in the order of their turns.
+        passes: over how many the rounds of a case are spread.
+        renew: make new processes for each pass. One process of the same program differs from the
+            next by up to 30 % (where its memory and its threads happen to be), which more rounds
+            in the same process cannot even out.
     """
 
-    def __init__(self, contenders: Sequence[Contender]) -> None:
+    def __init__(
+        self, contenders: Sequence[Contender], *, passes: int = PASSES, renew: bool = False
+    ) -> None:
         self.contenders = list(contenders)
+        self._passes, self._renew = passes, renew
         self._groups: dict[_Key, Group] = {}
         self._hosts: tuple[netns.Host, netns.Host] | None = None
         self._stack = contextlib.ExitStack()  # keeps the hosts
@@ -95,7 +102,7 @@ class Runner:
 
     def run(self, cases: Sequence[tuple[Case, int]]) -> Iterator[CaseResult]:
         """Run cases, each with a number of rounds; yields each result when it is there."""
-        total = sum(_turns(case, part) for case, rounds in cases for part in _parts(rounds))
+        total = sum(_turns(case, part) for case, rounds in cases for part in self._parts(rounds))
         bar = tqdm(
             total=total * len(self.contenders),
             disable=not sys.stderr.isatty(),
@@ -107,10 +114,12 @@ class Runner:
             for _, neighbours in itertools.groupby(cases, key=lambda entry: _alike(entry[0])):
                 stretch = list(neighbours)
                 results = [self._prepare(case) for case, _ in stretch]
-                for number in range(_PASSES):
+                for number in range(self._passes):
                     for result, (case, rounds) in zip(results, stretch, strict=True):
                         bar.set_description(case.name)
-                        self._run(result, _parts(rounds)[number], bar)
+                        self._run(result, number, self._parts(rounds)[number], bar)
+                    if self._renew:
+                        self._leave_unneeded([])
                 yield from results
                 del later[: len(stretch)]
                 self._leave_unneeded([case for case, _ in later])
@@ -123,7 +132,12 @@ class Runner:
                 result.skips[contender.name] = why
         return result
 
-    def _run(self, result: CaseResult, rounds: int, bar: tqdm) -> None:
+    def _parts(self, rounds: int) -> list[int]:
+        """Return how many of a case's rounds each pass has."""
+        ends = [rounds * number // self._passes for number in range(self._passes + 1)]
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    def _run(self, result: CaseResult, passing: int, rounds: int, bar: tqdm) -> None:
         """Run a case's rounds of a pass."""
         if rounds > 0:
             self._shape(result)
@@ -138,7 +152,7 @@ class Runner:
                 if out or _sits_out(result, one.name, counts=counts):
                     continue
                 start = time.monotonic()
-                self._turn(result, one, counts=counts)
+                self._turn(result, one, passing if counts else None)
                 result.turns[one.name].append(time.monotonic() - start)
 
     def _shape(self, result: CaseResult) -> None:
@@ -153,7 +167,7 @@ class Runner:
             for contender in self.contenders:
                 result.skips.setdefault(contender.name, str(reason))
 
-    def _turn(self, result: CaseResult, contender: Contender, *, counts: bool) -> None:
+    def _turn(self, result: CaseResult, contender: Contender, passing: int | None) -> None:
         case, key = result.case, _key(result.case, contender)
         try:
             if case.alone:
@@ -167,8 +181,8 @@ class Runner:
             if broken is not None:
                 broken.close()
             return
-        if counts:
-            result.rounds[contender.name].append(one)
+        if passing is not None:
+            result.rounds[contender.name].append(replace(one, passing=passing))
 
     def _group(self, key: _Key, contender: Contender) -> Group:
         if key not in self._groups:
@@ -191,12 +205,6 @@ class Runner:
         except WorkerFailed as failure:
             # All figures are there already; that it cannot leave in peace is still news.
             print(f"{key.contender} at its end: {failure}", file=sys.stderr)
-
-
-def _parts(rounds: int) -> list[int]:
-    """Return how many of a case's rounds each pass has."""
-    ends = [rounds * number // _PASSES for number in range(_PASSES + 1)]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def _alike(case: Case) -> tuple[bool, int, bool]:

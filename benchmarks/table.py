@@ -19,6 +19,12 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         if record["type"] == "failure":
             lines.append(f"{record['case']}: {record['backend']} failed: {record['why']}")
+        elif record["type"] == "ratio" and record.get("interval"):
+            low, high = record["interval"]
+            lines.append(
+                f"{record['case']} ({record['metric']}): {times(record['median'])}, and with 95 % "
+                f"between {times(low)} and {times(high)}"
+            )
     lines.extend(missing(records))
     targets = target_rows(records)
     if targets:

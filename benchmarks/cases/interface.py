@@ -59,10 +59,12 @@ class Round:
     Attributes:
         figures: by metric.
         cpu: CPU time of all workers per call, s; None where a call's share cannot be told.
+        passing: number of the pass that it belongs to.
     """
 
     figures: Figures
     cpu: float | None
+    passing: int = 0
 
 
 class Case(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from benchmarks import trees
 from benchmarks.backends.interface import Place
 from benchmarks.backends.limit import Limit
 from benchmarks.cases import CASES
+from benchmarks.group import Group
 from benchmarks.results import CaseResult
 from benchmarks.runner import Contender, Runner
+from tests.support import netns
 
 # Each checks its answers; empty, inline, large and changed in place, many, asynchronous, threads.
 _CASES = ["empty", "builtin", "python-4m", "python-ops-4m", "many-tensors", "flood-builtin"]
@@ -71,3 +74,14 @@ def test_torch_backends_side_by_side() -> None:
 def test_workers_of_another_tree() -> None:
     with trees.working() as tree:
         check(run([Contender("here", "ucx", tree)], "python"))
+
+
+def test_workers_of_another_tree_on_two_hosts(
+    hosts: tuple[netns.Host, netns.Host],
+) -> None:
+    with trees.working() as tree, Group("ucx", hosts=hosts, tree=tree) as group:
+        before = group.cpu_seconds()
+        group.run_on([0], "call_all")
+        assert group.cpu_seconds() > before  # of the processes in there, not of what started them
+        places = {os.readlink(f"/proc/{worker.pid}/ns/net") for worker in group.workers}
+    assert len(places) == 2 and os.readlink("/proc/self/ns/net") not in places

@@ -24,6 +24,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
+_CLONE_FS = 0x200  # of <sched.h>
 # Mounts a /dev/shm of its own, and a /sys, where UCX looks for interfaces; brings up loopback, and
 # reaps whatever is left to it.
 _HOLDER = """
@@ -193,6 +194,8 @@ def enter_and_run(holder: int, fn: Callable[..., Any], pipe: Connection) -> None
     """In a fresh child: move into a host and run ``fn(pipe)`` there, in a process that dies with
     this one."""
     libc = ctypes.CDLL(None, use_errno=True)
+    # A thread that shares its root with others, such as those of a BLAS, cannot move to another.
+    libc.unshare(_CLONE_FS)
     namespaces = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
     for kind, namespace in zip(_KINDS, namespaces, strict=True):
         if libc.setns(namespace, 0) != 0:

@@ -242,6 +242,41 @@ def test_the_rounds_of_a_case_are_spread_over_those_of_its_neighbours(rounds: in
     assert len(set(begins)) == min(rounds, 2)
 
 
+def passes(ratios: list[float], rounds: int) -> CaseResult:
+    """Return a result in which each pass of some rounds has one ratio."""
+    pairs = [(passing, ratio) for passing, ratio in enumerate(ratios) for _ in range(rounds)]
+    ours = [Round({"time": [1.0]}, cpu=None, passing=passing) for passing, _ in pairs]
+    theirs = [Round({"time": [ratio]}, cpu=None, passing=passing) for passing, ratio in pairs]
+    case = Fixed(Metric("t"), {})
+    return CaseResult(case, rounds={"new": ours, "old": theirs})
+
+
+def test_the_ratio_of_two_revisions_lies_in_an_interval() -> None:
+    # Of 10 samples, the second lowest and second highest; of 6, all; of 5, nothing can be said.
+    ten = passes([1.0 + number / 10 for number in range(10)], rounds=4)
+    assert ten.interval("time", "new", "old") == pytest.approx((1.1, 1.8))
+    assert passes([1.0, 1.1, 1.2, 1.3, 1.4, 1.5], 9).interval("time", "new", "old") == (1.0, 1.5)
+    assert passes([1.0] * 5, rounds=100).interval("time", "new", "old") is None
+    found = list(records.of_result(ten, "new", revisions=True))
+    assert "fixed (time): 1.45x, and with 95 % between 1.10x and 1.80x" in table.table(
+        [MACHINE, *found]
+    )
+    assert not records.of_type(found, "target")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_two_revisions_have_new_processes_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(Group, "__enter__", lambda self: begun.append(self.backend) or self)
+    cases = [(Noted(name, []), 6) for name in "ab"]
+    both = [Contender("new", "ucx"), Contender("old", "limit")]
+    with Runner(both, passes=3, renew=True) as runner:
+        found = list(runner.run(cases))
+    assert sorted(begun) == ["limit"] * 3 + ["ucx"] * 3
+    for result in found:
+        assert [one.passing for one in result.rounds["new"]] == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_cases_between_hosts_have_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else a pass takes longer than receivers keep their buffers.
