@@ -23,8 +23,8 @@ make bench-all    # also gRPC and Ray, and what takes long; then writes this pag
 .venv/bin/python -m benchmarks compare HEAD~1 --cases builtin python-4m
 ```
 
-`compare` makes new processes for each pass, because one process differs from the next by up to 30 %, and
-says between what each ratio lies; `--passes 30` narrows that.
+`compare` makes new processes for each pass, because one process differs from the next by up to
+30 %, and says between what each ratio lies; `--passes 30` narrows that.
 
 `python -m benchmarks report FILE` makes this page and the plots from the figures of any run.
 """
