@@ -79,6 +79,11 @@ SOURCES = (
     ),
     _Source("agent.queued_requests", "queued_requests", "Requests that wait for a thread."),
     _Source(
+        "agent.queued_frame_bytes",
+        "queued_frame_bytes",
+        "What those take that no thread serves yet, but for their large tensors.",
+    ),
+    _Source(
         "agent.receive_held_bytes",
         "receive_held_bytes",
         "Tensors of requests that are received, or on their way, and that no thread serves yet.",
@@ -97,7 +102,7 @@ SOURCES = (
     _counter(
         "agent.calls_not_begun",
         "calls_not_begun",
-        "Requests of others that it has not begun, because their callers had given up.",
+        "Requests of others that it has not begun: their callers had given up, or too many waited.",
     ),
     _counter("agent.calls_failed", "calls_failed", "Own calls that ended with an error."),
     _counter("agent.calls_timed_out", "calls_timed_out", "Of these, those by time-out."),

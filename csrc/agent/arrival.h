@@ -2,6 +2,7 @@
 
 #include "agent/admission.h"
 #include "agent/codec.h"
+#include "agent/queued_frames.h"
 #include "agent/ucx_agent.h"
 #include "transport/transport.h"
 
@@ -18,6 +19,7 @@ struct UcxAgent::Arrival {
   std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
   device::Streams streams; // for its devices, once chosen
   Admission::Room room; // of a request with bulk, until it is served
+  QueuedFrames::Held frame; // of a request, until it is served
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
   // Of a request: from here on its caller does not wait.
@@ -33,14 +35,17 @@ struct UcxAgent::Arrival {
   bool isRequest() const {
     return header().kind != wire::CallKind::kResponse;
   }
-  // A request whose tensors nobody needs: its caller has given up. Others may
-  // wait for the value of an RRef, or of a call within another message.
-  bool isForNobody() const {
+  // A request that nobody but its caller waits for. Others may wait for the
+  // value of an RRef, or of a call within another message.
+  bool isForItsCaller() const {
     const auto type = static_cast<rpc::MessageType>(header().messageType);
     return isRequest() &&
         (type == rpc::MessageType::PYTHON_CALL ||
-         type == rpc::MessageType::SCRIPT_CALL) &&
-        givenUp(PendingCall::Clock::now());
+         type == rpc::MessageType::SCRIPT_CALL);
+  }
+  // A request whose tensors nobody needs: its caller has given up.
+  bool isForNobody() const {
+    return isForItsCaller() && givenUp(PendingCall::Clock::now());
   }
   // Of a request: nobody waits for its answer any more.
   bool givenUp(PendingCall::Clock::time_point now) const {

@@ -46,6 +46,7 @@ UcxAgent::UcxAgent(
           }),
       load_(options_.maxCallsInFlight, options_.maxBytesInFlight),
       admission_(options_.receiveBudgetBytes),
+      queuedFrames_(options_.receiveBudgetBytes),
       ipc_(std::make_shared<device::Ipc>(options_.useCudaIpc, ipcLinks())),
       trimTimer_(executor_.poller(), [this] { trim(); }) {
   executor_.setAfterTask(restoreThreadState);

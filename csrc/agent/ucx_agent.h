@@ -16,6 +16,7 @@
 #include "agent/membership.h"
 #include "agent/peers.h"
 #include "agent/pending_calls.h"
+#include "agent/queued_frames.h"
 #include "agent/running_requests.h"
 #include "agent/worker_events.h"
 #include "memory/buffer_cache.h"
@@ -256,6 +257,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void release(const Membership::MemberPtr& worker, bool died);
 
   // Has the bulk of a request fetched when there is room for it.
+  // Answers that too many wait already.
+  void refuse(const Arrival& arrival);
   void fetchWhenAdmitted(std::shared_ptr<Arrival> arrival, uint64_t bytes);
   void fetchBulk(std::shared_ptr<Arrival> arrival);
   void dispatch(std::shared_ptr<Arrival> arrival);
@@ -389,6 +392,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   PendingCalls pending_;
   LoadLimits load_;
   Admission admission_;
+  QueuedFrames queuedFrames_;
   RunningRequests runningRequests_;
   LostCallers callers_;
   WorkerEvents events_;

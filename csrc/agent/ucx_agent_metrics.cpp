@@ -36,6 +36,7 @@ std::unordered_map<std::string, std::string> UcxAgent::getMetrics() {
       {"agent.receive_waiting_requests",
        std::to_string(received.waitingRequests)},
       {"agent.receive_waiting_bytes", std::to_string(received.waitingBytes)},
+      {"agent.queued_frame_bytes", std::to_string(queuedFrames_.bytes())},
       {"agent.pending_calls", std::to_string(pending_.size())},
       {"agent.peers", std::to_string(peers_.size())},
       {"agent.calls_held_back", std::to_string(load_.heldBack())},

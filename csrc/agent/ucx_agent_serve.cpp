@@ -174,6 +174,14 @@ void UcxAgent::onFrame(
     arrival->deadline =
         PendingCall::Clock::now() + std::chrono::milliseconds(header.timeout);
   }
+  if (!response) {
+    const bool others = queuedFrames_.bytes() != 0;
+    arrival->frame = queuedFrames_.hold(arrival->incoming->head().size);
+    if (others && queuedFrames_.exceeded() && arrival->isForItsCaller()) {
+      refuse(*arrival);
+      return;
+    }
+  }
   const Executor::Claim claim(response && awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
     auto none = arrival->decoder->allocate(*cache_, {}, devices_.devices());
@@ -195,6 +203,28 @@ void UcxAgent::onFrame(
   if (mailbox == nullptr || !mailbox->put(fetch)) {
     executor_.submit(std::move(fetch));
   }
+}
+
+void UcxAgent::refuse(const Arrival& arrival) {
+  metrics::add(counters_.callsNotBegun, 1);
+  executor_.submit(
+      base::makeTask([this,
+                      connection = arrival.connection,
+                      callId = arrival.header().callId] {
+        reply(
+            {.connection = connection, .callId = callId},
+            makeFailure(
+                base::ErrorKind::kOverloaded,
+                "worker \"" + workerInfo_.name_ +
+                    "\" did not begin the call: the requests that wait there "
+                    "for "
+                    "a thread take " +
+                    std::to_string(queuedFrames_.bytes()) + " bytes, of " +
+                    std::to_string(queuedFrames_.limit()) +
+                    " (the larger of its receive_budget and 64 MiB). Wait for "
+                    "some "
+                    "of the calls, or lower max_calls_in_flight"));
+      }));
 }
 
 void UcxAgent::fetchWhenAdmitted(
@@ -400,6 +430,7 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
   }
   arrival->decoder.reset();
   arrival->room.release();
+  arrival->frame.release();
   if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
     notBegun(*arrival);
     if (!createsRRef(*message.value())) {

@@ -252,6 +252,15 @@ def test_a_killed_worker_is_named() -> None:
     assert worker.exitcode == 0  # the one that lived has ended by itself
 
 
+def test_who_does_not_leave_is_named() -> None:
+    with WorkerGroup(2) as group:
+        group.init_rpc(backend_name())
+        group[1].submit(time.sleep, 1000)
+        with pytest.raises(TimeoutError, match=r"worker1 did not return from shutdown\(\) in 1 s"):
+            group.shutdown_rpc(timeout=1)
+        group[1].kill()
+
+
 def speak_and_sleep() -> None:
     print("about to sleep")
     time.sleep(1000)

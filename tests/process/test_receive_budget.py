@@ -17,6 +17,7 @@ from tests.process import functions as f
 from tests.process.group import Group
 from tests.process.test_death import check_alive
 from tests.support.backend import needs_ucx
+from torch_rpc_ext.errors import OverloadedError
 
 pytestmark = needs_ucx("has no such option")
 
@@ -316,6 +317,53 @@ def shut_down_and_check() -> None:
         call.add_done_callback(lambda done: answers.append(done.value()))
     rpc.shutdown()
     assert sorted(answers) == [(n, 2.0 * n) for n in range(20)]
+
+
+def flood_with_small_ones(to: str, numbers: range) -> None:
+    """Each of 64 times 16 KiB, which travel within the frame and cannot wait at their sender."""
+    for n in numbers:
+        parts = [make(n, 16384) for _ in range(64)]
+        CALLS_MADE.append(rpc.rpc_async(to, hold_parts, args=(parts, n)))
+
+
+def hold_parts(parts: list[torch.Tensor], number: int) -> tuple[int, float]:
+    return hold(torch.cat(parts), number)
+
+
+def answers_and_errors() -> tuple[list[int], list[str]]:
+    answered, refused = [], []
+    for number, call in enumerate(CALLS_MADE):
+        try:
+            assert call.wait() == (number, 2.0 * number)
+            answered.append(number)
+        except OverloadedError as error:
+            refused.append(str(error))
+    return answered, refused
+
+
+def test_small_requests_beyond_the_budget_are_refused() -> None:
+    calls = 100
+    with Group(3, options={**SMALL, "receive_budget": MB}) as group:
+        group[0].run(flood_with_small_ones, "worker2", range(calls))
+        group[2].run(wait_for_refusals, calls)
+        assert group[2].run(counters)["queued_frame_bytes"] <= 66 * MB
+        group[2].run(let_go)
+        answered, refused = group[0].run(answers_and_errors)
+        assert 50 < len(answered) < 70
+        assert len(refused) == calls - len(answered)
+        assert re.search(
+            r"\"worker2\" did not begin the call: .* take \d{8} bytes, of 67108864 .* Wait for",
+            refused[0],
+        ), refused[0]
+        group[1].run(check_alive, "worker2")
+        assert group[2].run(counters)["queued_frame_bytes"] == 0
+
+
+def wait_for_refusals(count: int) -> None:
+    deadline = time.monotonic() + 40
+    while (now := counters())["calls_not_begun"] + now["queued_requests"] + len(_began) < count:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.01)
 
 
 def test_without_a_limit_a_caller_still_has_its_share() -> None:

@@ -268,11 +268,15 @@ def _everywhere(
     workers: list[Worker], here: bool, timeout: float, function: Callable[..., Any], *args: Any
 ) -> None:
     """Run a function on the workers, and here as well, at once."""
-    calls = [worker.submit(function, *args) for worker in workers]
+    calls = {worker.name: worker.submit(function, *args) for worker in workers}
     if here:
         function(*args)
-    for call in calls:
-        call.result(timeout)
+    ended = futures.wait(calls.values(), timeout)
+    for call in ended.done:
+        call.result()
+    if ended.not_done:
+        late = ", ".join(name for name, call in calls.items() if call in ended.not_done)
+        raise TimeoutError(f"{late} did not return from {function.__name__}() in {timeout:g} s")
 
 
 def _kill(workers: list[Worker], owner: int) -> None:

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <utility>
+
+namespace torch_rpc_ext::agent {
+
+// The frames of requests that no thread serves yet. A frame cannot wait at its
+// sender as large tensors do (see Admission): it is here when it is known. So
+// calls are refused from a limit on. That is the budget, or kFewest, so that
+// nested calls go on however small the budget is.
+//
+// Thread: any.
+class QueuedFrames {
+  using Bytes = std::shared_ptr<std::atomic<uint64_t>>;
+
+ public:
+  // Counts a frame while it lives.
+  class Held {
+   public:
+    Held() = default;
+    Held(Held&& other) noexcept
+        : all_(std::move(other.all_)), bytes_(other.bytes_) {}
+    Held& operator=(Held&& other) noexcept {
+      std::swap(all_, other.all_);
+      std::swap(bytes_, other.bytes_);
+      return *this;
+    }
+    ~Held() {
+      release();
+    }
+    void release() {
+      if (const auto all = std::exchange(all_, nullptr)) {
+        all->fetch_sub(bytes_, std::memory_order_relaxed);
+      }
+    }
+
+   private:
+    friend class QueuedFrames;
+    Held(Bytes all, uint64_t bytes) : all_(std::move(all)), bytes_(bytes) {}
+
+    Bytes all_; // null: none
+    uint64_t bytes_ = 0;
+  };
+
+  static constexpr uint64_t kFewest = uint64_t{64} << 20;
+
+  // 0: no limit.
+  explicit QueuedFrames(uint64_t budget)
+      : limit_(
+            budget == 0 ? std::numeric_limits<uint64_t>::max()
+                        : std::max(budget, kFewest)) {}
+
+  Held hold(uint64_t bytes) {
+    all_->fetch_add(bytes, std::memory_order_relaxed);
+    return {all_, bytes};
+  }
+  uint64_t bytes() const {
+    return all_->load(std::memory_order_relaxed);
+  }
+  bool exceeded() const {
+    return bytes() > limit_;
+  }
+  uint64_t limit() const {
+    return limit_;
+  }
+
+ private:
+  const uint64_t limit_;
+  const Bytes all_ = std::make_shared<std::atomic<uint64_t>>(0);
+};
+
+} // namespace torch_rpc_ext::agent
