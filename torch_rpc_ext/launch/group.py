@@ -71,6 +71,7 @@ class WorkerGroup:
         self._store: tempfile.TemporaryDirectory[str] | None = None
         self._sessions = 0
         self._rpc = self._joined = False
+        self._backend = ""  # of the last init_rpc()
 
     def start(self) -> WorkerGroup:
         """Start the processes; they are ready when they answer their first call.
@@ -184,7 +185,7 @@ class WorkerGroup:
             worker.submit(session.init, worker.name, rank)
             for rank, worker in enumerate(workers, start=before)
         ]
-        self._rpc = True
+        self._rpc, self._backend = True, backend
         if join is not None:
             session.init(join, 0)
             self._joined = True
@@ -248,7 +249,7 @@ class WorkerGroup:
             try:
                 self.shutdown_rpc(timeout=timeout)
             except Exception as error:  # noqa: BLE001  whatever it is, the workers shall end
-                warnings.warn(f"rpc.shutdown failed: {error}", stacklevel=3)
+                warnings.warn(f"rpc.shutdown of {self._backend} failed: {error}", stacklevel=3)
         elif self._joined:
             _rpc.shutdown(False, timeout)
         self._rpc = self._joined = False
