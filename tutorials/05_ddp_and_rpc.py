@@ -104,6 +104,7 @@ def gradient(table, rank, items):
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [network(table.forward(items)).sum()])
         (found,) = [g for p, g in dist_autograd.get_gradients(context).items() if p.dim() == 2]
+    del network  # first: DDP must not be the last that holds the process group
     dist.destroy_process_group()
     return found
 
@@ -213,6 +214,7 @@ class Trainer:
         return {key: value.detach() for key, value in self.network.module.state_dict().items()}
 
     def close(self):
+        del self.network  # first: DDP must not be the last that holds the process group
         dist.destroy_process_group()
 
 
@@ -450,6 +452,7 @@ class Trainer:
             self.optimizer.step()
 
     def close(self):
+        del self.model
         dist.destroy_process_group()
 
 

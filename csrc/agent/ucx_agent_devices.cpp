@@ -178,14 +178,9 @@ bool UcxAgent::decoded(
       [arrival,
        sums = std::make_shared<PendingSums>(std::move(sums)),
        again = std::move(again)](const base::Error& error) {
-        base::guarded(
-            base::Boundary::kDeviceEvent,
-            [&] {
-              if (const base::Error wrong = error ? error : sums->compare()) {
-                arrival->message = wrong;
-              }
-            },
-            [&](const base::Error& thrown) { arrival->message = thrown; });
+        if (const base::Error wrong = error ? error : sums->compare()) {
+          arrival->message = wrong;
+        }
         again();
       });
   return false;

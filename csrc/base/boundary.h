@@ -26,7 +26,7 @@ enum class Boundary : uint8_t {
   kCompletion, // of a call: its future gets the error
   kAnswer, // of a function that answers later: its caller gets the error
   kFuture, // a callback of a future: nothing fails, the call has ended
-  kDeviceEvent, // what waits for a device: see EventWaiter
+  kDeviceEvent, // going on once a device is done: who waits gets the error
   kOperation, // under a UCX worker's lock: what no other has taken
   kSend, // the same, of a connection: the connection
   kDeferred, // after that lock: what no other boundary inside has taken

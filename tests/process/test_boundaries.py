@@ -48,7 +48,7 @@ LAST = {"task", "operation", "deferred"}
 AT_A_DEATH = ["broken", "bulk broken"]
 #: Reached when this worker shuts down: endpoints are flushed, and closed later.
 AT_THE_END = {"closed"}
-#: Reached where a device is at work.
+#: Reached where a device is at work: tests/unit/event_waiter.cpp throws there.
 ON_DEVICES = {"device event"}
 #: These fail nothing: what they are about is done again, or was for speed only.
 HARMLESS = {"event", "timer", "thread", "storage"}

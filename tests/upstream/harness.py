@@ -11,9 +11,11 @@ from __future__ import annotations
 import os
 import time
 import unittest
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from torch import distributed
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.distributed import rpc_utils
 
@@ -98,7 +100,31 @@ def _reported_an_error(child: Child) -> bool:
 def _enter(case: Any, args: tuple[Any, ...], **kwargs: Any) -> None:
     if case.prepare is not None:
         case.prepare()
-    case._run(*args, **kwargs)
+    with _process_groups_kept():
+        case._run(*args, **kwargs)
+
+
+@contextmanager
+def _process_groups_kept() -> Iterator[None]:
+    """Keep what destroy_process_group() lets go of.
+
+    Else DistributedDataParallel may be the last that holds the group. It destroys it with the GIL,
+    and waits for a thread of the group that wants the GIL (pytorch issue 56297): on a busy machine
+    one run of fifteen of DdpComparisonTest hangs, whatever the RPC back end.
+    """
+    kept: list[Any] = []
+    destroy = distributed.destroy_process_group
+
+    def destroy_later(*args: Any, **kwargs: Any) -> None:
+        if distributed.is_initialized():
+            kept.append(distributed.group.WORLD)
+        destroy(*args, **kwargs)
+
+    distributed.destroy_process_group = destroy_later
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group = destroy
 
 
 def generate(

@@ -157,6 +157,8 @@ def train(look_up: LookUp, update: Update, job: DlrmJob, number: int) -> Figures
     dist.barrier()  # so that no table changes any more
     found = [auc(look_up, dense.module, held_out)] if number == 1 else []
     dist.barrier()
+    # First: DDP must not be the last that holds the process group (pytorch issue 56297).
+    del dense
     dist.destroy_process_group()
     delays = {key: values[1:] or values for key, values in times.items()}  # the first connects
     return {**delays, "samples": [samples], "auc": found, "loss": [loss.item()]}

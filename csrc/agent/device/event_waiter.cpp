@@ -97,8 +97,10 @@ void EventWaiter::main() {
       Waiting done = std::move(*it);
       it = waiting.erase(it);
       done.events.clear();
-      base::caughtHere(
-          base::Boundary::kDeviceEvent, [&] { done.done(*result); });
+      base::guarded(
+          base::Boundary::kDeviceEvent,
+          [&] { done.done(*result); },
+          [&](const base::Error& thrown) { done.done(thrown); });
       pause = kFirstPause;
     }
     if (last) {

@@ -19,7 +19,8 @@ namespace torch_rpc_ext::agent::device {
 // Thread: any.
 class EventWaiter {
  public:
-  // Gets the error that a device reports instead. Must not block or throw.
+  // Gets the error that a device reports instead. Must not block. If it
+  // throws, it is called once more, with what was thrown.
   using Done = std::function<void(const base::Error&)>;
 
   EventWaiter() = default;
