@@ -43,7 +43,7 @@ $(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % s
   > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 endef
 
-.PHONY: demo tutorials test test-fast bench bench-all paper chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
+.PHONY: demo tutorials test test-all test-fast bench bench-all paper chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
   test-gpu bench-gpu
 
 demo: $(STAMPS)/demo $(STAMPS)/build
@@ -55,6 +55,10 @@ tutorials: $(STAMPS)/tutorials $(STAMPS)/build
 
 test: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m tests.run
+
+# Also what takes long and rarely tells anything, a minute of chaos for one.
+test-all: $(STAMPS)/test $(STAMPS)/build
+	$(BIN)/python -m tests.run --all
 
 # This back end beside TENSORPIPE, in turns; see benchmarks/.
 bench: $(STAMPS)/bench $(STAMPS)/build
@@ -73,7 +77,7 @@ paper: $(PAPER_VENV)/.stamp
 
 # Without upstream's suites: for while one works.
 test-fast: $(STAMPS)/test $(STAMPS)/build
-	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow and not notebook" -n 4 -q
+	$(BIN)/python -m pytest tests/unit tests/fuzz tests/rules tests/process -m "not slow and not rare and not notebook" -n 4 -q
 
 # What needs a GPU, by the Python that has torch with CUDA: nothing is fetched. The exit status is
 # 77 (make's: 2) where there is no GPU.

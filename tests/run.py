@@ -1,4 +1,5 @@
-"""What `make test` and CI run: all tests, fast first; ends at the first part that fails.
+"""What `make test` and CI run: tests, fast first; ends at the first part that fails. With --all,
+what `make test-all` runs: also those that are rare.
 
 Parts that wait more than they compute run several at a time. One closing line sums up all parts.
 """
@@ -11,19 +12,25 @@ import sys
 import time
 
 # (name, paths and options of pytest). Upstream's cases mostly wait for each other, so four at a
-# time keep two cores busy; gigabyte tensors want the machine's memory for themselves.
+# time keep two cores busy; gigabyte tensors want the machine's memory for themselves. Who is done
+# takes of what others have left; until then each has whole modules, and their fixtures once.
+_STEALING = ["--dist", "worksteal"]
 PARTS = [
     ("rules", ["tests/rules"]),
     # Those on a GPU are collected everywhere, and skipped.
     ("unit", ["tests/unit", "tests/fuzz", "tests/gpu", "-n", "2"]),
     # A process of its own: numba reads whether to simulate when it is imported.
     ("simulator", ["tests/simulator", "-n", "2"]),
-    ("process", ["tests/process", "-m", "not slow and not notebook", "-n", "3"]),
+    (
+        "process",
+        ["tests/process", "-m", "not slow and not rare and not notebook", "-n", "3", *_STEALING],
+    ),
     # Each starts a dozen of workers, one after the other.
     ("notebooks", ["tests/process/test_tutorials.py", "-m", "notebook", "-n", "2"]),
-    ("upstream", ["tests/upstream", "-n", "4"]),
+    ("upstream", ["tests/upstream", "-n", "4", *_STEALING]),
     ("slow", ["tests/process", "-m", "slow"]),
 ]
+RARE = ("rare", ["tests/process", "-m", "rare"])
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -48,7 +55,7 @@ def main() -> int:
     started = time.monotonic()
     totals: dict[str, int] = {}
     code = 0
-    for name, arguments in PARTS:
+    for name, arguments in [*PARTS, *([RARE] if "--all" in sys.argv[1:] else [])]:
         code, counts = run(name, arguments)
         for what, number in counts.items():
             totals[what] = totals.get(what, 0) + number

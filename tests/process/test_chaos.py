@@ -10,7 +10,7 @@ from tests.support.backend import needs_ucx
 pytestmark = needs_ucx("its workers do not come back, and its errors have no kinds")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1])
 def test_a_minute_of_chaos(seed: int) -> None:

@@ -203,7 +203,10 @@ def test_the_time_out_says_that_it_waited() -> None:
 def test_what_its_caller_has_given_up_is_not_fetched() -> None:
     with Group(2, options={**SMALL, "use_cma": False}) as group:
         group[0].run(flood, "worker1", range(20), timeout=2.0)
+        group[1].run(wait_for_requests, 20)
         assert len(group[0].run(errors_of_calls)) == 20
+        # The callee counts the two seconds from when the request comes.
+        group[1].run(time.sleep, 2.1)
         before = group[1].run(counters)
         assert before["receive_waiting_requests"] >= 10
         group[1].run(let_go)

@@ -12,7 +12,11 @@ from tests.support.backend import needs_ucx
 
 TUTORIAL = str(Path(__file__).with_name("tutorial.py"))
 OPT_IN = {"TORCH_RPC_BACKEND": "ucx"}
-HOW = ["explicit", "options", "nothing"]
+#: What the program says of the back end. Each takes four imports of torch; one goes for all.
+HOW = [
+    "options",
+    *(pytest.param(how, marks=pytest.mark.rare) for how in ("explicit", "nothing")),
+]
 TORCHRUN = [
     sys.executable,
     "-m",
@@ -35,7 +39,7 @@ def test_without_the_opt_in_nothing_changes(how: str) -> None:
 
 
 @needs_ucx("is what is taken over")
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["explicit", "options", "nothing"])
 def test_environment_variable(how: str) -> None:
     assert "Ucx" in agent_of(script.run([sys.executable, TUTORIAL, how], OPT_IN))
 

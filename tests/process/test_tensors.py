@@ -320,7 +320,7 @@ def test_400_megabytes(pair: Group) -> None:
     pair.run(check_size, 400_000_000)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.timeout(300)
 @workers(2, timeout=240)
 def test_one_tensor_over_4_gigabytes() -> None:
