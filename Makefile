@@ -43,7 +43,7 @@ $(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % s
   > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 endef
 
-.PHONY: demo tutorials test test-all test-fast bench bench-all paper chaos soak fuzz sanitize build wheel wheel-test lint format clean docs docs-links \
+.PHONY: demo tutorials test test-all test-fast bench bench-all paper chaos soak fuzz sanitize build wheel wheel-test compat lint format clean docs docs-links \
   test-gpu bench-gpu
 
 demo: $(STAMPS)/demo $(STAMPS)/build
@@ -125,6 +125,10 @@ wheel: $(STAMPS)/venv
 # The wheel of dist/ in a fresh environment: the README's example, `info`, some of the tests.
 wheel-test: $(STAMPS)/venv
 	$(BIN)/python -m tests.release.try_wheel --torch "$(TORCH)"
+
+# This project with another torch, in build/compat/: make compat TORCH=torch==2.15.0.
+compat: $(STAMPS)/venv
+	$(BIN)/python -m tests.release.compat --torch "$(TORCH)"
 
 lint: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/rules -q

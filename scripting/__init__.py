@@ -14,11 +14,14 @@
 Works over any back end of torch.distributed.rpc.
 """
 
-from torch_rpc_ext._group_calls import GroupError, broadcast, first_of, gather, map_reduce
-from torch_rpc_ext._remote_function import RemoteFunction
+from torch_rpc_ext import _torch_names
 
-from ._plain import remote
-from ._script import NotScriptableError, ScriptRemoteFunction, script
+_torch_names.require("torch_rpc_ext.scripting")  # before the names are imported
+from torch_rpc_ext._group_calls import GroupError, broadcast, first_of, gather, map_reduce  # noqa: E402
+from torch_rpc_ext._remote_function import RemoteFunction  # noqa: E402
+
+from ._plain import remote  # noqa: E402
+from ._script import NotScriptableError, ScriptRemoteFunction, script  # noqa: E402
 
 __all__ = [
     "GroupError",

@@ -24,6 +24,7 @@ from torch_rpc_ext import (
     _secret,
     _state,
     _store,
+    _torch_names,
 )
 from torch_rpc_ext._option_table import (
     DEFAULT_RPC_TIMEOUT,
@@ -157,6 +158,7 @@ def _open(
     agent_options.set_wire_dtypes(*_wire_dtypes(options))
     allowed = None
     if options.allow_list is not None:
+        _torch_names.require("the option allow_list")
         from torch_rpc_ext._allow_list import AllowList  # not for those who do not use it
 
         allowed = AllowList.of(options.allow_list, name)

@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Any
 
+from torch_rpc_ext import _torch_names
 from torch_rpc_ext._environment import check_backend
 
 _MARK = "_torch_rpc_ext_wrapper"
@@ -54,6 +55,7 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
         if member is None:
             original(name, backend, rank, world_size, rpc_backend_options)
             return
+        _torch_names.require(_torch_names.UCX)
         from torch_rpc_ext import _backend
 
         _backend.prepare(rank, world_size)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch_rpc_ext import _torch_names
+
 
 @dataclass(frozen=True)
 class Session:
@@ -31,7 +33,9 @@ class Session:
         Raises:
             ValueError: no such back end, or a wrong value of an option.
             TypeError: no such option.
+            ImportError: this torch lacks what is needed.
         """
+        _torch_names.require("torch_rpc_ext.launch")
         self._options(self._type())
 
     def init(self, name: str, rank: int) -> None:

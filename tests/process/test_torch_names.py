@@ -1,0 +1,58 @@
+"""Each private name of torch that we use is taken away in turn, as another release may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.backend import ROOT, needs_ucx
+from torch_rpc_ext import _torch_names
+
+pytestmark = needs_ucx("uses no such names")
+
+PROGRAM = Path(__file__).with_name("renamed_names.py")
+NAMES = [
+    *((who, name) for who, names in _torch_names.NEEDED.items() for name in names),
+    *(("", name) for name in _torch_names.DONE_WITHOUT),
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """By name, what a program saw without it."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        input=json.dumps(NAMES),
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # ours comes after the name has gone
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["name"]: line for line in lines}
+
+
+@pytest.mark.parametrize(("who", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_without(who: str, name: str, found: dict[str, dict[str, Any]]) -> None:
+    saw = found[name]
+    assert len(saw["warnings"]) <= 1
+    assert saw.get("TENSORPIPE", "2.0") == "2.0"
+    missing = f"has no {name}, which {who} needs: "
+    refused = saw["UCX"] if who == _torch_names.UCX else saw.get("feature")
+    if who != _torch_names.UCX:
+        assert saw["UCX"] == "2.0"
+    if who:
+        assert refused.startswith("ImportError: this torch (") and missing in refused, refused
