@@ -2,6 +2,7 @@
 
 #include "agent/admission.h"
 #include "agent/codec.h"
+#include "agent/creations.h"
 #include "agent/queued_frames.h"
 #include "agent/ucx_agent.h"
 #include "transport/transport.h"
@@ -20,6 +21,7 @@ struct UcxAgent::Arrival {
   device::Streams streams; // for its devices, once chosen
   Admission::Room room; // of a request with bulk, until it is served
   QueuedFrames::Held frame; // of a request, until it is served
+  Creations::Begun creation; // of a request that may make an RRef
   base::Error error; // of the bulk
   PendingCall::Clock::time_point at; // of a request: all of it is here
   // Of a request: from here on its caller does not wait.

@@ -203,6 +203,11 @@ bool isUserCall(MessageType type) {
   }
 }
 
+bool mayCreateRRef(MessageType type) {
+  return isUserCall(type) && type != MessageType::SCRIPT_CALL &&
+      type != MessageType::PYTHON_CALL;
+}
+
 bool createsRRef(const Message& message) {
   const int type = innermost(message).type;
   return type == MessageType::PYTHON_REMOTE_CALL ||

@@ -17,6 +17,8 @@ std::string labelOf(const torch::distributed::rpc::Message& message);
 // Whether it calls what a user has written or named: a function, an operator.
 // The others are upstream's own, for RRefs, backward passes and profiles.
 bool isUserCall(torch::distributed::rpc::MessageType type);
+// As far as its type tells; createsRRef() knows what is within.
+bool mayCreateRRef(torch::distributed::rpc::MessageType type);
 
 // Whether it is rpc.remote(), within distributed autograd and under a profiler
 // too.

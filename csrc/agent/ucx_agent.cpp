@@ -103,6 +103,7 @@ void UcxAgent::shutdownImpl() {
   remote_->stop();
   loopback_->stop();
   admission_.stop(); // after its callers know that it is the end
+  creations_.stop();
   pending_.stop();
   trimTimer_.stop();
   if (!executor_.stop(kStopMilliseconds)) {

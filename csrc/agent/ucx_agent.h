@@ -4,6 +4,7 @@
 #include "agent/agent_options.h"
 #include "agent/barrier.h"
 #include "agent/codec.h"
+#include "agent/creations.h"
 #include "agent/device/event_waiter.h"
 #include "agent/device/ipc.h"
 #include "agent/device/launcher.h"
@@ -393,6 +394,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   LoadLimits load_;
   Admission admission_;
   QueuedFrames queuedFrames_;
+  Creations creations_;
   RunningRequests runningRequests_;
   LostCallers callers_;
   WorkerEvents events_;

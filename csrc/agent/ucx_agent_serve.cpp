@@ -181,6 +181,9 @@ void UcxAgent::onFrame(
       refuse(*arrival);
       return;
     }
+    if (mayCreateRRef(static_cast<rpc::MessageType>(header.messageType))) {
+      arrival->creation = creations_.begin(connection.get());
+    }
   }
   const Executor::Claim claim(response && awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
@@ -337,6 +340,13 @@ void UcxAgent::dispatch(std::shared_ptr<Arrival> arrival) {
     executor_.submit(base::makeTask([this, arrival = std::move(arrival)] {
       serveIpc(*arrival);
     }));
+  } else if (
+      arrival->header().messageType == rpc::MessageType::RREF_USER_DELETE) {
+    const auto* const caller = arrival->connection.get();
+    creations_.afterThose(caller, [this, arrival = std::move(arrival)] {
+      arrival->at = PendingCall::Clock::now();
+      serveLater(arrival);
+    });
   } else {
     arrival->at = PendingCall::Clock::now();
     serveLater(std::move(arrival));
@@ -431,6 +441,9 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
   arrival->decoder.reset();
   arrival->room.release();
   arrival->frame.release();
+  if (!createsRRef(*message.value())) {
+    arrival->creation.end();
+  }
   if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
     notBegun(*arrival);
     if (!createsRRef(*message.value())) {

@@ -223,6 +223,30 @@ def test_a_running_function_sees_the_deadline_pass() -> None:
     raise AssertionError(found)
 
 
+def number_of_values() -> int:
+    return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+def give_up_a_remote_call() -> None:
+    rref = rpc.remote("worker1", block, timeout=3.0)
+    rpc.rpc_sync("worker1", wait_for_begin)
+    with pytest.raises(errors.CallTimeoutError):
+        rref._get_future().wait()
+    del rref
+    rpc.rpc_sync("worker1", let_go)  # behind the message that nobody holds the RRef any more
+
+
+def wait_until_no_value_is_left() -> None:
+    wait_until(lambda: number_of_values() == 0)
+
+
+def test_the_value_of_a_remote_call_that_nobody_waits_for_is_freed() -> None:
+    """Its RRef is let go of before the function has made it."""
+    with Group(2) as group:
+        group[0].run(give_up_a_remote_call)
+        group[1].run(wait_until_no_value_is_left)
+
+
 # ---- async def -----------------------------------------------------------------------------------
 
 
