@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 CORE_FOLDERS = ("base", "wire", "crypto", "metrics", "memory", "cuda", "transport")
 TORCH_FOLDERS = ("compat", "agent", "bindings")
@@ -135,17 +137,27 @@ def units(folders: Sequence[str], into: Path) -> list[Path]:
     return made
 
 
+def _cpp_extension() -> Any:
+    """Import it without what a torch with CUDA logs then: that there is no GPU here."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return importlib.import_module("torch.utils.cpp_extension")
+    finally:
+        logger.setLevel(before)
+
+
 def compiled_extension() -> Path:
     """File that compile_extension() makes for the running torch, whether it is there or not.
 
     It is in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
     """
     import torch
-    from torch.utils import cpp_extension
 
     from torch_rpc_ext._build_info import SOURCES
 
-    default = cpp_extension.get_default_build_root()
+    default = _cpp_extension().get_default_build_root()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default), f"torch_rpc_ext_{SOURCES}")
     return root / extension_name(torch.__version__)
 
@@ -169,7 +181,6 @@ def compile_extension(*, again: bool = False) -> Path:
     import shutil
 
     import torch
-    from torch.utils import cpp_extension
 
     made = compiled_extension()
     folder = made.with_suffix("")
@@ -199,7 +210,7 @@ def compile_extension(*, again: bool = False) -> Path:
                 # ninja does not notice that torch's headers have changed.
                 shutil.rmtree(folder)
             with _ninja_on_path():
-                cpp_extension.load(
+                _cpp_extension().load(
                     "_C",
                     [str(unit) for unit in units(TORCH_FOLDERS, folder / "units")],
                     extra_cflags=compile_flags(core=False),

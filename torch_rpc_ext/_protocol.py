@@ -259,7 +259,9 @@ def _serving(allowed: AllowList) -> dict[str, Callable[..., Any]]:
         f"{_REMOTE_MODULE}._param_rrefs": _param_rrefs,
         f"{_OPTIMIZER}._new_local_optimizer": _new_optimizer,
         f"{_OPTIMIZER}._new_script_local_optimizer": _new_script_optimizer,
+        f"{_OPTIMIZER}._new_functional_local_optimizer": _new_functional_optimizer,
         f"{_OPTIMIZER}._local_optimizer_step": _optimizer_step,
+        f"{_OPTIMIZER}._functional_local_optimizer_step": _functional_optimizer_step,
         "torch.distributed.rpc.api._gather_to_leader": _gather,
         "torch_rpc_ext.aio._server.cancel": _cancel_async,
         "torch_rpc_ext.aio._server.run": _run_async,
@@ -388,13 +390,33 @@ def _new_script_optimizer(
     return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
 
 
+def _new_functional_optimizer(
+    allowed: AllowList, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """From torch 2.15 on in place of the scripted one."""
+    optimizer: Any = importlib.import_module(_OPTIMIZER)
+    _check_rrefs(rrefs)
+    make = optimizer._new_functional_local_optimizer
+    return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
+
+
 def _optimizer_step(allowed: AllowList, rref: Any, context: Any) -> Any:
     from torch.distributed.optim import optimizer
 
-    if type(_value(rref)) is not optimizer._LocalOptimizer or type(context) is not int:
-        raise TypeError("expected an RRef to a local optimizer, and the id of an autograd context")
+    _check_step(rref, optimizer._LocalOptimizer, context)
     step: Any = optimizer._local_optimizer_step
     return step(rref, context)
+
+
+def _functional_optimizer_step(allowed: AllowList, rref: Any, context: Any) -> Any:
+    optimizer: Any = importlib.import_module(_OPTIMIZER)
+    _check_step(rref, optimizer._FunctionalLocalOptimizer, context)
+    return optimizer._functional_local_optimizer_step(rref, context)
+
+
+def _check_step(rref: Any, kind: type, context: Any) -> None:
+    if type(_value(rref)) is not kind or type(context) is not int:
+        raise TypeError("expected an RRef to a local optimizer, and the id of an autograd context")
 
 
 def _gather(

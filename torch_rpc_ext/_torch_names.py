@@ -98,14 +98,18 @@ DONE_WITHOUT = (
     "torch.distributed.rendezvous._create_c10d_store",
     "torch.distributed.rpc.api._ALL_WORKER_NAMES",
     "torch.distributed.rpc.api._gather_to_leader",
-    # With the option allow_list, RemoteModule and DistributedOptimizer fail with them.
+    # With the option allow_list, RemoteModule and DistributedOptimizer fail without them. The
+    # functional optimizers came with torch 2.15, in place of the scripted ones.
     "torch.distributed.nn.api.remote_module._create_module",
     "torch.distributed.nn.api.remote_module._create_module_with_interface",
     "torch.distributed.nn.api.remote_module._instantiate_template",
     "torch.distributed.nn.api.remote_module._remote_module_receiver",
     "torch.distributed.nn.jit.instantiator._StringLoader",
+    "torch.distributed.optim.optimizer._FunctionalLocalOptimizer",
     "torch.distributed.optim.optimizer._LocalOptimizer",
+    "torch.distributed.optim.optimizer._functional_local_optimizer_step",
     "torch.distributed.optim.optimizer._local_optimizer_step",
+    "torch.distributed.optim.optimizer._new_functional_local_optimizer",
     "torch.distributed.optim.optimizer._new_local_optimizer",
     "torch.distributed.optim.optimizer._new_script_local_optimizer",
 )

@@ -125,7 +125,10 @@ def use(who: str) -> str:
 
 
 def attempt(who: str, name: str) -> dict[str, Any]:
-    rename(name)
+    try:
+        rename(name)
+    except AttributeError:
+        return {"name": name, "absent": True}
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         importlib.import_module("torch_rpc_ext")

@@ -354,7 +354,7 @@ def check_a_stage_that_raises() -> None:
     assert (caught.value.stage, caught.value.worker) == (1, "worker2")
     assert isinstance(caught.value.__cause__, ValueError)
     model(x)
-    with pytest.raises(StageError, match="stage 0 on worker1 raised RuntimeError: mat1"):
+    with pytest.raises(StageError, match="stage 0 on worker1 raised RuntimeError: .*mat1"):
         shard(m.mlp(), THREE)(x[:, :2])
     hangs = nn.Sequential(nn.ReLU(), m.Sleep(2, 0), nn.ReLU())
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
