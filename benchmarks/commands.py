@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ def _run(
     revisions = passes is not None
     count = passes or PASSES
     # As many rounds in each process, however many passes.
-    todo = [(case, -(-_rounds(case, given) * count // PASSES)) for case in chosen]
+    todo = [(case, math.ceil(_rounds(case, given) * count / PASSES)) for case in chosen]
     with Runner(contenders, passes=count, renew=revisions) as runner:
         for result in runner.run(todo):
             found.extend(records.of_result(result, subject, revisions=revisions))

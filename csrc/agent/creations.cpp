@@ -2,6 +2,7 @@
 
 #include "base/boundary.h"
 
+#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <set>
@@ -45,7 +46,7 @@ class Creations::State {
         queues_.erase(found);
       }
     }
-    for (const auto& then : ready) { // of a destructor, mostly
+    for (const auto& then : ready) { // within a destructor
       base::caughtHere(base::Boundary::kTask, then);
     }
   }
@@ -81,16 +82,13 @@ class Creations::State {
   bool stopped_ = false;
 };
 
-void Creations::Begun::end() {
-  if (const auto state = std::exchange(state_, nullptr)) {
-    state->end(caller_, number_);
-  }
-}
-
 Creations::Creations() : state_(std::make_shared<State>()) {}
 
 Creations::Begun Creations::begin(Caller caller) {
-  return {state_, caller, state_->begin(caller)};
+  return Begun(
+      nullptr, [state = state_, caller, number = state_->begin(caller)](void*) {
+        state->end(caller, number);
+      });
 }
 
 void Creations::afterThose(Caller caller, std::function<void()> then) {

@@ -10,9 +10,10 @@
 namespace torch_rpc_ext::agent {
 
 // The frames of requests that no thread serves yet. A frame cannot wait at its
-// sender as large tensors do (see Admission): it is here when it is known. So
-// calls are refused from a limit on. That is the budget, or kFewest, so that
-// nested calls go on however small the budget is.
+// sender as large tensors do (see Admission), because the receiver learns of a
+// frame by receiving it. So calls beyond a limit are refused. The limit is the
+// budget, and kLeastLimit at least: nested calls go on however small the budget
+// is.
 //
 // Thread: any.
 class QueuedFrames {
@@ -47,13 +48,13 @@ class QueuedFrames {
     uint64_t bytes_ = 0;
   };
 
-  static constexpr uint64_t kFewest = uint64_t{64} << 20;
+  static constexpr uint64_t kLeastLimit = uint64_t{64} << 20;
 
   // 0: no limit.
   explicit QueuedFrames(uint64_t budget)
       : limit_(
             budget == 0 ? std::numeric_limits<uint64_t>::max()
-                        : std::max(budget, kFewest)) {}
+                        : std::max(budget, kLeastLimit)) {}
 
   Held hold(uint64_t bytes) {
     all_->fetch_add(bytes, std::memory_order_relaxed);

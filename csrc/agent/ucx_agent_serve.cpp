@@ -210,24 +210,18 @@ void UcxAgent::onFrame(
 
 void UcxAgent::refuse(const Arrival& arrival) {
   metrics::add(counters_.callsNotBegun, 1);
-  executor_.submit(
-      base::makeTask([this,
-                      connection = arrival.connection,
-                      callId = arrival.header().callId] {
-        reply(
-            {.connection = connection, .callId = callId},
-            makeFailure(
-                base::ErrorKind::kOverloaded,
-                "worker \"" + workerInfo_.name_ +
-                    "\" did not begin the call: the requests that wait there "
-                    "for "
-                    "a thread take " +
-                    std::to_string(queuedFrames_.bytes()) + " bytes, of " +
-                    std::to_string(queuedFrames_.limit()) +
-                    " (the larger of its receive_budget and 64 MiB). Wait for "
-                    "some "
-                    "of the calls, or lower max_calls_in_flight"));
-      }));
+  const Asker asker{
+      .connection = arrival.connection, .callId = arrival.header().callId};
+  executor_.submit(base::makeTask([this, asker] {
+    const std::string text = "worker \"" + workerInfo_.name_ +
+        "\" did not begin the call: the requests that wait there for a thread "
+        "take " +
+        std::to_string(queuedFrames_.bytes()) + " bytes, of " +
+        std::to_string(queuedFrames_.limit()) +
+        " (the larger of its receive_budget and 64 MiB). Wait for some of the "
+        "calls, or lower max_calls_in_flight";
+    reply(asker, makeFailure(base::ErrorKind::kOverloaded, text));
+  }));
 }
 
 void UcxAgent::fetchWhenAdmitted(
@@ -441,8 +435,8 @@ void UcxAgent::serve(const std::shared_ptr<Arrival>& arrival) {
   arrival->decoder.reset();
   arrival->room.release();
   arrival->frame.release();
-  if (!createsRRef(*message.value())) {
-    arrival->creation.end();
+  if (arrival->creation != nullptr && !createsRRef(*message.value())) {
+    arrival->creation.reset();
   }
   if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
     notBegun(*arrival);

@@ -90,8 +90,7 @@ def renamed(code: types.CodeType, old: str, new: str) -> types.CodeType:
 def call_on(backend: str, **options: Any) -> str:
     """What a program sees that makes one call."""
     try:
-        kind = {"UCX": "torch_rpc_ext.UcxRpcBackendOptions"}.get(backend)
-        if kind is None:
+        if backend == "TENSORPIPE":
             make = rpc.TensorPipeRpcBackendOptions
         else:
             make = importlib.import_module("torch_rpc_ext").UcxRpcBackendOptions
