@@ -49,17 +49,6 @@ _LOGGED = 100
 _LONGEST_TOLD = 200
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Stands for a pickle that was refused, where upstream expects what it held.
-
-    Attributes:
-        error: what is raised when the value is used.
-    """
-
-    error: errors.RefusedError
-
-
 @dataclass
 class AllowList:
     """What peers may name.
@@ -309,8 +298,8 @@ class AllowList:
         """Stand in for upstream's internal.deserialize.
 
         Returns:
-            A Request for a call; Refused where something is refused; an AttributeError where a
-            listed module has no such function; else the value.
+            A Request for a call; _exceptions.Refused where something is refused; an AttributeError
+            where a listed module has no such function; else the value.
         """
         try:
             named = _payloads.short_call(payload)
@@ -321,7 +310,7 @@ class AllowList:
                 raise self.refusal(entry.name)
             return Request(entry.serve, tuple(tensors), {})
         except errors.RefusedError as error:
-            return Refused(error)
+            return _exceptions.Refused(error)
         except AttributeError as error:
             return error
 
@@ -332,8 +321,8 @@ class AllowList:
 
     def run_function(self, request: Any) -> Any:
         """Stand in for upstream's internal._run_function: run what deserialize() let through."""
-        if type(request) not in (Request, Refused, AttributeError):
-            request = Refused(self.refusal("a request that is no call"))
+        if type(request) not in (Request, _exceptions.Refused, AttributeError):
+            request = _exceptions.Refused(self.refusal("a request that is no call"))
         return _exceptions.run_function(request)
 
 

@@ -59,6 +59,7 @@ rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
 _SYNC = api.RPCExecMode.SYNC
+_UNSET: float = api.UNSET_RPC_TIMEOUT
 _find_builtin: Any = torch.jit._builtins._find_builtin
 
 # For letting go of RRefs before leaving; their owners may be gone, and then never answer.
@@ -149,11 +150,11 @@ def _invoke_rpc(
     rpc_type: Any,
     args: Any = None,
     kwargs: Any = None,
-    rpc_timeout: float = api.UNSET_RPC_TIMEOUT,
+    rpc_timeout: float = _UNSET,
 ) -> Any:
     if type(args) is not tuple:
         args = _checked(args)
-    if not rpc_timeout >= 0:
+    if rpc_timeout != _UNSET:
         _check_timeout(rpc_timeout)
     set_synchronous = _native.load().set_synchronous
     before = False
@@ -190,7 +191,7 @@ def _check_timeout(seconds: float) -> None:
 
     Here it comes before an RRef is made, or pickled: that would wait for ever for the call.
     """
-    if not seconds >= 0 and seconds != api.UNSET_RPC_TIMEOUT:
+    if not seconds >= 0 and seconds != _UNSET:
         raise ValueError(
             "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
             f"options, got {seconds:g}"
@@ -202,7 +203,7 @@ def _remote(
     func: Any,
     args: Any = None,
     kwargs: Any = None,
-    timeout: float = api.UNSET_RPC_TIMEOUT,
+    timeout: float = _UNSET,
 ) -> Any:
     if type(args) is not tuple:
         args = _checked(args)
@@ -263,8 +264,7 @@ def _invoke_remote_torchscript(
 
 def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
     def invoke_typed(*args: Any, **kwargs: Any) -> Any:
-        if not args[place] >= 0:
-            _check_timeout(args[place])
+        _check_timeout(args[place])
         native = _native.load()
         native.forget_creation_failure()
         try:

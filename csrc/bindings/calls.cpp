@@ -17,6 +17,7 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/profiler.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/record_function_ops.h>
 #include <torch/csrc/distributed/autograd/utils.h>
 #include <torch/csrc/distributed/rpc/profiler/remote_profiler_manager.h>
@@ -113,31 +114,41 @@ bool returnsOneTensor(const jit::Operator& op) {
 // What a future becomes when the answer to its call is there.
 using ResultOf = c10::IValue (*)(const rpc::Message&);
 
+void settle(rpc::JitFuture& result, rpc::JitFuture& answer, ResultOf resultOf) {
+  if (answer.hasError()) {
+    result.setError(answer.exception_ptr());
+    return;
+  }
+  c10::IValue value;
+  try {
+    value = resultOf(*answer.value().toCustomClass<rpc::Message>());
+  } catch (py::error_already_set& error) {
+    // Reading an answer runs Python: what an unpickler raises, and what a
+    // signal handler raises meanwhile. Upstream makes a text of it.
+    result.setError(pythonException(error));
+    return;
+  } catch (const std::exception&) {
+    result.setError(std::current_exception());
+    return;
+  }
+  result.markCompleted(std::move(value), answer.storages());
+}
+
 c10::intrusive_ptr<rpc::JitFuture> futureOf(
     const c10::intrusive_ptr<rpc::JitFuture>& answer,
     c10::TypePtr type,
     ResultOf resultOf) {
   auto result = answer->createInstance(std::move(type));
-  answer->addCallback(
-      at::wrapPropagateTLSState([result, resultOf](rpc::JitFuture& answer) {
-        if (answer.hasError()) {
-          result->setError(answer.exception_ptr());
-          return;
-        }
-        c10::IValue value;
-        try {
-          value = resultOf(*answer.value().toCustomClass<rpc::Message>());
-        } catch (py::error_already_set& error) {
-          // Reading an answer runs Python: what an unpickler raises, and what a
-          // signal handler raises meanwhile. Upstream makes a text of it.
-          result->setError(pythonException(error));
-          return;
-        } catch (const std::exception&) {
-          result->setError(std::current_exception());
-          return;
-        }
-        result->markCompleted(std::move(value), answer.storages());
-      }));
+  if (answer->completed()) {
+    // rpc_sync(): this thread has waited for the answer. Its state is the
+    // caller's already, and to set that takes 1 us.
+    settle(*result, *answer, resultOf);
+  } else {
+    answer->addCallback(
+        at::wrapPropagateTLSState([result, resultOf](rpc::JitFuture& answer) {
+          settle(*result, answer, resultOf);
+        }));
+  }
   return result;
 }
 
@@ -287,6 +298,9 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
   return std::make_shared<jit::PythonFutureWrapper>(
       futureOf(answer, c10::AnyType::get(), &resultOfFunction),
       [](const py::object& value) {
+        if (value.is_none() || THPVariable_CheckExact(value.ptr())) {
+          return; // no exception
+        }
         // Raises a remote exception in the thread that waits.
         const py::gil_scoped_release release;
         rpc::PythonRpcHandler::getInstance().handleException(value);

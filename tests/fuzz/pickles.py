@@ -252,7 +252,7 @@ def allow_list(worker: str = "worker0") -> Any:
 
 def execute(allowed: Any, payload: bytes) -> str:
     """Do with a payload what a worker does; return what came of it."""
-    from torch_rpc_ext._allow_list import Refused
+    from torch_rpc_ext._exceptions import Refused
     from torch_rpc_ext._unpickling import Request
 
     stage = "read"
