@@ -139,9 +139,10 @@ c10::intrusive_ptr<rpc::JitFuture> futureOf(
     c10::TypePtr type,
     ResultOf resultOf) {
   auto result = answer->createInstance(std::move(type));
-  if (answer->completed()) {
+  if (answer->completed() && answer->devices().empty()) {
     // rpc_sync(): this thread has waited for the answer. Its state is the
-    // caller's already, and to set that takes 1 us.
+    // caller's already, and to set that takes 1 us. With devices a callback of
+    // the future also waits for their streams.
     settle(*result, *answer, resultOf);
   } else {
     answer->addCallback(
