@@ -108,9 +108,7 @@ std::shared_ptr<transport::Context> makeRemoteContext(
 
 std::shared_ptr<transport::Context> makeLoopbackContext(
     const AgentOptions& options) {
-  return withFaults(
-      transport::loopback::makeContext(transport::loopback::makeHub()),
-      options);
+  return withFaults(transport::loopback::makeContext(), options);
 }
 
 } // namespace torch_rpc_ext::agent

@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
-#include <unordered_map>
 #include <unordered_set>
 
 namespace torch_rpc_ext::transport::loopback {
@@ -12,37 +11,6 @@ namespace torch_rpc_ext::transport::loopback {
 namespace {
 
 class LoopbackContext;
-class LoopbackConnection;
-
-base::Error closedError() {
-  return {base::ErrorKind::kPeerLost, "the connection is closed"};
-}
-
-} // namespace
-
-// Owns: the list of contexts by address.
-// Thread: any.
-class Hub {
- public:
-  std::string add(const std::weak_ptr<LoopbackContext>& context) {
-    std::lock_guard lock(mutex_);
-    std::string address = "loopback:" + std::to_string(next_++);
-    contexts_[address] = context;
-    return address;
-  }
-  std::shared_ptr<LoopbackContext> find(const std::string& address) {
-    std::lock_guard lock(mutex_);
-    auto it = contexts_.find(address);
-    return it == contexts_.end() ? nullptr : it->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  uint64_t next_ = 0;
-  std::unordered_map<std::string, std::weak_ptr<LoopbackContext>> contexts_;
-};
-
-namespace {
 
 // The frame itself: what UCX would put into another process's memory.
 class LoopbackIncoming final : public Incoming {
@@ -98,6 +66,7 @@ class LoopbackIncoming final : public Incoming {
   Callback callback_;
 };
 
+// Thread: any.
 class LoopbackConnection final
     : public Connection,
       public std::enable_shared_from_this<LoopbackConnection> {
@@ -107,10 +76,11 @@ class LoopbackConnection final
 
   void send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback)
       override;
-  void close() override;
+  void close() override {
+    end({base::ErrorKind::kShutDown, "this worker closed the connection"});
+  }
   PeerState peer() const override {
-    std::lock_guard lock(mutex_);
-    return peer_ == nullptr ? PeerState::kClosed : PeerState::kOpen;
+    return closed_.load() ? PeerState::kClosed : PeerState::kOpen;
   }
   bool loopsBack() const override {
     return true;
@@ -119,41 +89,21 @@ class LoopbackConnection final
     return {"loopback", "memcpy", ""};
   }
 
-  // False when it has ended already.
-  bool join(const std::shared_ptr<LoopbackConnection>& peer) {
-    std::lock_guard lock(mutex_);
-    peer_ = ended_ ? nullptr : peer;
-    return !ended_;
-  }
-  void deliver(std::unique_ptr<Incoming> incoming);
-  // For good, without a word. False when it had done so before, or was never
-  // joined.
-  bool part();
   void end(const base::Error& error);
 
  private:
-  std::shared_ptr<LoopbackConnection> otherEnd() {
-    std::lock_guard lock(mutex_);
-    return peer_;
-  }
-
   const std::shared_ptr<LoopbackContext> context_;
-  mutable std::mutex mutex_;
-  std::shared_ptr<LoopbackConnection> peer_; // null once closed
-  bool ended_ = false;
+  std::atomic<bool> closed_{false};
 };
 
+// Owns: the connections that are not closed.
+// Thread: any.
 class LoopbackContext final
     : public Context,
       public std::enable_shared_from_this<LoopbackContext> {
  public:
-  explicit LoopbackContext(std::shared_ptr<Hub> hub) : hub_(std::move(hub)) {}
-
-  void enter() {
-    address_ = hub_->add(weak_from_this());
-  }
   std::string address() const override {
-    return address_;
+    return "loopback";
   }
   void start(
       base::Poller& /*poller*/,
@@ -167,15 +117,27 @@ class LoopbackContext final
       override;
   void stop() override;
 
-  // Calls `use` with the handler, for which stop() waits; not once stopped.
-  // Returns whether it did.
+  // Runs `use` with the handler on a thread of the runner, unless the context
+  // has stopped by then.
   template <typename F>
-  bool withHandler(F&& use) {
+  void later(F use) {
+    std::lock_guard lock(mutex_);
+    if (handler_ != nullptr) {
+      runner_->submit(
+          base::makeTask(
+              [self = shared_from_this(), use = std::move(use)]() mutable {
+                self->withHandler(use);
+              }));
+    }
+  }
+  // Calls `use` with the handler, for which stop() waits; not once stopped.
+  template <typename F>
+  void withHandler(F&& use) {
     Handler* handler = nullptr;
     {
       std::lock_guard lock(mutex_);
       if (handler_ == nullptr) {
-        return false;
+        return;
       }
       handler = handler_;
       ++uses_;
@@ -185,27 +147,18 @@ class LoopbackContext final
     if (--uses_ == 0) {
       unused_.notify_all();
     }
-    return true;
-  }
-  void run(base::TaskPtr task) {
-    std::lock_guard lock(mutex_);
-    if (handler_ != nullptr) {
-      runner_->submit(std::move(task));
-    }
   }
   // Whether stop() will end the connection; not once it has begun.
   bool keep(const std::shared_ptr<LoopbackConnection>& connection) {
     std::lock_guard lock(mutex_);
     return !stopping_ && connections_.insert(connection).second;
   }
-  void forget(LoopbackConnection* connection) {
+  void forget(const std::shared_ptr<LoopbackConnection>& connection) {
     std::lock_guard lock(mutex_);
-    connections_.erase(connection->shared_from_this());
+    connections_.erase(connection);
   }
 
  private:
-  const std::shared_ptr<Hub> hub_;
-  std::string address_;
   std::mutex mutex_;
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr; // null once stopped
@@ -219,95 +172,49 @@ void LoopbackConnection::send(
     base::Buffer head,
     std::vector<BulkSpan> bulk,
     Callback callback) {
-  auto to = otherEnd();
-  if (!to) {
+  if (closed()) {
     if (callback) {
-      callback(closedError());
+      callback({base::ErrorKind::kPeerLost, "the connection is closed"});
     }
     return;
   }
-  auto incoming = std::make_unique<LoopbackIncoming>(
-      std::move(head), std::move(bulk), std::move(callback));
-  to->context_->run(
-      base::makeTask([to, incoming = std::move(incoming)]() mutable {
-        to->deliver(std::move(incoming));
-      }));
-}
-
-void LoopbackConnection::deliver(std::unique_ptr<Incoming> incoming) {
-  context_->withHandler([&](Handler& handler) {
-    if (otherEnd() != nullptr) {
-      handler.onFrame(shared_from_this(), std::move(incoming));
+  context_->later([self = shared_from_this(),
+                   incoming = std::make_unique<LoopbackIncoming>(
+                       std::move(head), std::move(bulk), std::move(callback))](
+                      Handler& handler) mutable {
+    if (!self->closed()) {
+      handler.onFrame(self, std::move(incoming));
     }
   });
 }
 
-bool LoopbackConnection::part() {
-  std::shared_ptr<LoopbackConnection> old;
-  {
-    std::lock_guard lock(mutex_);
-    old = std::exchange(peer_, nullptr);
-    ended_ = true;
-  }
-  context_->forget(this);
-  return old != nullptr;
-}
-
 void LoopbackConnection::end(const base::Error& error) {
-  if (part()) {
+  if (!closed_.exchange(true)) {
+    context_->forget(shared_from_this());
     context_->withHandler(
         [&](Handler& handler) { handler.onClosed(shared_from_this(), error); });
   }
 }
 
-void LoopbackConnection::close() {
-  auto other = otherEnd();
-  end({base::ErrorKind::kShutDown, "this worker closed the connection"});
-  if (other) {
-    other->end({base::ErrorKind::kShutDown, "the peer shut down"});
-  }
-}
-
 ConnectionPtr LoopbackContext::connect(
-    const std::string& address,
+    const std::string& /*address*/,
     const std::string& hello) {
-  auto mine = std::make_shared<LoopbackConnection>(shared_from_this());
-  auto other = hub_->find(address);
-  bool joined = false;
-  base::Error refused;
-  std::string answer;
-  const auto introduce = [&](Handler& theirs) {
-    auto peer = std::make_shared<LoopbackConnection>(other);
-    joined =
-        keep(mine) && other->keep(peer) && mine->join(peer) && peer->join(mine);
-    if (!joined) {
-      mine->part(); // one of the two contexts is about to stop
-      peer->part();
-      return;
-    }
-    refused = theirs.onAccept(peer, hello);
-    answer = theirs.introduction();
-  };
-  if (other == nullptr || !other->withHandler(introduce) || !joined) {
-    run(base::makeTask([self = shared_from_this(), mine, address] {
-      self->withHandler([&](Handler& own) {
-        own.onClosed(
-            mine, {base::ErrorKind::kPeerLost, "nobody at " + address});
-      });
-    }));
-    return mine;
+  auto connection = std::make_shared<LoopbackConnection>(shared_from_this());
+  base::Error error{base::ErrorKind::kShutDown, "this worker shuts down"};
+  if (keep(connection)) {
+    // Now: a frame that is sent next may be delivered before what is done
+    // later.
+    withHandler(
+        [&](Handler& handler) { error = handler.onAccept(connection, hello); });
   }
-  run(base::makeTask([self = shared_from_this(), mine, refused, answer] {
-    self->withHandler([&](Handler& own) {
-      const base::Error error = refused
-          ? base::Error{base::ErrorKind::kRefused, refused.message}
-          : own.onConnected(mine, answer);
-      if (error) {
-        mine->end(error);
-      }
-    });
-  }));
-  return mine;
+  later([connection, error](Handler& handler) {
+    const base::Error refused =
+        error ? error : handler.onConnected(connection, handler.introduction());
+    if (refused) {
+      connection->end(refused);
+    }
+  });
+  return connection;
 }
 
 void LoopbackContext::stop() {
@@ -317,7 +224,7 @@ void LoopbackContext::stop() {
     stopping_ = true;
     connections.swap(connections_);
   }
-  for (auto& connection : connections) {
+  for (const auto& connection : connections) {
     connection->close();
   }
   std::unique_lock lock(mutex_);
@@ -327,14 +234,8 @@ void LoopbackContext::stop() {
 
 } // namespace
 
-std::shared_ptr<Hub> makeHub() {
-  return std::make_shared<Hub>();
-}
-
-std::shared_ptr<Context> makeContext(std::shared_ptr<Hub> hub) {
-  auto context = std::make_shared<LoopbackContext>(std::move(hub));
-  context->enter();
-  return context;
+std::shared_ptr<Context> makeContext() {
+  return std::make_shared<LoopbackContext>();
 }
 
 } // namespace torch_rpc_ext::transport::loopback

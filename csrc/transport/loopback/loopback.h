@@ -6,11 +6,8 @@
 
 namespace torch_rpc_ext::transport::loopback {
 
-// Joins contexts of one process: an agent uses a hub of its own to call itself,
-// tests use one to try a protocol without a network.
-class Hub;
-
-std::shared_ptr<Hub> makeHub();
-std::shared_ptr<Context> makeContext(std::shared_ptr<Hub> hub);
+// A context that reaches itself and nobody else: how a worker calls itself.
+// Both ends of a connection are one object.
+std::shared_ptr<Context> makeContext();
 
 } // namespace torch_rpc_ext::transport::loopback
