@@ -25,6 +25,7 @@ from tests.process.test_death import (
 )
 from tests.support import netns
 from tests.support.backend import needs_ucx, on_ucx
+from tests.support.cut import set_user_timeout
 
 STORE_PORT = 29_511
 
@@ -203,6 +204,36 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
             assert "PeerLostError" in text and "worker1" in text, text
             assert seconds < 10, (text, seconds)
             group[0].run(check_alive, "worker2")  # on this host
+        finally:
+            hosts[1].run("ip", "link", "set", "eth0", "up")
+        group[1].killed = True
+        group.close(gently=False)
+
+
+def shorten_patience(to: str, seconds: float) -> int:
+    """Connections to a worker that the kernel gives up after so long, bulk's among them."""
+    rpc.rpc_sync(to, f.identity, args=(torch.ones(1_000_000),))
+    return set_user_timeout(os.getpid(), seconds)
+
+
+def error_of_sending(to: str) -> str:
+    tensor = torch.ones(20_000_000)
+    with pytest.raises(RuntimeError) as raised:
+        while True:
+            rpc.rpc_sync(to, torch.numel, args=(tensor,), timeout=10)
+    return f"{type(raised.value).__name__} {raised.value}"
+
+
+@needs_ucx("waits for the kernel's time-out, a quarter of an hour")
+def test_a_cut_cable_that_the_kernel_notices_first(hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, keepalive=20.0) as group:
+        assert group[0].run(shorten_patience, "worker1", 0.3) > 0
+        call = group[0].start(error_of_sending, "worker1")
+        time.sleep(0.5)
+        hosts[1].run("ip", "link", "set", "eth0", "down")
+        try:
+            text = call.result(60)
+            assert "PeerLostError" in text and "worker1" in text, text
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
         group[1].killed = True
