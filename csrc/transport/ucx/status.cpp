@@ -20,6 +20,7 @@ base::Error toError(ucs_status_t status, const std::string& doing) {
       return {};
     case UCS_ERR_CONNECTION_RESET:
     case UCS_ERR_ENDPOINT_TIMEOUT:
+    case UCS_ERR_TIMED_OUT: // the kernel has given the socket up
     case UCS_ERR_NOT_CONNECTED:
     case UCS_ERR_UNREACHABLE:
     case UCS_ERR_REJECTED:
