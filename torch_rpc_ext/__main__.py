@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from torch_rpc_ext._version import __version__
+from torch_rpc_ext._base.version import __version__
 from torch_rpc_ext.cli import common
 
 _EXAMPLES = """examples:

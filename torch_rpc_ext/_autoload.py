@@ -9,8 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch_rpc_ext import _registry
-from torch_rpc_ext._environment import check_backend
+from torch_rpc_ext._base.environment import check_backend
+from torch_rpc_ext._upstream import registry
 
 _activated = False
 
@@ -21,7 +21,7 @@ def activate() -> None:
     if _activated:
         return
     _activated = True
-    _registry.when_rpc_is_imported(_on_rpc_imported)
+    registry.when_rpc_is_imported(_on_rpc_imported)
 
 
 def _on_rpc_imported(rpc: Any) -> None:
@@ -46,9 +46,9 @@ def _enter(rpc: Any) -> None:
         wanted = False
     if not hasattr(rpc, "BackendType"):
         if wanted:
-            _registry.require_rpc()
+            registry.require_rpc()
         return  # This torch was built without RPC; init_rpc does not exist either.
-    _registry.register(rpc)
+    registry.register(rpc)
     if wanted:
         # Imported only here: a process that did not ask for it pays nothing.
         from torch_rpc_ext import takeover

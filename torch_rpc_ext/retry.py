@@ -35,7 +35,8 @@ except ImportError as problem:
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _attempts, errors
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls.attempts import begin
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -138,7 +139,7 @@ class RetryPolicy:
             A future of what the function returns. Its error has the type of the last attempt's.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return _attempts.begin(
+        return begin(
             self._arguments(),
             lambda: rpc.rpc_async(
                 to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)

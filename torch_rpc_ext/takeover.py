@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torch_rpc_ext import _registry
-from torch_rpc_ext._environment import BACKEND
+from torch_rpc_ext._base.environment import BACKEND
+from torch_rpc_ext._upstream import registry
 
 __all__ = ["take_over"]
 
@@ -28,7 +28,7 @@ def take_over() -> None:
         RuntimeError: an agent runs already; call it before init_rpc.
         ImportError: this torch was built without RPC.
     """
-    _registry.require_rpc()
+    registry.require_rpc()
     from torch._C import _distributed_rpc
     from torch.distributed import rpc
 
@@ -37,7 +37,7 @@ def take_over() -> None:
             "torch_rpc_ext.take_over() came too late: RPC is initialized. Call it before "
             "init_rpc, or after shutdown."
         )
-    _registry.register(rpc)
+    registry.register(rpc)
     apply(rpc)
     os.environ[BACKEND] = "ucx"  # children take over when they import torch
 
@@ -57,7 +57,7 @@ def apply(rpc: Any) -> None:
     if _applied or not hasattr(rpc, "TensorPipeAgent"):
         return
     _applied = True
-    for enum_class in _registry.enum_classes(rpc):
+    for enum_class in registry.enum_classes(rpc):
         _serve_member(enum_class["TENSORPIPE"], init_tensorpipe)
     rpc.TensorPipeAgent = _either_agent(rpc.TensorPipeAgent)
 
@@ -92,7 +92,7 @@ def adopt_agent_class(agent_class: Any) -> None:
 
 def _serve_member(member: Any, handler: Any) -> None:
     """Let another handler start the agent of a back end."""
-    _registry.replace_value(member, member.value._replace(init_backend_handler=handler))
+    registry.replace_value(member, member.value._replace(init_backend_handler=handler))
 
 
 def init_tensorpipe(
@@ -112,9 +112,9 @@ def init_tensorpipe(
 
 def _start(store: Any, name: str, rank: int, world_size: int | None, given: Any) -> Any:
     """Start our agent with TENSORPIPE's options."""
-    from torch_rpc_ext import _backend
+    from torch_rpc_ext._lifecycle import starting
 
-    return _backend.start(
+    return starting.start(
         store=store,
         name=name,
         rank=rank,

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import rpc
 
 import torch_rpc_ext
-from torch_rpc_ext import _registry
+from torch_rpc_ext._upstream import registry
 
 _ROOT = Path(torch_rpc_ext.__file__).parents[1]
 
@@ -49,7 +49,7 @@ def test_member() -> None:
 
 def test_idempotent() -> None:
     before = rpc.BackendType.UCX
-    _registry.register(rpc)
+    registry.register(rpc)
     assert rpc.BackendType.UCX is before
     assert [member.name for member in rpc.BackendType].count("UCX") == 1
 
@@ -66,7 +66,7 @@ def test_any_enum_class() -> None:
     # What Python's own enum machinery fills in, on the Python that runs.
     made = Enum("made", {"A": 1, "B": 2})
     grown = Enum("grown", {"A": 1})
-    _registry.add_member(grown, "B", 2)
+    registry.add_member(grown, "B", 2)
     assert set(vars(made.B)) == set(vars(grown.B))
     assert grown.B.name == "B" and grown.B.value == 2 and grown(2) is grown.B
     assert list(grown) == [grown.A, grown["B"]]
@@ -105,9 +105,9 @@ def test_import_hook_where_rpc_comes_late(tmp_path: Path) -> None:
         (folder / "__init__.py").write_text("")
     output = _run(
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(_ROOT)!r}]\n"
-        "from torch_rpc_ext import _registry\n"
+        "from torch_rpc_ext._upstream import registry\n"
         "before = len(sys.meta_path)\n"
-        "_registry.when_rpc_is_imported(lambda m: print('fired', m.__name__, m.__loader__))\n"
+        "registry.when_rpc_is_imported(lambda m: print('fired', m.__name__, m.__loader__))\n"
         "import torch.distributed.rpc\n"
         "print('hooks left', len(sys.meta_path) - before + 1)\n".replace("before + 1", "before")
     )

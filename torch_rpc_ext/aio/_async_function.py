@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext._remote_function import DEFAULT_TIMEOUT, RemoteFunction
+from torch_rpc_ext._calls.remote_function import DEFAULT_TIMEOUT, RemoteFunction
 from torch_rpc_ext.aio import _server
 from torch_rpc_ext.aio._bridge import as_asyncio
 

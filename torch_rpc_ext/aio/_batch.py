@@ -13,9 +13,10 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _current_call, errors
-from torch_rpc_ext._current_call import CurrentCall
-from torch_rpc_ext._remote_function import RemoteFunction
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext.aio._answers import fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -107,7 +108,7 @@ def batched(
 @dataclass(frozen=True)
 class _Call:
     args: tuple[Any, ...]
-    served: CurrentCall | None = field(default_factory=_current_call.find)
+    served: CurrentCall | None = field(default_factory=current_call.find)
     future: Future[Any] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _current_call, errors
-from torch_rpc_ext._current_call import CurrentCall
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._calls.current_call import CurrentCall
 from torch_rpc_ext.aio._answers import fail
 from torch_rpc_ext.aio._bridge import Mailbox
 
@@ -73,7 +74,7 @@ class _Host:
 
     def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        served = _current_call.find()
+        served = current_call.find()
         self._mailbox.post(partial(self._start, future, function, call, served, args, kwargs))
         return future
 
@@ -106,7 +107,7 @@ class _Host:
             fail(future, error)
             return
         context = contextvars.copy_context()
-        context.run(_current_call.of_task.set, served)
+        context.run(current_call.of_task.set, served)
         task = self._loop.create_task(body, context=context)
         self._running[call] = _Running(task, served, self._watch(call, served))
         task.add_done_callback(partial(self._finish, future, function, call))

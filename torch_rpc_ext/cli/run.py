@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from torch_rpc_ext._environment import BACKEND
+from torch_rpc_ext._base.environment import BACKEND
 from torch_rpc_ext.cli import common
 
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Session:
             TypeError: no such option.
             ImportError: this torch lacks what is needed.
         """
-        _torch_names.require("torch_rpc_ext.launch")
+        torch_names.require("torch_rpc_ext.launch")
         self._options(self._type())
 
     def init(self, name: str, rank: int) -> None:

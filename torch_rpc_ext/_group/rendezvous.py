@@ -18,9 +18,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch_rpc_ext import _secret, errors
-from torch_rpc_ext._members import Member, is_alive, validate
-from torch_rpc_ext._store import Deadline, describe, poll, serves_by_rank_0
+from torch_rpc_ext import errors
+from torch_rpc_ext._group.members import Member, is_alive, validate
+from torch_rpc_ext._group.stores import Deadline, describe, poll, serves_by_rank_0
+from torch_rpc_ext._security import group_secret
 
 PREFIX = "torch_rpc_ext"
 _KIND = f"{PREFIX}/kind"
@@ -284,7 +285,7 @@ class Rendezvous:
         if not problem:
             blob = {
                 "members": [found[rank] for rank in range(self._world_size)],
-                "secret": _secret.draw().hex(),
+                "secret": group_secret.draw().hex(),
             }
         self._store.set(self._key("group", self._id), json.dumps(blob))
 

@@ -7,8 +7,7 @@ what it says of itself, because a class can be made that says anything. Builtin 
 TorchScript functions are not pickled; C++ checks them (csrc/agent/allow_list.h) with the names that
 are made here.
 
-torch_rpc_ext/_unpickling.py reads the pickles, torch_rpc_ext/_protocol.py has what they may name
-beside the entries.
+unpickling.py reads the pickles, protocol.py has what they may name beside the entries.
 
 Source: pickle's documentation, "Restricting Globals"; torch/distributed/rpc/internal.py.
 """
@@ -29,8 +28,10 @@ from torch._jit_internal import _qualified_name
 from torch.distributed.rpc import internal as _untyped_internal
 from torch.jit import _builtins as _untyped_builtins
 
-from torch_rpc_ext import _exceptions, _payloads, _protocol, errors
-from torch_rpc_ext._unpickling import Entry, Reader, Request, attribute_of
+from torch_rpc_ext import errors
+from torch_rpc_ext._security import protocol
+from torch_rpc_ext._security.unpickling import Entry, Reader, Request, attribute_of
+from torch_rpc_ext._upstream import exceptions, payloads
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -85,7 +86,7 @@ class AllowList:
             ValueError: an entry names nothing that exists, or no such thing.
         """
         made = cls(worker, {_SCRIPTED_STEP})
-        made._entries = _protocol.entries(made)
+        made._entries = protocol.entries(made)
         made._entries["builtins.getattr"] = made.getattr
         made._entries["torch.distributed.rpc.internal._InternalRPCPickler"] = made._methods
         for entry in entries:
@@ -149,7 +150,7 @@ class AllowList:
             build = target if isinstance(target, (FunctionType, BuiltinFunctionType)) else None
             self._entries[name] = Entry(name, target, build=build, serve=target)
             return
-        self._entries[name] = _protocol.of_class(target, serve=target)
+        self._entries[name] = protocol.of_class(target, serve=target)
         self._classes[id(target)] = target
         for inner in list(vars(target).values()):
             full = f"{_full_name(target)}.{getattr(inner, '__name__', '')}"
@@ -177,8 +178,8 @@ class AllowList:
         full = f"{module}.{name}"
         entry = (
             self._entries.get(full)
-            or _protocol.constant(self._entries, module, name)
-            or _protocol.generated(module, name, self)
+            or protocol.constant(self._entries, module, name)
+            or protocol.generated(module, name, self)
         )
         if entry is not None:
             return entry
@@ -206,7 +207,7 @@ class AllowList:
 
         Not those of classes and functions: that would change the service itself.
         """
-        return id(cls) in self._classes or any(cls is known for known in _protocol.STATEFUL)
+        return id(cls) in self._classes or any(cls is known for known in protocol.STATEFUL)
 
     def listed(self, function: Any) -> Any:
         """Return a function that an entry names.
@@ -268,12 +269,12 @@ class AllowList:
     def _receiver(self, name: Any) -> Entry:
         """How upstream pickles tensors, RRefs and TorchScript."""
         build = {
-            "_tensor_receiver": _protocol.receiver,
-            "_py_rref_receiver": _protocol.fork,
+            "_tensor_receiver": protocol.receiver,
+            "_py_rref_receiver": protocol.fork,
         }.get(name if type(name) is str else "")
         # Loading TorchScript may run code of it.
         if name == "_script_module_receiver" and self.allows_class(torch.jit.ScriptModule):
-            build = _protocol.script_module
+            build = protocol.script_module
         full = f"torch.distributed.rpc.internal._InternalRPCPickler.{name}"
         if build is None:
             raise self.refusal(full)
@@ -298,32 +299,32 @@ class AllowList:
         """Stand in for upstream's internal.deserialize.
 
         Returns:
-            A Request for a call; _exceptions.Refused where something is refused; an AttributeError
+            A Request for a call; exceptions.Refused where something is refused; an AttributeError
             where a listed module has no such function; else the value.
         """
         try:
-            named = _payloads.short_call(payload)
+            named = payloads.short_call(payload)
             if named is None:
-                return _payloads.deserialize(payload, tensors, self._read)
+                return payloads.deserialize(payload, tensors, self._read)
             entry = self.find(*named)
             if entry.serve is None:
                 raise self.refusal(entry.name)
             return Request(entry.serve, tuple(tensors), {})
         except errors.RefusedError as error:
-            return _exceptions.Refused(error)
+            return exceptions.Refused(error)
         except AttributeError as error:
             return error
 
     def _read(self, payload: bytes, tensors: Any) -> Any:
         reader = self.unpickler(io.BytesIO(payload))
-        value = _payloads.with_tensors(tensors, reader.load)
+        value = payloads.with_tensors(tensors, reader.load)
         return reader.request(value) if type(value) is internal.PythonUDF else value
 
     def run_function(self, request: Any) -> Any:
         """Stand in for upstream's internal._run_function: run what deserialize() let through."""
-        if type(request) not in (Request, _exceptions.Refused, AttributeError):
-            request = _exceptions.Refused(self.refusal("a request that is no call"))
-        return _exceptions.run_function(request)
+        if type(request) not in (Request, exceptions.Refused, AttributeError):
+            request = exceptions.Refused(self.refusal("a request that is no call"))
+        return exceptions.run_function(request)
 
 
 _TRACED = "torch_rpc_ext.profiler.recorder.Traced"

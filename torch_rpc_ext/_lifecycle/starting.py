@@ -13,25 +13,17 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext import (
-    _init_hook,
-    _interfaces,
-    _lifecycle,
-    _members,
-    _native,
-    _rendezvous,
-    _returning,
-    _secret,
-    _state,
-    _store,
-    _torch_names,
-)
-from torch_rpc_ext._option_table import (
+from torch_rpc_ext._base.option_table import (
     DEFAULT_RPC_TIMEOUT,
     ENCRYPTION,
     default_init_timeout,
     wire_dtype_number,
 )
+from torch_rpc_ext._group import interfaces, members, rendezvous, returning, sessions, stores
+from torch_rpc_ext._lifecycle import init_hook, lifetime
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._security import group_secret
+from torch_rpc_ext._upstream import torch_names
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
@@ -53,7 +45,7 @@ def prepare(rank: int, world_size: int | None) -> None:
     """
     if rank != -1:
         _check_rank(rank, world_size)
-    native = _native.load()
+    native = loader.load()
     if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
         native.prepare_reinit(rank)
@@ -107,20 +99,20 @@ def start(
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     _check_rank(rank, world_size)
     rank = int(rank)
-    native = _native.load()
+    native = loader.load()
     _attach(native)
     seconds = options.effective_init_timeout()
-    own = _store.unnumbered(store) if _init_hook.in_init_rpc() else store
-    meeting = _rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
-    place = _returning.Place(own, rank)
+    own = stores.unnumbered(store) if init_hook.in_init_rpc() else store
+    meeting = rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
+    place = returning.Place(own, rank)
 
-    def open_session() -> _state.Session:
+    def open_session() -> sessions.Session:
         return _open(native, store, name, rank, world_size, options, given_options)
 
-    with _store.patient(store, seconds):
-        _rendezvous.claim_kind(store, is_static=bool(world_size))
+    with stores.patient(store, seconds):
+        rendezvous.claim_kind(store, is_static=bool(world_size))
         session = None
-        standing = _returning.find(place, name, rank, world_size) if world_size else None
+        standing = returning.find(place, name, rank, world_size) if world_size else None
         if standing is not None:
             session = _start_again(open_session, place, standing)
             if session is not None:
@@ -136,7 +128,7 @@ def start(
             if world_size:
                 meeting.fail(problem)
             if session is not None:
-                _lifecycle.abandon(session)
+                lifetime.abandon(session)
             raise
     return session.agent
 
@@ -149,22 +141,22 @@ def _open(
     world_size: int | None,
     options: UcxRpcBackendOptions,
     given_options: Any,
-) -> _state.Session:
+) -> sessions.Session:
     """Create the agent, which listens from now on, and the session."""
-    interface = _interfaces.choose(options.interface, options.init_method)
+    interface = interfaces.choose(options.interface, options.init_method)
     agent_options = native.AgentOptions()
     for option, value in _agent_options(options, interface).items():
         setattr(agent_options, option, value)
     agent_options.set_wire_dtypes(*_wire_dtypes(options))
     allowed = None
     if options.allow_list is not None:
-        _torch_names.require("the option allow_list")
-        from torch_rpc_ext._allow_list import AllowList  # not for those who do not use it
+        torch_names.require("the option allow_list")
+        from torch_rpc_ext._security.allow_list import AllowList  # not for those who do not use it
 
         allowed = AllowList.of(options.allow_list, name)
         agent_options.allow_only(allowed.names, allowed.modules)
     agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
-    me = _members.Member(
+    me = members.Member(
         name=name,
         rank=rank,
         address=bytes(agent.address),
@@ -174,17 +166,17 @@ def _open(
         devices=options.devices,
         wire=int(getattr(native, "WIRE_VERSION", 0)),
         incarnation=secrets.token_hex(8),
-        host=_members.host_identity(),
+        host=members.host_identity(),
         pid=os.getpid(),
-        secret=_secret.fingerprint(_secret.own(options)),
+        secret=group_secret.fingerprint(group_secret.own(options)),
     )
-    session = _state.Session(agent, me, options, given_options, store, interface, allowed)
-    _lifecycle.open_session(session)
+    session = sessions.Session(agent, me, options, given_options, store, interface, allowed)
+    lifetime.open_session(session)
     return session
 
 
 def _agent_options(
-    options: UcxRpcBackendOptions, interface: _interfaces.InterfaceChoice
+    options: UcxRpcBackendOptions, interface: interfaces.InterfaceChoice
 ) -> dict[str, Any]:
     return {
         "num_worker_threads": options.num_worker_threads,
@@ -234,7 +226,7 @@ def _check_workers(options: UcxRpcBackendOptions, members: Iterable[str]) -> Non
 
 
 def _start_static(
-    session: _state.Session, meeting: _rendezvous.Rendezvous, place: _returning.Place
+    session: sessions.Session, meeting: rendezvous.Rendezvous, place: returning.Place
 ) -> None:
     session.place = place
     group = meeting.join(session.me)
@@ -246,50 +238,50 @@ def _start_static(
 
 
 def _start_again(
-    open_session: Callable[[], _state.Session],
-    place: _returning.Place,
-    standing: _returning.Standing,
-) -> _state.Session | None:
+    open_session: Callable[[], sessions.Session],
+    place: returning.Place,
+    standing: returning.Standing,
+) -> sessions.Session | None:
     """Come back to the static group that this worker was in before it died; None if it is gone."""
     session = open_session()
     try:
         session.place = place
-        group = _returning.with_new_life(place, standing, session.me)
+        group = returning.with_new_life(place, standing, session.me)
         if group is not None:
             _enter(session, group)
             api._init_rpc_states(session.agent)
-            if _returning.come_back(session, standing):
+            if returning.come_back(session, standing):
                 place.take(group.id, session.me)
                 return session
     except BaseException:
-        _lifecycle.abandon(session)
+        lifetime.abandon(session)
         raise
-    _lifecycle.abandon(session)
+    lifetime.abandon(session)
     return None
 
 
-def _start_dynamic(session: _state.Session, store: Any) -> None:
-    from torch_rpc_ext import _dynamic  # not for static groups
+def _start_dynamic(session: sessions.Session, store: Any) -> None:
+    from torch_rpc_ext._group import dynamic  # not for static groups
 
-    session.directory = directory = _dynamic.Directory(store)
+    session.directory = directory = dynamic.Directory(store)
     group = directory.join(session.me, secrets.token_bytes(16))
     try:
         _enter(session, group)
         api._init_rpc_states(session.agent)
-        _dynamic.announce_join(session)
+        dynamic.announce_join(session)
     except BaseException:
         directory.leave(session.me)
         raise
 
 
-def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
+def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
     """Give the agent its group."""
     with session.lock:
         session.members = dict(group.members)
         session.me = group.members[session.me.name]
         rows = [member.row() for member in group.members.values()]
-        session.agent.set_group(group.id, rows, _secret.own(session.options) or group.secret)
-        reverse, devices = _members.device_tables(session.me, session.members)
+        session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
+        reverse, devices = members.device_tables(session.me, session.members)
         if devices and torch.cuda.is_available():
             # Others may send CUDA tensors before the user's code has touched CUDA here.
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -297,9 +289,9 @@ def _enter(session: _state.Session, group: _rendezvous.Group) -> None:
 
 
 def _update_group_membership(*args: Any, **kwargs: Any) -> None:
-    from torch_rpc_ext import _dynamic
+    from torch_rpc_ext._group import dynamic
 
-    _dynamic.update_group_membership(*args, **kwargs)
+    dynamic.update_group_membership(*args, **kwargs)
 
 
 _attached = False
@@ -319,14 +311,14 @@ def _attach(native: Any) -> None:
         try:
             native_shutdown(self)
         finally:
-            session = _state.current()
+            session = sessions.current()
             if session is not None and session.me.rank == self.get_worker_info().id:
-                _lifecycle.close_session()
+                lifetime.close_session()
 
     agent_class.shutdown = shutdown
     agent_class._update_group_membership = _update_group_membership
-    agent_class._get_backend_options = lambda _: _state.require().given_options
-    agent_class.store = property(lambda _: _state.require().store)
+    agent_class._get_backend_options = lambda _: sessions.require().given_options
+    agent_class.store = property(lambda _: sessions.require().store)
 
     from torch_rpc_ext import takeover
 

@@ -28,7 +28,7 @@ from types import (
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch_rpc_ext._allow_list import AllowList
+    from torch_rpc_ext._security.allow_list import AllowList
 
 # hash() of tuples in tuples in tuples recurses in C and overflows the stack at about 100,000 of
 # them. pickle's writers recurse too and end long before this.

@@ -3,7 +3,7 @@
 Upstream pickles everything: the named tuple (function, arguments), each tensor as the method of a
 class that finds it again, None. For the commonest payloads there is a form of a few bytes here,
 which no pickle begins with; the others are pickled as upstream does, with reducers for what it
-loses (torch_rpc_ext/_upstream_hooks.py says what). csrc/agent/call_label.cpp reads function names
+loses (hooks.py says what). csrc/agent/call_label.cpp reads function names
 out of both.
 
 Source: torch/distributed/rpc/internal.py, _InternalRPCPickler.
@@ -23,7 +23,9 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exceptions, _native, _state
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._upstream import exceptions
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
@@ -108,7 +110,7 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
             _explain(value.func, error)
             raise
         # As an answer: upstream's would be a RuntimeError with the C++ stack.
-        return _raised(_exceptions.unsent(value, error))
+        return _raised(exceptions.unsent(value, error))
 
 
 def _raised(value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -266,7 +268,7 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
     except Exception as error:
         # Upstream makes a RuntimeError of what an unpickler raises, so programs catch that; and a
         # program's own handler of a signal may have raised it, whose class it must keep.
-        also = _exceptions.also_runtime_error(error)
+        also = exceptions.also_runtime_error(error)
         if also is error:
             raise
         raise also.with_traceback(error.__traceback__) from error.__cause__
@@ -283,7 +285,7 @@ def _rref_classes() -> tuple[type, ...]:
 
 
 def _reduce_rref(rref: Any) -> tuple[Any, ...]:
-    _native.load().before_passing(_state.require().agent, rref)
+    loader.load().before_passing(sessions.require().agent, rref)
     reduced: tuple[Any, ...] = _pickler._py_rref_reducer(rref)
     return reduced
 

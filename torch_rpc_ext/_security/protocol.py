@@ -25,11 +25,13 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _current_call, _exceptions, _payloads, errors
-from torch_rpc_ext._unpickling import Entry, check_arguments
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._security.unpickling import Entry, check_arguments
+from torch_rpc_ext._upstream import exceptions, payloads
 
 if TYPE_CHECKING:
-    from torch_rpc_ext._allow_list import AllowList
+    from torch_rpc_ext._security.allow_list import AllowList
 
 # Upstream's functions have no types.
 api: Any = _untyped_api
@@ -83,9 +85,12 @@ def entries(allowed: AllowList) -> dict[str, Entry]:
         "torch.device": (torch.device, torch.device),
         "torch.serialization._get_layout": (None, _layout),
         "torch._C._distributed_rpc.WorkerInfo": (native_rpc.WorkerInfo, _worker_info),
-        "torch_rpc_ext._payloads._restore_tensor": (None, _payloads._restore_tensor),
-        "torch_rpc_ext._payloads._restore_parameter": (None, _payloads._restore_parameter),
-        "torch_rpc_ext._payloads._restore_compressed": (None, _payloads._restore_compressed),
+        "torch_rpc_ext._upstream.payloads._restore_tensor": (None, payloads._restore_tensor),
+        "torch_rpc_ext._upstream.payloads._restore_parameter": (None, payloads._restore_parameter),
+        "torch_rpc_ext._upstream.payloads._restore_compressed": (
+            None,
+            payloads._restore_compressed,
+        ),
         f"{_REMOTE_MODULE}._remote_module_receiver": (None, _remote_module),
     }
     for name, (value, build) in builders.items():
@@ -93,7 +98,7 @@ def entries(allowed: AllowList) -> dict[str, Entry]:
     for name, build, cls in (
         (f"{_INTERNAL}.PythonUDF", internal.PythonUDF, internal.PythonUDF),
         (f"{_INTERNAL}.RemoteException", _remote_exception, None),
-        ("torch_rpc_ext._exceptions.RemoteType", _remote_type, None),
+        ("torch_rpc_ext._upstream.exceptions.RemoteType", _remote_type, None),
     ):
         made[name] = Entry(name, cls, build=build, new=build)
     for name, serve in _serving(allowed).items():
@@ -171,7 +176,7 @@ def fork(data: Any) -> Any:
 
 def receiver(index: Any) -> Any:
     """Return a tensor of the message, upstream's way."""
-    return _payloads._restore_tensor(index)
+    return payloads._restore_tensor(index)
 
 
 def script_module(data: Any) -> Any:
@@ -199,18 +204,18 @@ def _worker_info(name: Any, rank: Any) -> Any:
 
 
 def _remote_exception(text: Any, made_of: Any) -> Any:
-    if type(text) is not str or type(made_of) is not _exceptions.RemoteType:
+    if type(text) is not str or type(made_of) is not exceptions.RemoteType:
         raise TypeError("not what an exception is sent as")
     return internal.RemoteException(text, made_of)
 
 
 def _remote_type(parts: Any) -> Any:
     _check_parts(parts, _MOST_NESTED_GROUPS)
-    return _exceptions.RemoteType(parts)
+    return exceptions.RemoteType(parts)
 
 
 def _check_parts(parts: Any, most_nested: int) -> None:
-    """Raise TypeError unless it is plain data, in the shape of _exception_parts.Parts.
+    """Raise TypeError unless it is plain data, in the shape of exception_parts.Parts.
 
     Each pickle in it is read later, with the same checks as any other.
     """
@@ -272,10 +277,10 @@ def _serving(allowed: AllowList) -> dict[str, Callable[..., Any]]:
     }
     plain = (
         "torch.distributed.rpc.api:_broadcast_to_followers",
-        "torch_rpc_ext._dynamic:member_joined",
-        "torch_rpc_ext._dynamic:member_left",
-        "torch_rpc_ext._returning:may_return",
-        "torch_rpc_ext._returning:member_returned",
+        "torch_rpc_ext._group.dynamic:member_joined",
+        "torch_rpc_ext._group.dynamic:member_left",
+        "torch_rpc_ext._group.returning:may_return",
+        "torch_rpc_ext._group.returning:member_returned",
     )
     for place in plain:
         serving[place.replace(":", ".")] = functools.partial(_call, place)
@@ -422,7 +427,7 @@ def _check_step(rref: Any, kind: type, context: Any) -> None:
 def _gather(
     allowed: AllowList, sequence: Any, worker: Any, gathered: Any, workers: Any = None
 ) -> None:
-    call = _current_call.find()
+    call = current_call.find()
     if call is not None and call.caller != worker:
         raise allowed.refusal(f"what {call.caller} gave in the name of another worker")
     if type(sequence) is not str or type(workers) not in (set, type(None)):

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.rpc import backend_registry as _untyped_registry
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._version import __version__
+from torch_rpc_ext._base.version import __version__
 
 # Upstream's functions have no types.
 registry: Any = _untyped_registry

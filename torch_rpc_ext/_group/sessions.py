@@ -10,8 +10,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_rpc_ext._interfaces import InterfaceChoice
-from torch_rpc_ext._members import Member
+from torch_rpc_ext._group.interfaces import InterfaceChoice
+from torch_rpc_ext._group.members import Member
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 
@@ -27,9 +27,9 @@ class Session:
         given_options: as passed to init_rpc; another object under takeover.
         store: the store that init_rpc passed.
         interface: what was chosen, and why.
-        allowed: what peers may call (_allow_list.AllowList), None for everything.
-        place: this worker's in the store (_returning.Place), None in a dynamic group.
-        directory: the dynamic group's directory (_dynamic.Directory), None in a static group.
+        allowed: what peers may call (_security.allow_list.AllowList), None for everything.
+        place: this worker's in the store (returning.Place), None in a dynamic group.
+        directory: the dynamic group's directory (dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
         events: what tells subscribers of other workers (events._Hub), None before the first.
         all_done: every worker of the static group has reached rpc.shutdown().

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlparse
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
 # Only the route to these is looked up; nothing is ever sent to them.
 _FAR_AWAY = ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888"))
@@ -81,11 +81,11 @@ def store_host(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 def _addresses() -> dict[str, list[str]]:
     """Return interface name -> IP addresses (IPv6 link-local ones with %scope)."""
-    return {name: addresses for name, (_, addresses) in _native.load().interfaces().items()}
+    return {name: addresses for name, (_, addresses) in loader.load().interfaces().items()}
 
 
 def _is_up(name: str) -> bool:
-    up, _ = _native.load().interfaces().get(name, (False, []))
+    up, _ = loader.load().interfaces().get(name, (False, []))
     return bool(up)
 
 

@@ -16,10 +16,13 @@ from typing import Any
 
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext import _current_call, _secret, _state, errors
-from torch_rpc_ext._members import Member, device_tables, is_alive, validate
-from torch_rpc_ext._rendezvous import PREFIX, Group
-from torch_rpc_ext._store import describe
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._group.members import Member, device_tables, is_alive, validate
+from torch_rpc_ext._group.rendezvous import PREFIX, Group
+from torch_rpc_ext._group.stores import describe
+from torch_rpc_ext._security import group_secret
 
 logger = logging.getLogger(__name__)
 api: Any = _untyped_api  # upstream's functions have no types
@@ -57,7 +60,7 @@ class Directory:
             group = _parse(before)
             members = group.members
             if not members:
-                group = group._replace(id=new_id, secret=_secret.draw())
+                group = group._replace(id=new_id, secret=group_secret.draw())
             _evict_dead_twins(me, members)
             # It stays when all have left: no life comes twice in a store.
             group = group._replace(lives=group.lives + 1)
@@ -136,13 +139,13 @@ def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
             del members[other.name]
 
 
-def announce_join(session: _state.Session) -> None:
+def announce_join(session: sessions.Session) -> None:
     """Tell the others that this worker is there; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
 
 
-def leave_group(session: _state.Session) -> None:
+def leave_group(session: sessions.Session) -> None:
     """Take this worker out of the directory and tell the others. Never fails."""
     try:
         session.directory.leave(session.me)
@@ -159,19 +162,19 @@ def announce_departure(member: Member) -> None:
     Args:
         member: it must be out of the directory already: there the others look.
     """
-    session = _state.require()
+    session = sessions.require()
     remove_member(session, member.name, member.incarnation)
     departed = (member.name, member.incarnation)
     _notify(session, _others(session), member_left, departed, quiet=True)
 
 
-def _others(session: _state.Session) -> list[str]:
+def _others(session: sessions.Session) -> list[str]:
     with session.lock:
         return [name for name in session.members if name != session.me.name]
 
 
 def _notify(
-    session: _state.Session,
+    session: sessions.Session,
     names: Iterable[str],
     function: Any,
     arguments: tuple[Any, ...],
@@ -208,7 +211,7 @@ def member_joined(text: str) -> None:
     Raises:
         RefusedError: another worker says so, or the group is static.
     """
-    session, member = _state.require(), Member.from_json(text)
+    session, member = sessions.require(), Member.from_json(text)
     if session.directory is None:
         raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
     check_speaks_for(member.name)
@@ -226,7 +229,7 @@ def member_left(name: str, incarnation: str) -> None:
         RefusedError: another worker says so and the group's directory still holds it, or the group
             is static.
     """
-    session = _state.require()
+    session = sessions.require()
     if session.directory is None:
         raise errors.RefusedError(f"{name} cannot leave {session.me.name}'s static group.")
     try:
@@ -247,7 +250,7 @@ def check_speaks_for(name: str) -> None:
     Raises:
         RefusedError: the caller is another one.
     """
-    call = _current_call.find()
+    call = current_call.find()
     if call is not None and call.caller != name:
         raise errors.RefusedError(
             f"Worker {call.caller} spoke of the membership of worker {name}, as only {name} may.",
@@ -255,7 +258,7 @@ def check_speaks_for(name: str) -> None:
         )
 
 
-def remove_member(session: _state.Session, name: str, incarnation: str) -> None:
+def remove_member(session: sessions.Session, name: str, incarnation: str) -> None:
     """Take a member out of the agent's directory.
 
     Args:
@@ -274,7 +277,7 @@ def remove_member(session: _state.Session, name: str, incarnation: str) -> None:
         apply_members(session)
 
 
-def add_member(session: _state.Session, member: Member) -> None:
+def add_member(session: sessions.Session, member: Member) -> None:
     """Enter or replace a member in the agent's directory."""
     with session.lock:
         known = session.members.get(member.name)
@@ -287,7 +290,7 @@ def add_member(session: _state.Session, member: Member) -> None:
         apply_members(session)
 
 
-def apply_members(session: _state.Session) -> None:
+def apply_members(session: sessions.Session) -> None:
     """Bring device maps and upstream's list of names into line with the members."""
     reverse, devices = device_tables(session.me, session.members)
     session.agent.set_device_maps(session.me.device_maps, reverse, devices)
@@ -306,7 +309,7 @@ def update_group_membership(
         reverse: ignored, as devices.
         is_join: True for joined, False for left.
     """
-    session = _state.require()
+    session = sessions.require()
     if session.directory is None:
         raise RuntimeError("The members of a static RPC group do not change.")
     if not is_join:

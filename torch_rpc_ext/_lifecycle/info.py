@@ -6,8 +6,8 @@ import platform
 import sys
 from typing import Any
 
-from torch_rpc_ext import _environment
-from torch_rpc_ext._version import __version__
+from torch_rpc_ext._base import environment
+from torch_rpc_ext._base.version import __version__
 
 
 def info() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def info() -> dict[str, Any]:
     return {
         "versions": versions(),
         "ucx": describe_ucx(),
-        "environment": _environment.in_force(),
+        "environment": environment.in_force(),
         "takeover": _takeover(),
         "agent": _agent(),
     }
@@ -42,11 +42,11 @@ def versions() -> dict[str, str]:
 
 def describe_ucx() -> dict[str, Any]:
     """Return which UCX is in use and why, and its transports; or the error that keeps it away."""
-    from torch_rpc_ext import _native
+    from torch_rpc_ext._native import loader
 
     try:
-        ucx = _native.ucx()
-        native = _native.load()
+        ucx = loader.ucx()
+        native = loader.load()
     except ImportError as error:
         return {"error": str(error)}
     return {
@@ -69,11 +69,11 @@ def _takeover() -> bool:
 
 
 def _agent() -> dict[str, Any] | None:
-    if "torch_rpc_ext._state" not in sys.modules:
+    if "torch_rpc_ext._group.sessions" not in sys.modules:
         return None  # No session has begun; and this torch may have no RPC to import.
-    from torch_rpc_ext import _state, _store
+    from torch_rpc_ext._group import sessions, stores
 
-    session = _state.current()
+    session = sessions.current()
     if session is None:
         return None
     with session.lock:
@@ -84,7 +84,7 @@ def _agent() -> dict[str, Any] | None:
         "world_size": session.me.world_size,
         "group": "static" if session.directory is None else "dynamic",
         "members": members,
-        "store": _store.describe(session.store),
+        "store": stores.describe(session.store),
         "interface": {
             "names": list(session.interface.names),
             "addresses": list(session.interface.addresses),

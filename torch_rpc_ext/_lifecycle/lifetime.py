@@ -10,7 +10,8 @@ from typing import Any
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext import _state, _upstream_hooks
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._upstream import hooks
 
 # Upstream's functions have no types.
 rpc: Any = _untyped_rpc
@@ -29,11 +30,11 @@ def watch() -> None:
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def open_session(session: _state.Session) -> None:
+def open_session(session: sessions.Session) -> None:
     """Make it this process's session, and adapt upstream's Python to it."""
     watch()
-    _state.set_current(session)
-    _upstream_hooks.install(session.allowed)
+    sessions.set_current(session)
+    hooks.install(session.allowed)
 
 
 def close_session() -> None:
@@ -41,11 +42,11 @@ def close_session() -> None:
 
     Called at the end of agent.shutdown(), whoever calls that.
     """
-    session = _state.current()
+    session = sessions.current()
     if session is None:
         return
-    _upstream_hooks.uninstall()
-    _state.set_current(None)
+    hooks.uninstall()
+    sessions.set_current(None)
     if session.events is not None:
         session.events.close()
     if session.all_done:
@@ -54,7 +55,7 @@ def close_session() -> None:
         rpc.__dict__.pop("rendezvous_iterator", None)
 
 
-def abandon(session: _state.Session) -> None:
+def abandon(session: sessions.Session) -> None:
     """Undo a start that failed half-way: no agent, no thread, no hook stays."""
     with contextlib.suppress(Exception):
         session.agent.shutdown()
@@ -72,7 +73,7 @@ def _at_exit() -> None:
     As rpc.shutdown(graceful=False), but silent about RRefs that still live. Without it the
     threads meet a Python that is being taken down, and the process aborts or hangs.
     """
-    session = _state.current()
+    session = sessions.current()
     if session is None:
         return
     with contextlib.suppress(Exception):
@@ -86,13 +87,13 @@ def _after_fork_in_child() -> None:
     The child has the agent's memory and file descriptors, but none of its threads: touching the
     agent there would hang, or speak on the parent's connections.
     """
-    session = _state._current
+    session = sessions._current
     if session is None:
         return
     with contextlib.suppress(Exception):
         session.agent.leak()
-    _upstream_hooks.uninstall()
-    _state.set_current(None)
+    hooks.uninstall()
+    sessions.set_current(None)
     with contextlib.suppress(Exception):
         if native_rpc._is_current_rpc_agent_set():
             native_rpc._reset_current_rpc_agent()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch_rpc_ext import _native
-from torch_rpc_ext._option_table import wire_dtype_number
+from torch_rpc_ext._base.option_table import wire_dtype_number
+from torch_rpc_ext._native import loader
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def wire_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         TypeError: it is no dtype.
         ValueError: it is another one.
     """
-    native = _native.load()
+    native = loader.load()
     before = native.set_call_dtype(wire_dtype_number("dtype", dtype))
     try:
         yield

@@ -160,7 +160,7 @@ def _look_at_rank_0(host: str, port: int) -> None:
     Raises:
         RefusedError: it is; the text names that process.
     """
-    from torch_rpc_ext import _rendezvous
+    from torch_rpc_ext._group import rendezvous
 
     found: list[errors.RefusedError] = []
 
@@ -171,7 +171,7 @@ def _look_at_rank_0(host: str, port: int) -> None:
                 host, port, timeout=timedelta(seconds=1), is_master=False, wait_for_workers=False
             )
             try:
-                _rendezvous.check_rank_0(store)
+                rendezvous.check_rank_0(store)
             except errors.RefusedError as error:
                 found.append(error)
 

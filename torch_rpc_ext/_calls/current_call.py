@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
 # Of an `async def` function (torch_rpc_ext.aio), which runs on the thread of an event loop.
 of_task: ContextVar[CurrentCall | None] = ContextVar("torch_rpc_ext_call", default=None)
@@ -109,6 +109,6 @@ def find() -> CurrentCall | None:
     call = of_task.get()
     if call is not None:
         return call
-    native = _native.loaded()
+    native = loader.loaded()
     found = None if native is None else native.current_call()
     return None if found is None else CurrentCall(found)

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_rpc_ext import _environment
+from torch_rpc_ext._base import environment
 
 if TYPE_CHECKING:
     from torch_rpc_ext.options import UcxRpcBackendOptions
@@ -33,12 +33,12 @@ def own(options: UcxRpcBackendOptions) -> bytes | None:
         return _checked(options.secret, "the option secret")
     if options.secret_file is not None:
         return _read(options.secret_file, "the option secret_file")
-    text = os.environ.get(_environment.SECRET)
+    text = os.environ.get(environment.SECRET)
     if text:
-        return _checked(text.encode(), f"the environment variable {_environment.SECRET}")
-    path = os.environ.get(_environment.SECRET_FILE)
+        return _checked(text.encode(), f"the environment variable {environment.SECRET}")
+    path = os.environ.get(environment.SECRET_FILE)
     if path:
-        return _read(path, f"the environment variable {_environment.SECRET_FILE}")
+        return _read(path, f"the environment variable {environment.SECRET_FILE}")
     return None
 
 

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext import _dynamic, _state, errors
-from torch_rpc_ext._members import Member, host_identity, is_alive, validate
-from torch_rpc_ext._rendezvous import PREFIX, Group, read_group
-from torch_rpc_ext._store import Deadline, poll
+from torch_rpc_ext import errors
+from torch_rpc_ext._group import dynamic, sessions
+from torch_rpc_ext._group.members import Member, host_identity, is_alive, validate
+from torch_rpc_ext._group.rendezvous import PREFIX, Group, read_group
+from torch_rpc_ext._group.stores import Deadline, poll
 
 logger = logging.getLogger(__name__)
 api: Any = _untyped_api  # upstream's functions have no types
@@ -134,7 +135,7 @@ def with_new_life(place: Place, standing: Standing, me: Member) -> Group | None:
     return group._replace(members=members)
 
 
-def come_back(session: _state.Session, standing: Standing) -> bool:
+def come_back(session: sessions.Session, standing: Standing) -> bool:
     """Enter the group again.
 
     Args:
@@ -157,7 +158,7 @@ def come_back(session: _state.Session, standing: Standing) -> bool:
     if former.host == me.host and former.pid != me.pid and is_alive(former.pid):
         raise errors.RefusedError(_taken(former), worker=me.name)
     for member in _enter(session, standing.former).values():
-        _dynamic.add_member(session, member)
+        dynamic.add_member(session, member)
     with session.lock:
         others = [name for name in session.members if name != me.name]
     _adopt_counts(_ask(others, member_returned, me, _PATIENCE))
@@ -177,9 +178,9 @@ def may_return(text: str) -> str:
     Raises:
         RefusedError: another worker asks for it.
     """
-    session = _state.require()
+    session = sessions.require()
     member = Member.from_json(text)
-    _dynamic.check_speaks_for(member.name)
+    dynamic.check_speaks_for(member.name)
     former = session.members.get(member.name)
     if session.all_done or former is None:
         return _ENDED
@@ -199,8 +200,8 @@ def member_returned(text: str) -> dict[str, int]:
     Raises:
         RefusedError: another worker says so, or no such worker was in this group.
     """
-    session, member = _state.require(), Member.from_json(text)
-    _dynamic.check_speaks_for(member.name)
+    session, member = sessions.require(), Member.from_json(text)
+    dynamic.check_speaks_for(member.name)
     former = session.members.get(member.name)
     if session.directory is not None or former is None or former.rank != member.rank:
         raise errors.RefusedError(
@@ -208,7 +209,7 @@ def member_returned(text: str) -> dict[str, int]:
             "it cannot come back to it.",
             worker=member.name,
         )
-    _dynamic.add_member(session, member)
+    dynamic.add_member(session, member)
     with api._all_gather_dict_lock:
         counts = dict(api._all_gather_sequence_id)
         for names, count in counts.items():
@@ -218,7 +219,7 @@ def member_returned(text: str) -> dict[str, int]:
     return counts
 
 
-def _is_dead(session: _state.Session, former: Member, member: Member) -> bool:
+def _is_dead(session: sessions.Session, former: Member, member: Member) -> bool:
     if former.host == member.host:
         return True  # it sees that itself
     if former.host == session.me.host:
@@ -233,7 +234,7 @@ def _is_dead(session: _state.Session, former: Member, member: Member) -> bool:
     return poll(is_lost, Deadline(_time_to_notice(session)))
 
 
-def _time_to_notice(session: _state.Session) -> float:
+def _time_to_notice(session: sessions.Session) -> float:
     """Return how long it may take to see that a host is gone, s."""
     return 2 * session.options.keepalive + 1
 
@@ -263,7 +264,7 @@ def _parse(text: str) -> dict[str, Member]:
     return {member.name: member for member in entries}
 
 
-def _enter(session: _state.Session, former: Member) -> dict[str, Member]:
+def _enter(session: sessions.Session, former: Member) -> dict[str, Member]:
     """Write this worker among those that have come back; return the others of them."""
     me, store = session.me, session.place.store
     key = _returned_key(session.agent.group_id.hex())

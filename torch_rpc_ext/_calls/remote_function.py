@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _group_calls
+from torch_rpc_ext._calls import group_calls
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -128,7 +128,7 @@ class RemoteFunction(Generic[P, T]):
         **kwargs: Any,
     ) -> list[T]:
         """Call it on all workers at once; see scripting.gather()."""
-        return _group_calls.gather(workers, self, args, kwargs, rpc_timeout)
+        return group_calls.gather(workers, self, args, kwargs, rpc_timeout)
 
     def broadcast(
         self,
@@ -139,7 +139,7 @@ class RemoteFunction(Generic[P, T]):
         **kwargs: Any,
     ) -> None:
         """Call it on all workers at once and wait; see scripting.broadcast()."""
-        _group_calls.broadcast(workers, self, args, kwargs, rpc_timeout)
+        group_calls.broadcast(workers, self, args, kwargs, rpc_timeout)
 
     def first_of(
         self,
@@ -150,7 +150,7 @@ class RemoteFunction(Generic[P, T]):
         **kwargs: Any,
     ) -> T:
         """Call it on all workers at once, return the first result; see scripting.first_of()."""
-        result: T = _group_calls.first_of(workers, self, args, kwargs, rpc_timeout)
+        result: T = group_calls.first_of(workers, self, args, kwargs, rpc_timeout)
         return result
 
     def map_reduce(
@@ -167,7 +167,7 @@ class RemoteFunction(Generic[P, T]):
         Raises:
             TypeError: it was made without `reduce`.
         """
-        result: T = _group_calls.map_reduce(
+        result: T = group_calls.map_reduce(
             workers, self, items, needed_reduce(self), args, kwargs, rpc_timeout
         )
         return result

@@ -58,9 +58,9 @@ def register(rpc: Any) -> None:
     for enum_class in enum_classes(rpc):
         add_member(enum_class, NAME, value)
 
-    from torch_rpc_ext import _init_hook
+    from torch_rpc_ext._lifecycle import init_hook
 
-    _init_hook.install(rpc)
+    init_hook.install(rpc)
 
 
 def require_rpc() -> None:

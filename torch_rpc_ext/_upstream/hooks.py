@@ -21,7 +21,7 @@ Installed while our agent runs, taken out with it; any other agent sees upstream
   (csrc/bindings/rrefs.cpp).
 - internal._run_function, _handle_exception: a remote exception whose class needs more than a text
   to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
-- internal._internal_rpc_pickler: the commonest payloads have short forms (_payloads.py), and its
+- internal._internal_rpc_pickler: the commonest payloads have short forms (payloads.py), and its
   reducers lose less. An nn.Parameter loses its place in distributed autograd upstream
   (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
   (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
@@ -48,8 +48,11 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exceptions, _native, _payloads, _state, errors
-from torch_rpc_ext import _option_table as table
+from torch_rpc_ext import errors
+from torch_rpc_ext._base import option_table as table
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._upstream import exceptions, payloads
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -98,7 +101,7 @@ def install(allowed: Any = None) -> None:
     _originals["invoke_rpc_torchscript"] = api._invoke_rpc_torchscript
     api._invoke_rpc_torchscript = _invoke_rpc_torchscript
     _originals["invoke_rpc_python_udf"] = api._invoke_rpc_python_udf
-    api._invoke_rpc_python_udf = _native.load().invoke_function
+    api._invoke_rpc_python_udf = loader.load().invoke_function
     _originals["remote"] = api.remote
     api.remote = rpc.remote = functools.wraps(api.remote)(_remote)
     _originals["set_rpc_timeout"] = rpc._set_rpc_timeout
@@ -111,15 +114,15 @@ def install(allowed: Any = None) -> None:
     )
     rpc.RRef.__init__ = _make_rref
     # The C++ side looks these up by name when it first needs them in a session.
-    internal._run_function = _exceptions.run_function
-    internal._handle_exception = _exceptions.handle_exception
+    internal._run_function = exceptions.run_function
+    internal._handle_exception = exceptions.handle_exception
     if allowed is not None:
         _originals["unpickler"] = internal._unpickler
         _originals["deserialize"] = internal.deserialize
         internal._unpickler = allowed.unpickler
         internal.deserialize = allowed.deserialize
         internal._run_function = allowed.run_function
-    _payloads.install()
+    payloads.install()
 
 
 def uninstall() -> None:
@@ -141,7 +144,7 @@ def uninstall() -> None:
     if "unpickler" in _originals:
         internal._unpickler = _originals.pop("unpickler")
         internal.deserialize = _originals.pop("deserialize")
-    _payloads.uninstall()
+    payloads.uninstall()
 
 
 def _invoke_rpc(
@@ -156,7 +159,7 @@ def _invoke_rpc(
         args = _checked(args)
     if rpc_timeout != _UNSET:
         _check_timeout(rpc_timeout)
-    set_synchronous = _native.load().set_synchronous
+    set_synchronous = loader.load().set_synchronous
     before = False
     try:
         # Set back, because it may be a call that pickling the arguments of another one makes; and
@@ -169,7 +172,7 @@ def _invoke_rpc(
             future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
     finally:
         waits = set_synchronous(before)
-    if waits and (session := _state.current()) is not None:
+    if waits and (session := sessions.current()) is not None:
         session.agent.await_answer(future)
     return future
 
@@ -234,7 +237,7 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
 
 def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     invoke = _originals.get("invoke_rpc_builtin", api._invoke_rpc_builtin)
-    future = _native.load().invoke_builtin(to, name, timeout, *args, **kwargs)
+    future = loader.load().invoke_builtin(to, name, timeout, *args, **kwargs)
     return invoke(to, name, timeout, *args, **kwargs) if future is None else future
 
 
@@ -242,7 +245,7 @@ def _invoke_rpc_torchscript(
     to: str, function: Any, args: Any, kwargs: Any, timeout: float, is_async: bool
 ) -> Any:
     if not isinstance(function, str):  # a name, where upstream's _invoke_rpc calls
-        future = _native.load().invoke_script(to, function, args, kwargs, timeout, is_async)
+        future = loader.load().invoke_script(to, function, args, kwargs, timeout, is_async)
         if future is not None:
             return future
         function = torch._jit_internal._qualified_name(function)
@@ -251,21 +254,21 @@ def _invoke_rpc_torchscript(
 
 
 def _make_rref(self: Any, value: Any, type_hint: Any = None) -> None:
-    _native.load().require_finite(value)
+    loader.load().require_finite(value)
     rpc.PyRRef.__init__(self, value, type_hint)
 
 
 def _invoke_remote_torchscript(
     to: Any, name: str, timeout: float, is_async: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    _native.load().require_script_arguments(args, kwargs)
+    loader.load().require_script_arguments(args, kwargs)
     return _originals["_invoke_remote_torchscript"](to, name, timeout, is_async, *args, **kwargs)
 
 
 def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
     def invoke_typed(*args: Any, **kwargs: Any) -> Any:
         _check_timeout(args[place])
-        native = _native.load()
+        native = loader.load()
         native.forget_creation_failure()
         try:
             rref = invoke(*args, **kwargs)
@@ -282,9 +285,9 @@ def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 def _wait_all_workers(timeout: float = 0) -> None:
-    from torch_rpc_ext import _dynamic
+    from torch_rpc_ext._group import dynamic
 
-    session = _state.current()
+    session = sessions.current()
     if session is None or session.directory is None:
         original = _originals.get("wait_all_workers", api._wait_all_workers)
         with _ending_when_one_is_lost(session):
@@ -297,11 +300,11 @@ def _wait_all_workers(timeout: float = 0) -> None:
     with contextlib.suppress(RuntimeError):
         # The owners still know us now; after leaving they do not.
         native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
-    _dynamic.leave_group(session)
+    dynamic.leave_group(session)
 
 
 @contextlib.contextmanager
-def _ending_when_one_is_lost(session: _state.Session | None) -> Iterator[None]:
+def _ending_when_one_is_lost(session: sessions.Session | None) -> Iterator[None]:
     """Let upstream's gathering of all workers end, with its error, when one has died.
 
     Upstream's leader waits for a signal that only the last worker's arrival sets, by default for
@@ -320,7 +323,7 @@ def _ending_when_one_is_lost(session: _state.Session | None) -> Iterator[None]:
         watcher.join()
 
 
-def _watch_members(session: _state.Session, done: threading.Event) -> None:
+def _watch_members(session: sessions.Session, done: threading.Event) -> None:
     leader = min(session.members) == session.me.name
     patience = _WATCH_AFTER
     while not done.wait(patience):

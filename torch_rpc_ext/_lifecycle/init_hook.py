@@ -15,8 +15,8 @@ import sys
 import threading
 from typing import Any
 
-from torch_rpc_ext import _torch_names
-from torch_rpc_ext._environment import check_backend
+from torch_rpc_ext._base.environment import check_backend
+from torch_rpc_ext._upstream import torch_names
 
 _MARK = "_torch_rpc_ext_wrapper"
 _call = threading.local()
@@ -55,11 +55,11 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
         if member is None:
             original(name, backend, rank, world_size, rpc_backend_options)
             return
-        _torch_names.require(_torch_names.UCX)
-        from torch_rpc_ext import _backend
+        torch_names.require(torch_names.UCX)
+        from torch_rpc_ext._lifecycle import starting
 
-        _backend.prepare(rank, world_size)
-        _call.timeout = _backend.init_timeout(rpc_backend_options)
+        starting.prepare(rank, world_size)
+        _call.timeout = starting.init_timeout(rpc_backend_options)
         try:
             original(name, member, rank, world_size, rpc_backend_options)
         finally:
@@ -101,10 +101,10 @@ def _wrap_create_store(original: Any) -> Any:
     def create_c10d_store(*args: Any, **kwargs: Any) -> Any:
         if not in_init_rpc():
             return original(*args, **kwargs)
-        from torch_rpc_ext import _store
+        from torch_rpc_ext._group import stores
 
         given = signature.bind(*args, **kwargs).arguments
-        return _store.open_tcp(
+        return stores.open_tcp(
             given["hostname"],
             given["port"],
             given["rank"],

@@ -37,7 +37,7 @@ FILES_OF_A_UNIT = 8
 #: '0' compiles each file alone, which is right for whoever changes single files with ccache.
 UNITS_VARIABLE = "TORCH_RPC_EXT_BUILD_UNITS"
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _FLAGS = (
     "-std=c++20",
     "-O2",
@@ -67,7 +67,7 @@ def compile_flags(*, core: bool) -> list[str]:
 
 
 def link_flags(*, core: bool) -> list[str]:
-    """Libraries, by name and without rpath: the loader has loaded them before (_native.py)."""
+    """Libraries, by name and without rpath: the loader has loaded them before (loader.py)."""
     if core:
         return [*_UCX, "-lcrypto", f"-Wl,-soname,{CORE_LIBRARY}", "-Wl,-Bsymbolic-functions"]
     return [f"-l:{CORE_LIBRARY}"]
@@ -238,7 +238,7 @@ def how_to_reinstall() -> str:
     import json
     from importlib import metadata
 
-    from torch_rpc_ext._version import __version__
+    from torch_rpc_ext._base.version import __version__
 
     what = f"torch-rpc-ext=={__version__}"  # as from an index
     try:

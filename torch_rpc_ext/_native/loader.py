@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_rpc_ext import _build, _environment, _registry
+from torch_rpc_ext._base import environment
+from torch_rpc_ext._native import build
+from torch_rpc_ext._upstream import registry
 
-_FOLDER = Path(__file__).resolve().parent
+_FOLDER = Path(__file__).resolve().parents[1]
 
 # In the order of their dependence on each other.
 _LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
@@ -52,7 +54,7 @@ def load() -> Any:
     """Load UCX, the core and torch_rpc_ext._C for the running torch, once.
 
     An extension module for this minor release of torch that is not there is compiled first, which
-    takes a minute or two (_build.py).
+    takes a minute or two (build.py).
 
     Returns:
         The module torch_rpc_ext._C.
@@ -63,7 +65,7 @@ def load() -> Any:
     """
     global _module
     if _module is None:
-        _registry.require_rpc()
+        registry.require_rpc()
         _load_ucx(_built_against())
         _load_core()
         _module = _load_extension()
@@ -73,25 +75,25 @@ def load() -> Any:
 def _load_core() -> None:
     """Load the core by its path, so that _C finds it by its soname."""
     try:
-        ctypes.CDLL(str(_FOLDER / _build.CORE_LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        ctypes.CDLL(str(_FOLDER / build.CORE_LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
         openssl = "libcrypto" in str(error)  # of a core that was not built into a wheel
         raise ImportError(
             f"torch_rpc_ext's core library cannot be loaded ({error}): "
             f"{'install OpenSSL (`apt-get install libssl3`), or ' if openssl else ''}run "
-            f"`{_build.how_to_reinstall()}`"
+            f"`{build.how_to_reinstall()}`"
         ) from error
 
 
 def _load_extension() -> Any:
     """Import the extension module of the package, or the one that was compiled here."""
-    file = _FOLDER / _build.extension_name(torch.__version__)
+    file = _FOLDER / build.extension_name(torch.__version__)
     if not file.exists():
-        file = _build.compile_extension()
+        file = build.compile_extension()
     try:
         return _import_extension(file)
     except ImportError as error:
-        compiled = _build.compiled_extension()
+        compiled = build.compiled_extension()
         if file != compiled and compiled.exists():
             return _import_extension(compiled)
         raise DoesNotFitError(
@@ -116,12 +118,12 @@ def ucx() -> Ucx:
 def _built_against() -> str:
     """Return the UCX whose headers the core was compiled with."""
     try:
-        build = importlib.import_module("torch_rpc_ext._build_info")
+        built = importlib.import_module("torch_rpc_ext._build_info")
     except ImportError:
         raise ImportError(
-            f"torch_rpc_ext's core library is not built: run `{_build.how_to_reinstall()}`"
+            f"torch_rpc_ext's core library is not built: run `{build.how_to_reinstall()}`"
         ) from None
-    return str(build.UCX_VERSION)
+    return str(built.UCX_VERSION)
 
 
 def _import_extension(file: Path) -> Any:
@@ -139,7 +141,7 @@ def _import_extension(file: Path) -> Any:
 def _load_ucx(built_for: str) -> None:
     """Load UCX with local symbols, so that _C finds it by soname without LD_LIBRARY_PATH."""
     global _ucx
-    wanted = os.environ.get(_environment.UCX, "").strip() or "wheel"
+    wanted = os.environ.get(environment.UCX, "").strip() or "wheel"
     there = _mapped("libucp.so")
     if there:
         # Two copies of UCX in one process would fight over its state. Take the one that is there.
@@ -147,15 +149,15 @@ def _load_ucx(built_for: str) -> None:
         reason = "another package of this process had loaded it before"
     elif wanted == "system":
         source, folder = "system", None
-        reason = f"{_environment.UCX}=system"
+        reason = f"{environment.UCX}=system"
     elif wanted == "wheel":
         source, folder = "wheel", _wheel_folder()
         reason = "the UCX wheel is the default"
     else:
         source, folder = "folder", Path(wanted)
-        reason = f"{_environment.UCX}={wanted}"
+        reason = f"{environment.UCX}={wanted}"
     infiniband = source != "wheel" and infiniband_devices() != []
-    preset = _environment.preset_ucx(keep_memory_events=infiniband)
+    preset = environment.preset_ucx(keep_memory_events=infiniband)
     library = _open(folder, source)
     version = _version(library)
     _require(version, built_for, source, reason)
@@ -164,12 +166,12 @@ def _load_ucx(built_for: str) -> None:
 
 
 def _wheel_folder() -> Path:
-    root = _build.ucx_root()
+    root = build.ucx_root()
     if root is None:
         raise ImportError(
             "torch_rpc_ext needs UCX, and its wheel is not installed: run "
             f"`{sys.executable} -m pip install libucx-cu13`, or use the system's UCX with "
-            f"{_environment.UCX}=system."
+            f"{environment.UCX}=system."
         )
     return root / "lib"
 
@@ -196,9 +198,9 @@ def _open(folder: Path | None, source: str) -> ctypes.CDLL:
         except OSError as error:
             remedy = {
                 "wheel": f"run `{_reinstall_wheel()}`",
-                "system": f"install UCX (package libucx0 or ucx), or unset {_environment.UCX} to "
+                "system": f"install UCX (package libucx0 or ucx), or unset {environment.UCX} to "
                 "use the wheel's",
-            }.get(source, f"let {_environment.UCX} name the folder that holds libucp.so.0")
+            }.get(source, f"let {environment.UCX} name the folder that holds libucp.so.0")
             raise ImportError(
                 f"UCX ({source}) cannot be loaded: {error}. To mend it, {remedy}."
             ) from None

@@ -2,7 +2,7 @@
 
 Upstream sends (text, class) and builds class(text). Where the class wants other arguments, the
 caller gets a RuntimeError (pytorch issue 45044); and the text is put through an escape decoder that
-mangles what is not ASCII. Here the parts of the exception travel too (_exception_parts.py), and the
+mangles what is not ASCII. Here the parts of the exception travel too (exception_parts.py), and the
 text stays as it is.
 Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 """
@@ -20,7 +20,8 @@ import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext import _exception_parts, errors
+from torch_rpc_ext import errors
+from torch_rpc_ext._upstream import exception_parts
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
@@ -46,7 +47,7 @@ class RemoteType(NamedTuple):
     """Stands where upstream sends the class: called with the text, it builds the exception.
 
     Attributes:
-        parts: of the exception, as a plain tuple (_exception_parts.Parts).
+        parts: of the exception, as a plain tuple (exception_parts.Parts).
     """
 
     parts: tuple[Any, ...]
@@ -62,12 +63,12 @@ class RemoteType(NamedTuple):
             other arguments, or its own text is made of its fields (OSError with an errno), what it
             was, with the message as a note. Where its class is not to be had here, one of a base.
         """
-        parts = _exception_parts.Parts(*self.parts)
-        original = _exception_parts.put_together(parts)
+        parts = exception_parts.Parts(*self.parts)
+        original = exception_parts.put_together(parts)
         if original is None or type(original) is Exception:
             plain = RuntimeError(message)
             if original is not None:
-                _exception_parts.copy_state(original, plain)
+                exception_parts.copy_state(original, plain)
             return plain
         if _has_text_of_fields(original):
             original.add_note(message)
@@ -84,7 +85,7 @@ class RemoteType(NamedTuple):
             else:
                 original.add_note(message)
             return original
-        _exception_parts.copy_state(original, error, without=("msg",))
+        exception_parts.copy_state(original, error, without=("msg",))
         return error
 
 
@@ -103,7 +104,7 @@ def describe(error: BaseException) -> Any:
     text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
     # One that came from another worker may be of a class made here.
     plain = getattr(error, "_remote_original", error)
-    return internal.RemoteException(text, RemoteType(tuple(_exception_parts.take_apart(plain))))
+    return internal.RemoteException(text, RemoteType(tuple(exception_parts.take_apart(plain))))
 
 
 def unsent(value: Any, error: Exception) -> Any:
@@ -188,7 +189,7 @@ def also_runtime_error(error: BaseException) -> BaseException:
         "__reduce_ex__": lambda self, protocol: self._remote_original.__reduce_ex__(protocol),
     }
     try:
-        also = _exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
+        also = exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
     except TypeError:
         return error  # not to be combined with RuntimeError
     vars(also)["_remote_original"] = error
