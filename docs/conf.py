@@ -32,6 +32,7 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "csrc/README.md",
+    "torch_rpc_ext/README.md",
     "tests/README.md",
     "docs/*.md",
     "docs/**/*.md",

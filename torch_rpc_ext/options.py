@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from torch_rpc_ext._base import option_table as table
-from torch_rpc_ext._upstream import registry, torch_names
+from torch_rpc_ext._base.requirements import require_rpc
+from torch_rpc_ext._upstream import torch_names
 
-registry.require_rpc()  # first: it is what creates torch._C._distributed_rpc
+require_rpc()  # first: it is what creates torch._C._distributed_rpc
 torch_names.require(torch_names.UCX)
 from torch._C._distributed_rpc import RpcBackendOptions  # noqa: E402
 from torch.distributed.rpc import options as upstream  # noqa: E402

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
+from torch_rpc_ext._lifecycle.entry import init_backend
 from torch_rpc_ext._upstream import registry
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
@@ -68,7 +69,7 @@ def _construct_options(
 def register() -> None:
     """Enter BackendType.FAULTY_UCX. Idempotent."""
     rpc_module: Any = rpc
-    value = rpc_module.backend_registry.BackendValue(_construct_options, registry.init_backend)
+    value = rpc_module.backend_registry.BackendValue(_construct_options, init_backend)
     for enum_class in registry.enum_classes(rpc_module):
         registry.add_member(enum_class, NAME, value)
 
@@ -79,7 +80,7 @@ def take_over() -> None:
 
     rpc_module: Any = rpc
     faulty = rpc_module.backend_registry.BackendType["FAULTY_TENSORPIPE"]
-    ours = rpc_module.backend_registry.BackendValue(_construct_options, registry.init_backend)
+    ours = rpc_module.backend_registry.BackendValue(_construct_options, init_backend)
     if faulty.value != ours:
         registry.replace_value(faulty, ours)
 

@@ -249,14 +249,15 @@ class Watch:
 
 def allow_list(worker: str = "worker0") -> Any:
     """Return the list that is attacked."""
+    from torch_rpc_ext._lifecycle.starting import SERVED
     from torch_rpc_ext._security.allow_list import AllowList
 
-    return AllowList.of([_OFFERED], worker)
+    return AllowList.of([_OFFERED], worker, SERVED)
 
 
 def execute(allowed: Any, payload: bytes) -> str:
     """Do with a payload what a worker does; return what came of it."""
-    from torch_rpc_ext._security.unpickling import Request
+    from torch_rpc_ext._security.entries import Request
     from torch_rpc_ext._upstream.exceptions import Refused
 
     stage = "read"

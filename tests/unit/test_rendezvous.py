@@ -21,7 +21,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._group.dynamic import Directory
 from torch_rpc_ext._group.members import Member, host_identity, validate
 from torch_rpc_ext._group.rendezvous import PREFIX, Group, Rendezvous, claim_kind
-from torch_rpc_ext._group.stores import open_tcp
+from torch_rpc_ext._group.store_opening import open_tcp
 
 Stores = Callable[[], Any]
 _serial = itertools.count()

@@ -115,7 +115,7 @@ class RemoteFunction(Generic[P, T]):
         self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> T:
         """Call it there; for `await` in asyncio."""
-        from torch_rpc_ext.aio import as_asyncio
+        from torch_rpc_ext._calls.event_loops import as_asyncio
 
         return await as_asyncio(self.async_(to, *args, rpc_timeout=rpc_timeout, **kwargs))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_rpc_ext._base import environment
 from torch_rpc_ext._base.version import __version__
+from torch_rpc_ext._upstream import tensorpipe
 
 
 def info() -> dict[str, Any]:
@@ -63,9 +64,7 @@ def describe_ucx() -> dict[str, Any]:
 
 
 def _takeover() -> bool:
-    from torch_rpc_ext import takeover
-
-    return takeover.is_active()
+    return tensorpipe.is_active()
 
 
 def _agent() -> dict[str, Any] | None:

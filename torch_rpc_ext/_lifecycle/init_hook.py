@@ -101,10 +101,10 @@ def _wrap_create_store(original: Any) -> Any:
     def create_c10d_store(*args: Any, **kwargs: Any) -> Any:
         if not in_init_rpc():
             return original(*args, **kwargs)
-        from torch_rpc_ext._group import stores
+        from torch_rpc_ext._group.store_opening import open_tcp
 
         given = signature.bind(*args, **kwargs).arguments
-        return stores.open_tcp(
+        return open_tcp(
             given["hostname"],
             given["port"],
             given["rank"],

@@ -11,6 +11,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext._group import sessions
+from torch_rpc_ext._lifecycle.shutdown import wait_all_workers
 from torch_rpc_ext._upstream import hooks
 
 # Upstream's functions have no types.
@@ -34,7 +35,7 @@ def open_session(session: sessions.Session) -> None:
     """Make it this process's session, and adapt upstream's Python to it."""
     watch()
     sessions.set_current(session)
-    hooks.install(session.allowed)
+    hooks.install(session.agent, wait_all_workers, session.allowed)
 
 
 def close_session() -> None:

@@ -19,11 +19,12 @@ from torch_rpc_ext._base.option_table import (
     default_init_timeout,
     wire_dtype_number,
 )
-from torch_rpc_ext._group import interfaces, members, rendezvous, returning, sessions, stores
-from torch_rpc_ext._lifecycle import init_hook, lifetime
+from torch_rpc_ext._group import dynamic, interfaces, rendezvous, returning, sessions, stores
+from torch_rpc_ext._group.members import Member, device_tables, host_identity
+from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._security import group_secret
-from torch_rpc_ext._upstream import torch_names
+from torch_rpc_ext._upstream import tensorpipe, torch_names
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 # Upstream's functions have no types.
@@ -76,6 +77,7 @@ def start(
     world_size: int | None,
     options: UcxRpcBackendOptions,
     given_options: Any,
+    numbered: bool,
 ) -> Any:
     """Start the agent and meet the other workers.
 
@@ -86,6 +88,7 @@ def start(
         world_size: number of workers; None or 0 for a dynamic group.
         options: how.
         given_options: the options that the user passed, of upstream's type under takeover.
+        numbered: whether the store has the prefix that init_rpc puts on, the number of its calls.
 
     Returns:
         The agent, running and current.
@@ -102,7 +105,7 @@ def start(
     native = loader.load()
     _attach(native)
     seconds = options.effective_init_timeout()
-    own = stores.unnumbered(store) if init_hook.in_init_rpc() else store
+    own = stores.unnumbered(store) if numbered else store
     meeting = rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
     place = returning.Place(own, rank)
 
@@ -153,10 +156,10 @@ def _open(
         torch_names.require("the option allow_list")
         from torch_rpc_ext._security.allow_list import AllowList  # not for those who do not use it
 
-        allowed = AllowList.of(options.allow_list, name)
+        allowed = AllowList.of(options.allow_list, name, SERVED)
         agent_options.allow_only(allowed.names, allowed.modules)
     agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
-    me = members.Member(
+    me = Member(
         name=name,
         rank=rank,
         address=bytes(agent.address),
@@ -166,7 +169,7 @@ def _open(
         devices=options.devices,
         wire=int(getattr(native, "WIRE_VERSION", 0)),
         incarnation=secrets.token_hex(8),
-        host=members.host_identity(),
+        host=host_identity(),
         pid=os.getpid(),
         secret=group_secret.fingerprint(group_secret.own(options)),
     )
@@ -261,8 +264,6 @@ def _start_again(
 
 
 def _start_dynamic(session: sessions.Session, store: Any) -> None:
-    from torch_rpc_ext._group import dynamic  # not for static groups
-
     session.directory = directory = dynamic.Directory(store)
     group = directory.join(session.me, secrets.token_bytes(16))
     try:
@@ -281,19 +282,20 @@ def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
         session.me = group.members[session.me.name]
         rows = [member.row() for member in group.members.values()]
         session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
-        reverse, devices = members.device_tables(session.me, session.members)
+        reverse, devices = device_tables(session.me, session.members)
         if devices and torch.cuda.is_available():
             # Others may send CUDA tensors before the user's code has touched CUDA here.
             torch.cuda.init()  # type: ignore[no-untyped-call]
         session.agent.set_device_maps(session.me.device_maps, reverse, devices)
 
 
-def _update_group_membership(*args: Any, **kwargs: Any) -> None:
-    from torch_rpc_ext._group import dynamic
-
-    dynamic.update_group_membership(*args, **kwargs)
-
-
+# What workers call on each other, whatever the option allow_list says.
+SERVED = (
+    dynamic.member_joined,
+    dynamic.member_left,
+    returning.may_return,
+    returning.member_returned,
+)
 _attached = False
 
 
@@ -316,10 +318,8 @@ def _attach(native: Any) -> None:
                 lifetime.close_session()
 
     agent_class.shutdown = shutdown
-    agent_class._update_group_membership = _update_group_membership
+    agent_class._update_group_membership = dynamic.update_group_membership
     agent_class._get_backend_options = lambda _: sessions.require().given_options
     agent_class.store = property(lambda _: sessions.require().store)
 
-    from torch_rpc_ext import takeover
-
-    takeover.adopt_agent_class(agent_class)
+    tensorpipe.adopt_agent_class(agent_class)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_rpc_ext._base import environment
+from torch_rpc_ext._base.requirements import require_rpc
 from torch_rpc_ext._native import build
-from torch_rpc_ext._upstream import registry
 
 _FOLDER = Path(__file__).resolve().parents[1]
 
@@ -65,7 +65,7 @@ def load() -> Any:
     """
     global _module
     if _module is None:
-        registry.require_rpc()
+        require_rpc()
         _load_ucx(_built_against())
         _load_core()
         _module = _load_extension()

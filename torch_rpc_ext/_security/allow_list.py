@@ -18,7 +18,7 @@ import io
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
@@ -30,7 +30,8 @@ from torch.jit import _builtins as _untyped_builtins
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._security import protocol
-from torch_rpc_ext._security.unpickling import Entry, Reader, Request, attribute_of
+from torch_rpc_ext._security.entries import Entry, Request
+from torch_rpc_ext._security.unpickling import Reader, attribute_of
 from torch_rpc_ext._upstream import exceptions, payloads
 
 logger = logging.getLogger(__name__)
@@ -74,19 +75,25 @@ class AllowList:
     _logged: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, entries: Iterable[str], worker: str) -> AllowList:
+    def of(
+        cls,
+        entries: Iterable[str],
+        worker: str,
+        serving: Iterable[Callable[..., Any]] = (),
+    ) -> AllowList:
         """Look the entries up, which imports their modules.
 
         Args:
             entries: each a module ("service.api"), a function or class ("service.api.add"), or an
                 operator ("aten::add").
             worker: name of this worker.
+            serving: functions of this package that peers may call whatever the entries are.
 
         Raises:
             ValueError: an entry names nothing that exists, or no such thing.
         """
         made = cls(worker, {_SCRIPTED_STEP})
-        made._entries = protocol.entries(made)
+        made._entries = protocol.entries(made, serving)
         made._entries["builtins.getattr"] = made.getattr
         made._entries["torch.distributed.rpc.internal._InternalRPCPickler"] = made._methods
         for entry in entries:

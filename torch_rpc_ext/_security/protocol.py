@@ -16,8 +16,8 @@ import functools
 import importlib
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
@@ -27,11 +27,9 @@ from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call
-from torch_rpc_ext._security.unpickling import Entry, check_arguments
+from torch_rpc_ext._security.entries import Allowed, Entry
+from torch_rpc_ext._security.unpickling import check_arguments
 from torch_rpc_ext._upstream import exceptions, payloads
-
-if TYPE_CHECKING:
-    from torch_rpc_ext._security.allow_list import AllowList
 
 # Upstream's functions have no types.
 api: Any = _untyped_api
@@ -72,8 +70,13 @@ _MOST_NESTED_TYPE = 64
 _MOST_NESTED_GROUPS = 100
 
 
-def entries(allowed: AllowList) -> dict[str, Entry]:
-    """Return what may be named, by "module.qualname", without what imports modules."""
+def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str, Entry]:
+    """Return what may be named, by "module.qualname", without what imports modules.
+
+    Args:
+        allowed: what else peers may name.
+        serving: functions of this package that may be called, and check their arguments themselves.
+    """
     classes: tuple[type, ...] = (*_DATA, *EXCEPTIONS)
     made = {f"{cls.__module__}.{cls.__qualname__}": of_class(cls) for cls in classes}
     for name, value in vars(torch).items():
@@ -85,9 +88,9 @@ def entries(allowed: AllowList) -> dict[str, Entry]:
         "torch.device": (torch.device, torch.device),
         "torch.serialization._get_layout": (None, _layout),
         "torch._C._distributed_rpc.WorkerInfo": (native_rpc.WorkerInfo, _worker_info),
-        "torch_rpc_ext._upstream.payloads._restore_tensor": (None, payloads._restore_tensor),
-        "torch_rpc_ext._upstream.payloads._restore_parameter": (None, payloads._restore_parameter),
-        "torch_rpc_ext._upstream.payloads._restore_compressed": (
+        f"{payloads.__name__}._restore_tensor": (None, payloads._restore_tensor),
+        f"{payloads.__name__}._restore_parameter": (None, payloads._restore_parameter),
+        f"{payloads.__name__}._restore_compressed": (
             None,
             payloads._restore_compressed,
         ),
@@ -98,11 +101,14 @@ def entries(allowed: AllowList) -> dict[str, Entry]:
     for name, build, cls in (
         (f"{_INTERNAL}.PythonUDF", internal.PythonUDF, internal.PythonUDF),
         (f"{_INTERNAL}.RemoteException", _remote_exception, None),
-        ("torch_rpc_ext._upstream.exceptions.RemoteType", _remote_type, None),
+        (f"{exceptions.__name__}.RemoteType", _remote_type, None),
     ):
         made[name] = Entry(name, cls, build=build, new=build)
     for name, serve in _serving(allowed).items():
         made[name] = Entry(name, serve=serve)
+    for function in serving:
+        name = f"{function.__module__}.{function.__qualname__}"
+        made[name] = Entry(name, serve=function)
     return made
 
 
@@ -127,7 +133,7 @@ def constant(known: Mapping[str, Entry], module: str, name: str) -> Entry | None
     return entry if entry is not None and isinstance(entry.value, _CONSTANTS) else None
 
 
-def generated(module: str, name: str, allowed: AllowList) -> Entry | None:
+def generated(module: str, name: str, allowed: Allowed) -> Entry | None:
     """Return what torch has generated for RemoteModule under that name, None for nothing."""
     if not module.startswith("_remote_module_"):
         return None
@@ -252,7 +258,7 @@ def _remote_module(*attributes: Any) -> Any:
 # ---- what serves requests ---------------------------------------------------
 
 
-def _serving(allowed: AllowList) -> dict[str, Callable[..., Any]]:
+def _serving(allowed: Allowed) -> dict[str, Callable[..., Any]]:
     """Return what the library's own calls do here, by name."""
     guarded: dict[str, Callable[..., Any]] = {
         "torch.distributed.rpc.api._rref_typeof_on_owner": _typeof,
@@ -275,21 +281,12 @@ def _serving(allowed: AllowList) -> dict[str, Callable[..., Any]]:
     serving: dict[str, Callable[..., Any]] = {
         name: functools.partial(serve, allowed) for name, serve in guarded.items()
     }
-    plain = (
-        "torch.distributed.rpc.api:_broadcast_to_followers",
-        "torch_rpc_ext._group.dynamic:member_joined",
-        "torch_rpc_ext._group.dynamic:member_left",
-        "torch_rpc_ext._group.returning:may_return",
-        "torch_rpc_ext._group.returning:member_returned",
-    )
-    for place in plain:
-        serving[place.replace(":", ".")] = functools.partial(_call, place)
+    serving["torch.distributed.rpc.api._broadcast_to_followers"] = _broadcast
     return serving
 
 
-def _call(place: str, *args: Any, **kwargs: Any) -> Any:
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+def _broadcast(*args: Any, **kwargs: Any) -> None:
+    api._broadcast_to_followers(*args, **kwargs)
 
 
 def _value(rref: Any) -> Any:
@@ -299,7 +296,7 @@ def _value(rref: Any) -> Any:
     return rref.local_value()
 
 
-def _typeof(allowed: AllowList, rref: Any, blocking: bool = True) -> Any:
+def _typeof(allowed: Allowed, rref: Any, blocking: bool = True) -> Any:
     del blocking  # whoever asks over RPC waits there
     cls = type(_value(rref))
     if not allowed.allows_class(cls):
@@ -307,13 +304,13 @@ def _typeof(allowed: AllowList, rref: Any, blocking: bool = True) -> Any:
     return cls
 
 
-def _invoke(allowed: AllowList, rref: Any, name: Any, args: Any, kwargs: Any) -> Any:
+def _invoke(allowed: Allowed, rref: Any, name: Any, args: Any, kwargs: Any) -> Any:
     check_arguments(args, kwargs)
     method: Any = allowed.attribute(_value(rref), name).serve
     return method(*args, **kwargs)
 
 
-def _listed_class(allowed: AllowList, cls: Any, base: type) -> Any:
+def _listed_class(allowed: Allowed, cls: Any, base: type) -> Any:
     if not allowed.allows_class(cls):
         raise allowed.refusal(f"a call of {cls!r}")
     if not issubclass(cls, base):
@@ -321,7 +318,7 @@ def _listed_class(allowed: AllowList, cls: Any, base: type) -> Any:
     return cls
 
 
-def _create_module(allowed: AllowList, cls: Any, args: Any, kwargs: Any, device: Any) -> Any:
+def _create_module(allowed: Allowed, cls: Any, args: Any, kwargs: Any, device: Any) -> Any:
     from torch.distributed.nn.api import remote_module
 
     check_arguments(args, kwargs)
@@ -330,7 +327,7 @@ def _create_module(allowed: AllowList, cls: Any, args: Any, kwargs: Any, device:
 
 
 def _create_with_interface(
-    allowed: AllowList, cls: Any, args: Any, kwargs: Any, device: Any, interface: Any
+    allowed: Allowed, cls: Any, args: Any, kwargs: Any, device: Any, interface: Any
 ) -> Any:
     from torch.distributed.nn.api import remote_module
 
@@ -341,7 +338,7 @@ def _create_with_interface(
     return create(_listed_class(allowed, cls, torch.nn.Module), args, kwargs, device, interface)
 
 
-def _instantiate_template(allowed: AllowList, interface: Any, moving: Any) -> None:
+def _instantiate_template(allowed: Allowed, interface: Any, moving: Any) -> None:
     """Upstream's, which writes the interface's name into code."""
     from torch.distributed.nn.api import remote_module
 
@@ -349,13 +346,13 @@ def _instantiate_template(allowed: AllowList, interface: Any, moving: Any) -> No
     instantiate(_listed_class(allowed, interface, object), bool(moving))
 
 
-def _param_rrefs(allowed: AllowList, rref: Any, recurse: Any) -> Any:
+def _param_rrefs(allowed: Allowed, rref: Any, recurse: Any) -> Any:
     parameters: Any = allowed.attribute(_value(rref), "parameters").serve
     return [rpc.RRef(parameter) for parameter in parameters(bool(recurse))]
 
 
 def _remote_forward(
-    allowed: AllowList,
+    allowed: Allowed,
     function: Any,
     rref: Any,
     device: Any,
@@ -377,7 +374,7 @@ def _check_rrefs(rrefs: Any) -> None:
         _value(rref)
 
 
-def _new_optimizer(allowed: AllowList, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _new_optimizer(allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any) -> Any:
     from torch.distributed.optim import optimizer
 
     _check_rrefs(rrefs)
@@ -386,7 +383,7 @@ def _new_optimizer(allowed: AllowList, cls: Any, rrefs: Any, /, *args: Any, **kw
 
 
 def _new_script_optimizer(
-    allowed: AllowList, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     from torch.distributed.optim import optimizer
 
@@ -396,7 +393,7 @@ def _new_script_optimizer(
 
 
 def _new_functional_optimizer(
-    allowed: AllowList, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """From torch 2.15 on in place of the scripted one."""
     optimizer: Any = importlib.import_module(_OPTIMIZER)
@@ -405,7 +402,7 @@ def _new_functional_optimizer(
     return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
 
 
-def _optimizer_step(allowed: AllowList, rref: Any, context: Any) -> Any:
+def _optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
     from torch.distributed.optim import optimizer
 
     _check_step(rref, optimizer._LocalOptimizer, context)
@@ -413,7 +410,7 @@ def _optimizer_step(allowed: AllowList, rref: Any, context: Any) -> Any:
     return step(rref, context)
 
 
-def _functional_optimizer_step(allowed: AllowList, rref: Any, context: Any) -> Any:
+def _functional_optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
     optimizer: Any = importlib.import_module(_OPTIMIZER)
     _check_step(rref, optimizer._FunctionalLocalOptimizer, context)
     return optimizer._functional_local_optimizer_step(rref, context)
@@ -425,7 +422,7 @@ def _check_step(rref: Any, kind: type, context: Any) -> None:
 
 
 def _gather(
-    allowed: AllowList, sequence: Any, worker: Any, gathered: Any, workers: Any = None
+    allowed: Allowed, sequence: Any, worker: Any, gathered: Any, workers: Any = None
 ) -> None:
     call = current_call.find()
     if call is not None and call.caller != worker:
@@ -440,7 +437,7 @@ def _check_call_id(call: Any) -> None:
         raise TypeError("the id of an async call must be two numbers")
 
 
-def _cancel_async(allowed: AllowList, call: Any) -> None:
+def _cancel_async(allowed: Allowed, call: Any) -> None:
     from torch_rpc_ext.aio import _server
 
     del allowed
@@ -448,7 +445,7 @@ def _cancel_async(allowed: AllowList, call: Any) -> None:
     _server.cancel(call)
 
 
-def _run_async(allowed: AllowList, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
+def _run_async(allowed: Allowed, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
     from torch_rpc_ext.aio import _server
 
     _check_call_id(call)
@@ -456,7 +453,7 @@ def _run_async(allowed: AllowList, function: Any, call: Any, args: Any, kwargs: 
     return _server.run(allowed.listed(function), call, args, kwargs)
 
 
-def _enqueue(allowed: AllowList, function: Any, args: Any) -> Any:
+def _enqueue(allowed: Allowed, function: Any, args: Any) -> Any:
     from torch_rpc_ext.aio import _batch
 
     check_arguments(args, {})

@@ -14,7 +14,6 @@ import pickle
 import struct
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -25,10 +24,9 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch_rpc_ext._security.allow_list import AllowList
+from torch_rpc_ext._security.entries import Allowed, Entry, Request
 
 # hash() of tuples in tuples in tuples recurses in C and overflows the stack at about 100,000 of
 # them. pickle's writers recurse too and end long before this.
@@ -52,38 +50,6 @@ _CODE = (
 )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Entry:
-    """What a name in a pickle stands for.
-
-    Attributes:
-        name: for texts.
-        value: what the pickle gets. None: the entry itself, which nobody can call or look into.
-        build: what runs where an opcode of the pickle calls it, None for nothing.
-        new: what runs where an opcode makes an instance without __init__, None for nothing.
-        serve: what runs where it is the function of a request, None for nothing.
-    """
-
-    name: str
-    value: Any = None
-    build: Callable[..., Any] | None = None
-    new: Callable[..., Any] | None = None
-    serve: Callable[..., Any] | None = None
-
-    @property
-    def given(self) -> Any:
-        """What lies on the reader's stack."""
-        return self if self.value is None else self.value
-
-
-class Request(NamedTuple):
-    """A call that may be made; no pickle can name this class."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...] | list[Any]
-    kwargs: dict[str, Any]
-
-
 class Reader:
     """Stands in for pickle.Unpickler.
 
@@ -92,7 +58,7 @@ class Reader:
         allowed: what it may name.
     """
 
-    def __init__(self, file: Any, allowed: AllowList) -> None:
+    def __init__(self, file: Any, allowed: Allowed) -> None:
         self._data: bytes = file.read()
         self._at = 0
         self._allowed = allowed

@@ -3,7 +3,7 @@
 Installed while our agent runs, taken out with it; any other agent sees upstream as it is.
 
 - api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
-  it comes here, and we leave.
+  the session that runs says what it does (_lifecycle/shutdown.py).
 - api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
   completes. Here the waiting thread takes the answer from the network itself: that spares a
   hand-off between threads, and Ctrl-C ends the wait. And while nobody profiles, what only the
@@ -34,12 +34,9 @@ Source: torch/distributed/rpc/api.py, internal.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,7 +47,6 @@ from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._base import option_table as table
-from torch_rpc_ext._group import sessions
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
 
@@ -65,13 +61,6 @@ _SYNC = api.RPCExecMode.SYNC
 _UNSET: float = api.UNSET_RPC_TIMEOUT
 _find_builtin: Any = torch.jit._builtins._find_builtin
 
-# For letting go of RRefs before leaving; their owners may be gone, and then never answer.
-_RREF_PATIENCE = timedelta(seconds=10)
-
-# How long shutdown waits for the others before it looks whether they live, and how often then; s.
-_WATCH_AFTER = 1.0
-_WATCH_INTERVAL = 0.5
-
 # And the place of the time-out among their arguments.
 _REMOTES = {
     "_invoke_remote_builtin": 2,
@@ -80,21 +69,30 @@ _REMOTES = {
 }
 
 _originals: dict[str, Callable[..., Any]] = {}
+# Of the session that runs.
+_agent: Any = None
 
 
-def install(allowed: Any = None) -> None:
+def install(
+    agent: Any, wait_all_workers: Callable[[Callable[..., Any], float], None], allowed: Any = None
+) -> None:
     """Put the hooks in. Idempotent.
 
     Args:
-        allowed: what peers may call (_allow_list.AllowList); None for everything.
+        agent: the agent that runs.
+        wait_all_workers: called in place of api._wait_all_workers, with that function and with the
+            time-out that it was given.
+        allowed: what peers may call (_security.allow_list.AllowList); None for everything.
     """
+    global _agent
     if _originals:
         return
+    _agent = agent
     _originals["wait_all_workers"] = api._wait_all_workers
     _originals["invoke_rpc"] = api._invoke_rpc
     _originals["run_function"] = internal._run_function
     _originals["handle_exception"] = internal._handle_exception
-    api._wait_all_workers = functools.wraps(api._wait_all_workers)(_wait_all_workers)
+    api._wait_all_workers = _waiting_by(wait_all_workers, api._wait_all_workers)
     api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
     _originals["invoke_rpc_builtin"] = api._invoke_rpc_builtin
     api._invoke_rpc_builtin = _invoke_rpc_builtin
@@ -122,13 +120,15 @@ def install(allowed: Any = None) -> None:
         internal._unpickler = allowed.unpickler
         internal.deserialize = allowed.deserialize
         internal._run_function = allowed.run_function
-    payloads.install()
+    payloads.install(agent)
 
 
 def uninstall() -> None:
     """Take the hooks out. Idempotent."""
+    global _agent
     if not _originals:
         return
+    _agent = None
     api._wait_all_workers = _originals.pop("wait_all_workers")
     api._invoke_rpc = _originals.pop("invoke_rpc")
     api._invoke_rpc_builtin = _originals.pop("invoke_rpc_builtin")
@@ -145,6 +145,16 @@ def uninstall() -> None:
         internal._unpickler = _originals.pop("unpickler")
         internal.deserialize = _originals.pop("deserialize")
     payloads.uninstall()
+
+
+def _waiting_by(
+    wait_all_workers: Callable[[Callable[..., Any], float], None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _wait_all_workers(timeout: float = 0) -> None:
+        wait_all_workers(original, timeout)
+
+    return _wait_all_workers
 
 
 def _invoke_rpc(
@@ -172,8 +182,8 @@ def _invoke_rpc(
             future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
     finally:
         waits = set_synchronous(before)
-    if waits and (session := sessions.current()) is not None:
-        session.agent.await_answer(future)
+    if waits and (agent := _agent) is not None:
+        agent.await_answer(future)
     return future
 
 
@@ -282,57 +292,3 @@ def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
         return rref
 
     return invoke_typed
-
-
-def _wait_all_workers(timeout: float = 0) -> None:
-    from torch_rpc_ext._group import dynamic
-
-    session = sessions.current()
-    if session is None or session.directory is None:
-        original = _originals.get("wait_all_workers", api._wait_all_workers)
-        with _ending_when_one_is_lost(session):
-            original(timeout)
-        if session is not None:
-            session.all_done = True
-            # While rank 0 still waits for this worker: its store may go with it.
-            session.place.empty()
-        return
-    with contextlib.suppress(RuntimeError):
-        # The owners still know us now; after leaving they do not.
-        native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
-    dynamic.leave_group(session)
-
-
-@contextlib.contextmanager
-def _ending_when_one_is_lost(session: sessions.Session | None) -> Iterator[None]:
-    """Let upstream's gathering of all workers end, with its error, when one has died.
-
-    Upstream's leader waits for a signal that only the last worker's arrival sets, by default for
-    ever. The leader knows who has not come; it connects to them to learn whether they live.
-    """
-    if session is None:
-        yield
-        return
-    done = threading.Event()
-    watcher = threading.Thread(target=_watch_members, args=(session, done), daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _watch_members(session: sessions.Session, done: threading.Event) -> None:
-    leader = min(session.members) == session.me.name
-    patience = _WATCH_AFTER
-    while not done.wait(patience):
-        patience = _WATCH_INTERVAL
-        with contextlib.suppress(RuntimeError):  # one has left meanwhile, or RPC has ended
-            if leader:
-                for member in list(session.members.values()):
-                    session.agent.watch(member.rank)
-            if set(session.agent.lost_workers()) & set(session.members):
-                with api._all_gather_dict_lock:
-                    for states in api._all_gather_sequence_id_to_states.values():
-                        states.proceed_signal.set()

@@ -23,7 +23,6 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext._group import sessions
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
 
@@ -46,10 +45,18 @@ _RAISED = b"\x01Raised"
 _REMEMBERED = 256
 
 _new_tuple = tuple.__new__
+# Of the session that runs.
+_agent: Any = None
 
 
-def install() -> None:
-    """Let upstream's pickler make and read these payloads. Idempotent."""
+def install(agent: Any = None) -> None:
+    """Let upstream's pickler make and read these payloads. Idempotent.
+
+    Args:
+        agent: the agent whose calls they are; no RRef can be pickled without one.
+    """
+    global _agent
+    _agent = agent
     for cls, reducer in _REDUCERS.items():
         _pickler._register_reducer(cls, reducer)
     for rref_class in _rref_classes():
@@ -60,6 +67,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Leave upstream's pickler as it was. Idempotent."""
+    global _agent
+    _agent = None
     # Those of the class come back.
     vars(_pickler).pop("serialize", None)
     vars(_pickler).pop("deserialize", None)
@@ -285,7 +294,7 @@ def _rref_classes() -> tuple[type, ...]:
 
 
 def _reduce_rref(rref: Any) -> tuple[Any, ...]:
-    loader.load().before_passing(sessions.require().agent, rref)
+    loader.load().before_passing(_agent, rref)
     reduced: tuple[Any, ...] = _pickler._py_rref_reducer(rref)
     return reduced
 

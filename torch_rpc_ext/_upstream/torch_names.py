@@ -97,6 +97,7 @@ DONE_WITHOUT = (
     "torch._GLOBAL_DEVICE_CONTEXT",
     "torch.distributed.rendezvous._create_c10d_store",
     "torch.distributed.rpc.api._ALL_WORKER_NAMES",
+    "torch.distributed.rpc.api._broadcast_to_followers",
     "torch.distributed.rpc.api._gather_to_leader",
     # With the option allow_list, RemoteModule and DistributedOptimizer fail without them. The
     # functional optimizers came with torch 2.15, in place of the scripted ones.

@@ -76,11 +76,11 @@ def other_workers() -> list[str]:
 def _join(given: argparse.Namespace) -> None:
     from torch.distributed import rpc as _untyped_rpc
 
-    import torch_rpc_ext
     from torch_rpc_ext._group import dynamic, members
+    from torch_rpc_ext.options import UcxRpcBackendOptions
 
     rpc: Any = _untyped_rpc
-    options = torch_rpc_ext.UcxRpcBackendOptions(
+    options = UcxRpcBackendOptions(
         init_method=given.init_method,
         interface=given.interface,
         init_timeout=given.join_timeout,
@@ -112,6 +112,7 @@ def _join(given: argparse.Namespace) -> None:
 def _open_store(url: str, seconds: float) -> Any:
     """Open the store of a dynamic group that is there; make none."""
     from torch_rpc_ext._group import dynamic, rendezvous, stores
+    from torch_rpc_ext._group.store_opening import open_tcp
 
     parts = urlparse(url)
     if parts.scheme == "file":
@@ -120,7 +121,7 @@ def _open_store(url: str, seconds: float) -> Any:
         store: Any = stores.dist.FileStore(parts.path, -1)
     else:
         host, port = _address(parts)
-        store = stores.open_tcp(host, port, _FIRST_RANK, None, seconds)
+        store = open_tcp(host, port, _FIRST_RANK, None, seconds)
     if dynamic.Directory(store).read().members:
         return store
     if rendezvous.is_static(stores.dist.PrefixStore("rpc_prefix_0", store)):

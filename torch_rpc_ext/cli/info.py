@@ -54,10 +54,10 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         interface: as the option `interface`.
         self_test: whether to run it; it takes a few seconds.
     """
-    from torch_rpc_ext import takeover
     from torch_rpc_ext._base import option_table
     from torch_rpc_ext._group import interfaces
     from torch_rpc_ext._lifecycle.info import info
+    from torch_rpc_ext._upstream import tensorpipe
     from torch_rpc_ext.cli import probes, selftest
 
     data = info()
@@ -73,7 +73,7 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         data["interface"] = {"error": str(error)}
     except ImportError:
         data["interface"] = {"error": "unknown, because UCX cannot be used"}
-    data["takeover"] = takeover.is_active()
+    data["takeover"] = tensorpipe.is_active()
     data["findings"] = [vars(finding) for finding in probes.findings()]
     if not self_test:
         data["self_test"] = {"skipped": "--no-self-test"}

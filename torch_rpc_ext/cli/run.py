@@ -63,9 +63,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _take_over() -> None:
-    import torch_rpc_ext
+    from torch_rpc_ext.takeover import take_over
 
-    torch_rpc_ext.take_over()
+    take_over()
 
 
 def _run_script(script: Path, arguments: list[str]) -> int:

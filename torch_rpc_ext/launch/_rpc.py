@@ -126,8 +126,7 @@ def _quiet() -> Iterator[None]:
 
 def _rpc() -> Any:
     # When it is needed: torch takes a second to import, and every worker its own.
+    # UCX is registered by then: importing any module of this package has done it.
     import torch.distributed.rpc
-
-    import torch_rpc_ext  # noqa: F401  registers UCX
 
     return torch.distributed.rpc
