@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch_rpc_ext import aio as aio
     from torch_rpc_ext import errors as errors
     from torch_rpc_ext import events as events
+    from torch_rpc_ext import kernels as kernels
     from torch_rpc_ext import launch as launch
     from torch_rpc_ext import metrics as metrics
     from torch_rpc_ext import monitoring as monitoring
@@ -44,6 +45,7 @@ __all__ = [
     "errors",
     "events",
     "info",
+    "kernels",
     "launch",
     "metrics",
     "monitoring",
@@ -59,12 +61,13 @@ __all__ = [
     "worker_events",
 ]
 
-# Public modules, but `testing`, whose import registers a back end.
+# Public modules, but `testing`, whose import registers a back end, and `cli`, the commands.
 _MODULES = frozenset(
     {
         "aio",
         "errors",
         "events",
+        "kernels",
         "launch",
         "metrics",
         "monitoring",

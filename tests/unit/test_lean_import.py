@@ -105,7 +105,17 @@ def test_loading_ucx_leaves_signals_alone() -> None:
 
 def test_public_modules_come_with_the_package() -> None:
     names = [
-        *("aio", "errors", "events", "launch", "metrics", "monitoring", "options", "profiler"),
+        *(
+            "aio",
+            "errors",
+            "events",
+            "kernels",
+            "launch",
+            "metrics",
+            "monitoring",
+            "options",
+            "profiler",
+        ),
         *("retry", "scripting", "sharding", "takeover"),
     ]
     found = _run(

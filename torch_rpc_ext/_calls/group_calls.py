@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
@@ -17,8 +17,17 @@ from torch_rpc_ext import errors
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
+T = TypeVar("T")
+
 # As upstream has it: the time-out of the back end's options.
 _DEFAULT_TIMEOUT = -1.0
+
+
+class Remote(Protocol[T]):
+    """A remote function of this package: RemoteFunction and what is made of it."""
+
+    def async_(self, to: Any, /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call it there; return a future of what it returns."""
 
 
 class GroupError(errors.RpcError):
@@ -114,6 +123,26 @@ def _in_short(error: BaseException) -> str:
     return lines[-1] if "Traceback" in whole else f"{type(error).__name__}: {lines[0]}"
 
 
+@overload
+def gather(
+    workers: Sequence[Any],
+    function: Remote[T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> list[T]: ...
+
+
+@overload
+def gather(
+    workers: Sequence[Any],
+    function: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> list[T]: ...
+
+
 def gather(
     workers: Sequence[Any],
     function: Any,
@@ -165,6 +194,26 @@ def broadcast(
     gather(workers, function, args, kwargs, timeout)
 
 
+@overload
+def first_of(
+    workers: Sequence[Any],
+    function: Remote[T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def first_of(
+    workers: Sequence[Any],
+    function: Callable[..., T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> T: ...
+
+
 def first_of(
     workers: Sequence[Any],
     function: Any,
@@ -188,6 +237,30 @@ def first_of(
         if error is None:
             return result
     raise calls.failure()
+
+
+@overload
+def map_reduce(
+    workers: Sequence[Any],
+    function: Remote[T],
+    items: Sequence[Any],
+    reduce: Callable[[T, T], T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> T: ...
+
+
+@overload
+def map_reduce(
+    workers: Sequence[Any],
+    function: Callable[..., T],
+    items: Sequence[Any],
+    reduce: Callable[[T, T], T],
+    args: Sequence[Any] = ...,
+    kwargs: Mapping[str, Any] | None = ...,
+    timeout: float = ...,
+) -> T: ...
 
 
 def map_reduce(

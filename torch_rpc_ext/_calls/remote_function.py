@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext._calls import group_calls
+
+if TYPE_CHECKING:
+    from torch.distributed.rpc import RRef
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -106,10 +109,11 @@ class RemoteFunction(Generic[P, T]):
 
     def remote(
         self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
-    ) -> Any:
+    ) -> RRef[T]:
         """Call it there; return an RRef to what it returns, which stays there."""
         target, args, kwargs = self._request(args, kwargs)
-        return rpc.remote(to, target, args, kwargs, rpc_timeout)
+        rref: RRef[T] = rpc.remote(to, target, args, kwargs, rpc_timeout)
+        return rref
 
     async def call(
         self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any

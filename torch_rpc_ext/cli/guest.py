@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
-from torch_rpc_ext import errors
+from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common
 
 #: Names of guests begin so; nobody else's should.
@@ -106,7 +106,7 @@ def _join(given: argparse.Namespace) -> None:
         for guest in dead:
             dynamic.announce_departure(guest)
     except RuntimeError as problem:
-        raise common.CannotJoinError(errors.brief(problem)) from problem
+        raise common.CannotJoinError(failures.brief(problem)) from problem
 
 
 def _open_store(url: str, seconds: float) -> Any:
