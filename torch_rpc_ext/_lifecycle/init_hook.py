@@ -16,7 +16,6 @@ import threading
 from typing import Any
 
 from torch_rpc_ext._base.environment import check_backend
-from torch_rpc_ext._upstream import torch_names
 
 _MARK = "_torch_rpc_ext_wrapper"
 _call = threading.local()
@@ -55,7 +54,9 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
         if member is None:
             original(name, backend, rank, world_size, rpc_backend_options)
             return
-        torch_names.require(torch_names.UCX)
+        from torch_rpc_ext._upstream import torch_names
+
+        torch_names.require(torch_names.UCX)  # before anything is imported that needs them
         from torch_rpc_ext._lifecycle import starting
 
         starting.prepare(rank, world_size)
