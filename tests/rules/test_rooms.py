@@ -78,3 +78,17 @@ def test_a_room_costs_nothing_to_enter() -> None:
 def test_private_modules_are_in_rooms() -> None:
     private = {path.stem for path in PACKAGE.glob("_*.py")} - {"__init__", "__main__"}
     assert private - {"_build_info"} == {"_autoload"}
+
+
+def test_the_files_that_texts_name_exist() -> None:
+    named = re.compile(rf"\b((?:{'|'.join(ROOMS)})/\w+\.py)\b|\btorch_rpc_ext/([\w/]+\.py)\b")
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")]
+    texts += [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.*"), ROOT / "pyproject.toml"]
+    found = [
+        (text, in_room or below)
+        for text in texts
+        for in_room, below in named.findall(text.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 40
+    missing = [f"{text}: {file}" for text, file in found if not (PACKAGE / file).exists()]
+    assert not missing, "\n".join(missing)
