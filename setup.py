@@ -1,4 +1,4 @@
-"""Builds the core library, and the extension module where there is a torch; see _build.py.
+"""Builds the core library, and the extension module where there is a torch; see _native/build.py.
 
 Under build isolation there is no torch: the extension is then compiled when it is first used.
 """
@@ -23,8 +23,8 @@ PACKAGE = "torch_rpc_ext"
 
 
 def load_build_module():
-    """torch_rpc_ext/_build.py by its file: the package itself cannot be imported yet."""
-    spec = importlib.util.spec_from_file_location("_build", ROOT / PACKAGE / "_build.py")
+    """torch_rpc_ext/_native/build.py by its file: the package itself cannot be imported yet."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / PACKAGE / "_native" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -15,7 +15,7 @@ import torch
 from benchmarks.encryption import echo, small
 from tests.process.group import Group
 from tests.support import netns
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
 PORT = "29521"
 ROUNDS = 2
@@ -33,7 +33,7 @@ def checksum_speed(size: int) -> float:
     took = []
     for _ in range(5):
         start = time.perf_counter()
-        _native.load().wire.checksum(data)
+        loader.load().wire.checksum(data)
         took.append(time.perf_counter() - start)
     return size / min(took) / 1e9
 

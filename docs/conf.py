@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from torch_rpc_ext._version import __version__  # noqa: E402  the path comes first
+from torch_rpc_ext._base.version import __version__  # noqa: E402  the path comes first
 
 project = "torch-rpc-ext"
 author = "the authors of torch-rpc-ext"
@@ -32,6 +32,7 @@ root_doc = "docs/index"
 include_patterns = [
     "README.md",
     "csrc/README.md",
+    "torch_rpc_ext/README.md",
     "tests/README.md",
     "docs/*.md",
     "docs/**/*.md",

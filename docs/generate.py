@@ -16,19 +16,20 @@ sys.path.insert(0, str(DOCS.parent))
 
 from figures import FIGURES  # noqa: E402  the path comes first
 
-from torch_rpc_ext import _environment, _option_table  # noqa: E402
+from torch_rpc_ext._base import option_table  # noqa: E402
+from torch_rpc_ext._base.environment import VARIABLES  # noqa: E402
 
 _NOTE = "<!-- Written by docs/generate.py from {source}: change that file, then run the script. -->"
 
 
 def environment() -> str:
     """Return the text of environment.md."""
-    variables = _environment.VARIABLES
+    variables = VARIABLES
     ours = [variable for variable in variables if variable.preset is None]
     presets = [variable for variable in variables if variable.preset is not None]
     return "\n".join(
         [
-            _NOTE.format(source="torch_rpc_ext/_environment.py"),
+            _NOTE.format(source="torch_rpc_ext/_base/environment.py"),
             "",
             "# Environment variables",
             "",
@@ -60,12 +61,12 @@ def environment() -> str:
 
 def options() -> str:
     """Return the text of options.md."""
-    table = _option_table.OPTIONS
+    table = option_table.OPTIONS
     public = [option for option in table if not option.keyword]
     for_tests = [option for option in table if option.keyword]
     return "\n".join(
         [
-            _NOTE.format(source="torch_rpc_ext/_option_table.py"),
+            _NOTE.format(source="torch_rpc_ext/_base/option_table.py"),
             "",
             "# Options",
             "",
@@ -93,7 +94,7 @@ def options() -> str:
     )
 
 
-def _default(option: _option_table.Option) -> str:
+def _default(option: option_table.Option) -> str:
     if option.default is None:
         return f"see right ({option.unit})" if option.unit else "see right"
     return f"`{option.default!r}` {option.unit}".rstrip()

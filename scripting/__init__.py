@@ -14,11 +14,11 @@
 Works over any back end of torch.distributed.rpc.
 """
 
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
-_torch_names.require("torch_rpc_ext.scripting")  # before the names are imported
-from torch_rpc_ext._group_calls import GroupError, broadcast, first_of, gather, map_reduce  # noqa: E402
-from torch_rpc_ext._remote_function import RemoteFunction  # noqa: E402
+torch_names.require("torch_rpc_ext.scripting")  # before the names are imported
+from torch_rpc_ext._calls.group_calls import GroupError, broadcast, first_of, gather, map_reduce  # noqa: E402
+from torch_rpc_ext._calls.remote_function import RemoteFunction  # noqa: E402
 
 from ._plain import remote  # noqa: E402
 from ._script import NotScriptableError, ScriptRemoteFunction, script  # noqa: E402

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
-from torch_rpc_ext._remote_function import RemoteFunction
+from torch_rpc_ext._calls.remote_function import RemoteFunction
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,8 +10,9 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext import _group_calls, errors
-from torch_rpc_ext._remote_function import DEFAULT_TIMEOUT, needed_reduce
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import group_calls
+from torch_rpc_ext._calls.remote_function import DEFAULT_TIMEOUT, needed_reduce
 
 from . import _source
 from ._types import NotScriptableError, check
@@ -229,7 +230,7 @@ def _map_reduce(function: ScriptRemoteFunction[..., Any]) -> Any:
         workers: Any, items: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> Any:
         reduce = needed_reduce(function)
-        return _group_calls.map_reduce(workers, function, items, reduce, args, kwargs, rpc_timeout)
+        return group_calls.map_reduce(workers, function, items, reduce, args, kwargs, rpc_timeout)
 
     return map_reduce
 
@@ -240,8 +241,8 @@ _METHODS: dict[str, Callable[[ScriptRemoteFunction[..., Any]], Any]] = {
     "async_": _async,
     "remote": _remote,
     "call": _call,
-    "gather": _on_all(_group_calls.gather),
-    "broadcast": _on_all(_group_calls.broadcast),
-    "first_of": _on_all(_group_calls.first_of),
+    "gather": _on_all(group_calls.gather),
+    "broadcast": _on_all(group_calls.broadcast),
+    "first_of": _on_all(group_calls.first_of),
     "map_reduce": _map_reduce,
 }

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import torch
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-_native.load()
+loader.load()
 
 _ops = torch.ops.torch_rpc_ext
 

@@ -33,7 +33,7 @@ class AgentOptions:
     fault_messages_to_forge: list[str]
     fault_messages_to_delay: dict[str, float]
     fault_num_fail_sends: int
-    # Places in _option_table.WIRE_DTYPES.
+    # Places in _base/option_table.py, WIRE_DTYPES.
     def set_wire_dtypes(self, others: int, workers: dict[str, int]) -> None: ...
     def allow_only(self, names: set[str], modules: set[str]) -> None: ...
 

@@ -10,12 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch_rpc_ext._autoload import activate
-from torch_rpc_ext._version import __version__
+from torch_rpc_ext._base.version import __version__
 
 if TYPE_CHECKING:
     from torch_rpc_ext import aio as aio
     from torch_rpc_ext import errors as errors
     from torch_rpc_ext import events as events
+    from torch_rpc_ext import kernels as kernels
     from torch_rpc_ext import launch as launch
     from torch_rpc_ext import metrics as metrics
     from torch_rpc_ext import monitoring as monitoring
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from torch_rpc_ext import retry as retry
     from torch_rpc_ext import sharding as sharding
     from torch_rpc_ext import takeover as takeover
-    from torch_rpc_ext._current_call import CurrentCall as CurrentCall
-    from torch_rpc_ext._current_call import current_call as current_call
-    from torch_rpc_ext._info import info as info
-    from torch_rpc_ext._wire_dtype import wire_dtype as wire_dtype
+    from torch_rpc_ext._calls.current_call import CurrentCall as CurrentCall
+    from torch_rpc_ext._calls.current_call import current_call as current_call
+    from torch_rpc_ext._calls.wire_dtype import wire_dtype as wire_dtype
+    from torch_rpc_ext._lifecycle.info import info as info
     from torch_rpc_ext.events import on_worker_event as on_worker_event
     from torch_rpc_ext.events import worker_events as worker_events
     from torch_rpc_ext.options import UcxRpcBackendOptions as UcxRpcBackendOptions
@@ -44,6 +45,7 @@ __all__ = [
     "errors",
     "events",
     "info",
+    "kernels",
     "launch",
     "metrics",
     "monitoring",
@@ -59,12 +61,13 @@ __all__ = [
     "worker_events",
 ]
 
-# Public modules, but `testing`, whose import registers a back end.
+# Public modules, but `testing`, whose import registers a back end, and `cli`, the commands.
 _MODULES = frozenset(
     {
         "aio",
         "errors",
         "events",
+        "kernels",
         "launch",
         "metrics",
         "monitoring",
@@ -77,14 +80,14 @@ _MODULES = frozenset(
     }
 )
 _NAMES = {
-    "CurrentCall": "_current_call",
+    "CurrentCall": "_calls.current_call",
     "RetryPolicy": "retry",
     "UcxRpcBackendOptions": "options",
-    "current_call": "_current_call",
-    "info": "_info",
+    "current_call": "_calls.current_call",
+    "info": "_lifecycle.info",
     "on_worker_event": "events",
     "take_over": "takeover",
-    "wire_dtype": "_wire_dtype",
+    "wire_dtype": "_calls.wire_dtype",
     "worker_events": "events",
 }
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 
-from torch_rpc_ext._version import __version__
+from torch_rpc_ext._base.version import __version__
 from torch_rpc_ext.cli import common
 
 _EXAMPLES = """examples:
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     """Run a command; what the user can mend is a sentence, not a traceback."""
-    from torch_rpc_ext import errors
+    from torch_rpc_ext._calls import failures
 
     main_of_command = vars(command)["main"]
     try:
@@ -83,7 +83,7 @@ def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
     except RuntimeError as problem:
         # The group's: a worker that is profiled already, versions that differ.
         status = common.UNWELL
-        text = errors.brief(problem)
+        text = failures.brief(problem)
     print(f"{given.command}: {text}", file=sys.stderr)
     return status
 

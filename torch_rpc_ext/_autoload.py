@@ -1,6 +1,7 @@
 """What runs at ``import torch`` (entry point group ``torch.backends``) and at our own import.
 
-It must cost less than 5 ms where RPC is never used, and must never make ``import torch`` fail.
+It must cost less than 5 ms where RPC is never used, and must never make ``import torch`` fail. It
+stands above all rooms, because it is what enters them: the rest is imported with RPC.
 Source: torch's "Autoload Mechanism", torch/__init__.py, _import_device_backends.
 """
 
@@ -9,8 +10,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch_rpc_ext import _registry
-from torch_rpc_ext._environment import check_backend
+from torch_rpc_ext._upstream.import_hook import when_rpc_is_imported
 
 _activated = False
 
@@ -21,7 +21,7 @@ def activate() -> None:
     if _activated:
         return
     _activated = True
-    _registry.when_rpc_is_imported(_on_rpc_imported)
+    when_rpc_is_imported(_on_rpc_imported)
 
 
 def _on_rpc_imported(rpc: Any) -> None:
@@ -38,6 +38,9 @@ def _on_rpc_imported(rpc: Any) -> None:
 
 
 def _enter(rpc: Any) -> None:
+    from torch_rpc_ext._base.environment import check_backend
+    from torch_rpc_ext._lifecycle import entry
+
     try:
         wanted = check_backend()
     except ValueError as error:
@@ -46,11 +49,10 @@ def _enter(rpc: Any) -> None:
         wanted = False
     if not hasattr(rpc, "BackendType"):
         if wanted:
-            _registry.require_rpc()
-        return  # This torch was built without RPC; init_rpc does not exist either.
-    _registry.register(rpc)
-    if wanted:
-        # Imported only here: a process that did not ask for it pays nothing.
-        from torch_rpc_ext import takeover
+            from torch_rpc_ext._base.requirements import require_rpc
 
-        takeover.apply(rpc)
+            require_rpc()
+        return  # This torch was built without RPC; init_rpc does not exist either.
+    entry.register(rpc)
+    if wanted:
+        entry.serve_tensorpipe(rpc)

@@ -5,8 +5,6 @@ All are RuntimeErrors, because that is what torch.distributed.rpc raises and pro
 
 from __future__ import annotations
 
-import re
-
 __all__ = [
     "CallTimeoutError",
     "IntegrityError",
@@ -15,8 +13,6 @@ __all__ = [
     "RefusedError",
     "RpcError",
     "ShutDownError",
-    "brief",
-    "is_timeout",
 ]
 
 
@@ -61,30 +57,3 @@ class IntegrityError(RpcError):
     Try again, and have the hardware looked at. It also comes from a program that writes to a tensor
     before the call that sends it is over.
     """
-
-
-def is_timeout(problem: BaseException) -> bool:
-    """Return whether a call had no answer in time, on any back end.
-
-    Args:
-        problem: what the call has raised.
-    """
-    if isinstance(problem, RpcError):
-        return isinstance(problem, CallTimeoutError)
-    # TENSORPIPE's RuntimeErrors begin with upstream's code for it (RPCErrorType::TIMEOUT).
-    return str(problem).startswith("RPCErr:1:")
-
-
-def brief(problem: BaseException) -> str:
-    """Return one line of an error's text: what happened, without the way there.
-
-    Args:
-        problem: any. Of one that a remote function raised, whose text is a traceback, the line
-            that names it; of others the first line, without upstream's mark of its kind.
-    """
-    lines = [line for line in str(problem).splitlines() if line.strip()]
-    if not lines:
-        return type(problem).__name__
-    if lines[0].startswith("On WorkerInfo("):
-        return lines[-1]
-    return re.sub(r"^RPCErr:\d+:", "", lines[0])

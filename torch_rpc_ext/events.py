@@ -28,7 +28,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from torch_rpc_ext import _native, _state
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._native import loader
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,8 @@ class _Hub:
     Thread Safety: subscribe() and remove() from any thread; the rest is the thread's.
     """
 
-    def __init__(self, session: _state.Session) -> None:
-        self._native, self._agent = _native.load(), session.agent
+    def __init__(self, session: sessions.Session) -> None:
+        self._native, self._agent = loader.load(), session.agent
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._subscribers: dict[int, _Subscriber] = {}
@@ -275,7 +276,7 @@ class _Hub:
 
 
 def _hub() -> _Hub:
-    session = _state.require()
+    session = sessions.require()
     with session.lock:
         if session.events is None:
             session.events = _Hub(session)

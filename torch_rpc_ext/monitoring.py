@@ -15,7 +15,7 @@ from torch.distributed.rpc import api as _untyped_api
 
 api: Any = _untyped_api  # upstream's functions have no types
 
-__all__ = ["is_initialized", "member_names", "nothing", "other_names", "snapshot", "take"]
+__all__ = ["is_initialized", "member_names", "other_names", "snapshot"]
 
 
 def is_initialized() -> bool:
@@ -34,11 +34,11 @@ def other_names() -> list[str]:
     return [name for name in member_names() if name != me]
 
 
-def nothing() -> None:
+def _nothing() -> None:
     """Do nothing: a call of it measures latency."""
 
 
-def take(tensor: torch.Tensor) -> int:
+def _take(tensor: torch.Tensor) -> int:
     """Take a tensor and answer with its size: a call of it measures bandwidth.
 
     Args:

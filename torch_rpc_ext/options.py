@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from torch_rpc_ext import _option_table as table
-from torch_rpc_ext import _registry, _torch_names
+from torch_rpc_ext._base import option_table as table
+from torch_rpc_ext._base.requirements import require_rpc
+from torch_rpc_ext._upstream import torch_names
 
-_registry.require_rpc()  # first: it is what creates torch._C._distributed_rpc
-_torch_names.require(_torch_names.UCX)
+require_rpc()  # first: it is what creates torch._C._distributed_rpc
+torch_names.require(torch_names.UCX)
 from torch._C._distributed_rpc import RpcBackendOptions  # noqa: E402
 from torch.distributed.rpc import options as upstream  # noqa: E402
 

@@ -35,7 +35,8 @@ except ImportError as problem:
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _attempts, errors
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls.attempts import begin
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -88,11 +89,11 @@ class RetryPolicy:
     def rpc_sync(
         self,
         to: Any,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> T:
         """Call as torch.distributed.rpc.rpc_sync does, and again as the policy says.
 
         Args:
@@ -110,18 +111,19 @@ class RetryPolicy:
             Exception: what the last attempt raised.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return tenacity.Retrying(**self._arguments())(
+        result: T = tenacity.Retrying(**self._arguments())(
             lambda: rpc.rpc_sync(to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end))
         )
+        return result
 
     def rpc_async(
         self,
         to: Any,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
-    ) -> Future[Any]:
+    ) -> Future[T]:
         """Call as rpc_sync() here, but do not wait.
 
         No thread belongs to the call: an attempt that fails leads to the next one from where its
@@ -138,7 +140,7 @@ class RetryPolicy:
             A future of what the function returns. Its error has the type of the last attempt's.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return _attempts.begin(
+        return begin(
             self._arguments(),
             lambda: rpc.rpc_async(
                 to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from torch_rpc_ext import _registry
+from torch_rpc_ext._lifecycle.entry import init_backend
+from torch_rpc_ext._upstream import registry
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 __all__ = ["FaultyUcxRpcBackendOptions", "register", "take_over"]
@@ -68,9 +69,9 @@ def _construct_options(
 def register() -> None:
     """Enter BackendType.FAULTY_UCX. Idempotent."""
     rpc_module: Any = rpc
-    value = rpc_module.backend_registry.BackendValue(_construct_options, _registry.init_backend)
-    for enum_class in _registry.enum_classes(rpc_module):
-        _registry.add_member(enum_class, NAME, value)
+    value = rpc_module.backend_registry.BackendValue(_construct_options, init_backend)
+    for enum_class in registry.enum_classes(rpc_module):
+        registry.add_member(enum_class, NAME, value)
 
 
 def take_over() -> None:
@@ -79,9 +80,9 @@ def take_over() -> None:
 
     rpc_module: Any = rpc
     faulty = rpc_module.backend_registry.BackendType["FAULTY_TENSORPIPE"]
-    ours = rpc_module.backend_registry.BackendValue(_construct_options, _registry.init_backend)
+    ours = rpc_module.backend_registry.BackendValue(_construct_options, init_backend)
     if faulty.value != ours:
-        _registry.replace_value(faulty, ours)
+        registry.replace_value(faulty, ours)
 
 
 register()

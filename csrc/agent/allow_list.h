@@ -12,8 +12,8 @@ namespace torch_rpc_ext::agent {
 inline constexpr const char* kNotAllowed = "is not in its allow_list";
 
 // Which builtin operators and TorchScript functions peers may run. What they
-// may run of Python is decided while unpickling, in
-// torch_rpc_ext/_allow_list.py, which also makes these names from the option.
+// may run of Python is decided in torch_rpc_ext/_security/allow_list.py, which
+// also makes these names from the option.
 struct AllowList {
   bool everything = true;
   std::unordered_set<std::string> names; // "aten::add", "module.function"

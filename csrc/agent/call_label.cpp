@@ -60,7 +60,7 @@ std::string_view takeTerminated(std::string_view& bytes) {
 }
 
 // The short form of a call with nothing but tensors
-// (torch_rpc_ext/_payloads.py).
+// (torch_rpc_ext/_upstream/payloads.py).
 std::string shortFunction(std::string_view bytes) {
   constexpr std::string_view kCall("\001Call\0", 6);
   const size_t at = bytes.find(kCall);

@@ -44,7 +44,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// Source: torch_rpc_ext/_payloads.py
+// Source: torch_rpc_ext/_upstream/payloads.py
 constexpr std::string_view kTensor = "\x01Tensor";
 constexpr std::string_view kNone = "\x01None";
 

@@ -12,7 +12,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// Source: torch_rpc_ext/_payloads.py
+// Source: torch_rpc_ext/_upstream/payloads.py
 constexpr std::string_view kRaised("\x01Raised", 7);
 
 // A Python exception that travels through C++ futures, which copy, rethrow and
@@ -65,7 +65,7 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
   py::gil_scoped_acquire gil;
   try {
     const py::object exception =
-        py::module_::import("torch_rpc_ext._exceptions")
+        py::module_::import("torch_rpc_ext._upstream.exceptions")
             .attr("from_response")(
                 py::bytes(payload.data(), payload.size()), response.tensors());
     if (exception.is_none()) {

@@ -28,10 +28,10 @@ from torch.distributed.optim import optimizer as _optimizer
 from tests.fuzz import bait
 
 # Calls of the library's own import these when they first run.
-from torch_rpc_ext import _dynamic, _returning
+from torch_rpc_ext._group import dynamic, returning
 from torch_rpc_ext.aio import _batch, _server
 
-_ON_DEMAND = (_dynamic, _returning, _batch, _server)
+_ON_DEMAND = (dynamic, returning, _batch, _server)
 
 _WATCHED = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "marshal.", "code.")
 _WATCHED_NAMES = ("open", "exec", "compile", "import", "cpython.run_command")
@@ -49,13 +49,13 @@ _GOOD = [
     *(("builtins", name) for name in ("ValueError", "OSError", "frozenset", "slice", "range")),
     *(("collections", name) for name in ("OrderedDict", "defaultdict", "deque")),
     *(("torch", name) for name in ("float32", "device", "Size")),
-    *(("torch_rpc_ext._payloads", n) for n in ("_restore_tensor", "_restore_parameter")),
-    *(("torch_rpc_ext._exceptions", "RemoteType"), ("torch_rpc_ext.errors", "RpcError")),
+    *(("torch_rpc_ext._upstream.payloads", n) for n in ("_restore_tensor", "_restore_parameter")),
+    *(("torch_rpc_ext._upstream.exceptions", "RemoteType"), ("torch_rpc_ext.errors", "RpcError")),
     *(("torch._C._distributed_rpc", "WorkerInfo"), ("datetime", "timedelta")),
     *(("torch.distributed.rpc.api", n) for n in ("_rref_typeof_on_owner", "_gather_to_leader")),
     *(
         ("torch.distributed.rpc.rref_proxy", "_local_invoke"),
-        ("torch_rpc_ext._dynamic", "member_left"),
+        ("torch_rpc_ext._group.dynamic", "member_left"),
     ),
     *((_remote_module.__name__, n) for n in ("_create_module", "_remote_module_receiver")),
     *(("_remote_module_non_scriptable", n) for n in ("forward", "_remote_forward")),
@@ -72,7 +72,11 @@ _EVIL = [
     *((_OFFERED, n) for n in ("bait.function", "take.__globals__", "Holder.__init__", "bait")),
     *((_OFFERED, n) for n in ("Holder.text", "Holder.kind", "Holder.__subclasses__", "Any")),
     *(("sys", "modules"), ("torch", "load"), ("torch.jit", "load"), ("torch.serialization", "os")),
-    *((_INTERNAL, "sys"), ("torch_rpc_ext._payloads", "sys"), ("torch_rpc_ext._payloads", "_find")),
+    *(
+        (_INTERNAL, "sys"),
+        ("torch_rpc_ext._upstream.payloads", "sys"),
+        ("torch_rpc_ext._upstream.payloads", "_find"),
+    ),
 ]
 _WORDS = [
     *("true", "", "a", "append", "first", "of", "text", "kind", "extend", "__class__", "__dict__"),
@@ -245,15 +249,16 @@ class Watch:
 
 def allow_list(worker: str = "worker0") -> Any:
     """Return the list that is attacked."""
-    from torch_rpc_ext._allow_list import AllowList
+    from torch_rpc_ext._lifecycle.starting import SERVED
+    from torch_rpc_ext._security.allow_list import AllowList
 
-    return AllowList.of([_OFFERED], worker)
+    return AllowList.of([_OFFERED], worker, SERVED)
 
 
 def execute(allowed: Any, payload: bytes) -> str:
     """Do with a payload what a worker does; return what came of it."""
-    from torch_rpc_ext._exceptions import Refused
-    from torch_rpc_ext._unpickling import Request
+    from torch_rpc_ext._security.entries import Request
+    from torch_rpc_ext._upstream.exceptions import Refused
 
     stage = "read"
     try:

@@ -14,14 +14,14 @@ from tests.support import cxx
 WEAK = """
 import os, sys
 from tests.fuzz import bait, pickles
-from torch_rpc_ext import _unpickling
+from torch_rpc_ext._security import unpickling
 
 def reduce(reader):
     args, function = reader._stack.pop(), reader._stack.pop()
     reader._stack.append(function(*args))
 
 os.system = bait.function
-_unpickling._OPCODES[ord("R")] = reduce
+unpickling._OPCODES[ord("R")] = reduce
 sys.argv[1:] = ["--programs", "20000", "--seed", "1"]
 sys.exit(pickles.main())
 """

@@ -176,7 +176,7 @@ def refuse_tricks() -> None:
         ("torch.distributed.rpc.internal", "sys"),
     ):
         refused(lambda module=module, name=name: send(named(module, name)), f"{module}.{name}")
-        short = f"\x01Call\0{module}\0{name}\0".encode()  # torch_rpc_ext/_payloads.py
+        short = f"\x01Call\0{module}\0{name}\0".encode()  # torch_rpc_ext/_upstream/payloads.py
         refused(lambda short=short: send(short), f"{module}.{name}")
     # getattr is there, for methods of listed classes only.
     for owner, name in (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import datetime
 import functools
+import importlib
 import os
 import pickle
 import struct
@@ -136,7 +137,7 @@ def forge_classes(path: str) -> None:
     members = {"__module__": SERVICE, "__qualname__": "Counter"}
     forged = Reduced(made, "Forged", (), members)
     look = Reduced(getattr, forged, Reduced(name, "__getattribute__"))
-    restore = __import__("torch_rpc_ext._payloads")._payloads._restore_tensor
+    restore = importlib.import_module("torch_rpc_ext._upstream.payloads")._restore_tensor
     there = Reduced(look, restore, "__globals__")
     builtins = Reduced(Reduced(look, there, "__getitem__"), "__builtins__")
     evaluate = Reduced(Reduced(look, builtins, "__getitem__"), "eval")
@@ -161,7 +162,7 @@ def forge_with_an_empty_list(path: str) -> None:
         empty = Reduced(made, "Empty", (str,), {"__len__": int})
         name = Reduced(made, "Name", (str,), {"startswith": empty})
         look = Reduced(getattr, Reduced(made, "F", (), entry), Reduced(name, "__getattribute__"))
-        restore = __import__("torch_rpc_ext._payloads")._payloads._restore_tensor
+        restore = importlib.import_module("torch_rpc_ext._upstream.payloads")._restore_tensor
         there = Reduced(look, restore, "__globals__")
         builtins = Reduced(Reduced(look, there, "__getitem__"), "__builtins__")
         evaluate = Reduced(Reduced(look, builtins, "__getitem__"), "eval")
@@ -315,8 +316,8 @@ def use_short_forms(path: str) -> None:
         (HERE, b"Counter._reset"),
         (b"", b""),
         (b"torch.distributed.rpc.internal", b"_InternalRPCPickler"),
-        (b"torch_rpc_ext._payloads", b"_restore_tensor"),
-        (b"torch_rpc_ext._payloads", b"_from_pickle"),
+        (b"torch_rpc_ext._upstream.payloads", b"_restore_tensor"),
+        (b"torch_rpc_ext._upstream.payloads", b"_from_pickle"),
         (b"_remote_module_non_scriptable", b"forward"),
         (b"_remote_module_non_scriptable", b"rpc.remote"),
     ):
@@ -396,7 +397,7 @@ def use_rref_data(_: str) -> None:
     ):
         refused(lambda data=data: sync(service.add, Reduced(receive, data), 1), kind=Exception)
     for index in (-1, 7, slice(0, 1), "0", 1.5, None, True):
-        restore = __import__("torch_rpc_ext._payloads")._payloads
+        restore = importlib.import_module("torch_rpc_ext._upstream.payloads")
         for function in (restore._restore_tensor, restore._restore_parameter):
             refused(lambda i=index, r=function: sync(service.add, Reduced(r, i), 1), kind=Exception)
     methods = remote_module._NON_SCRIPTABLE_REMOTE_MODULE_MODULE._generated_methods
@@ -461,7 +462,7 @@ def answer(kind: str, path: str) -> Any:
 
 
 def failed(*parts: Any) -> Any:
-    from torch_rpc_ext._exceptions import RemoteType
+    from torch_rpc_ext._upstream.exceptions import RemoteType
 
     return internal.RemoteException("it failed", RemoteType((*parts, ())))
 

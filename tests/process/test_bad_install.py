@@ -21,8 +21,8 @@ except ImportError as error:
 """
 ANOTHER_TORCH = "import torch; torch.__version__ = '2.99.0+cpu'\n" + INIT
 ANOTHER_PYTHON = (
-    "from torch_rpc_ext import _build\n"
-    "_build.EXTENSION_SUFFIXES = ['.cpython-399-x86_64-linux-gnu.so']\n" + INIT
+    "from torch_rpc_ext._native import build\n"
+    "build.EXTENSION_SUFFIXES = ['.cpython-399-x86_64-linux-gnu.so']\n" + INIT
 )
 # As in a torch that was built with USE_DISTRIBUTED=0: torch looks at this name when it imports rpc.
 WITHOUT_RPC = """
@@ -46,10 +46,10 @@ print(torch_rpc_ext.info()["ucx"])
 # Any of torch's names that we use may go: here the one that the registry is about.
 WITHOUT_A_NAME = """
 import sys
-from torch_rpc_ext import _registry
+from torch_rpc_ext._upstream import registry
 def broken(rpc):
     raise AttributeError("a name of torch that is gone")
-_registry.enum_classes = broken
+registry.enum_classes = broken
 import torch
 from torch.distributed import rpc
 rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(

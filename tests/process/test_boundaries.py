@@ -18,7 +18,8 @@ from torch.futures import Future
 from tests.process.group import Group
 from tests.process.test_death import wait_until_stopped
 from tests.support.backend import needs_ucx
-from torch_rpc_ext import _native, errors
+from torch_rpc_ext import errors
+from torch_rpc_ext._native import loader
 
 pytestmark = needs_ucx("has none of these")
 
@@ -55,23 +56,23 @@ HARMLESS = {"event", "timer", "thread", "storage"}
 
 
 def throw_at(where: str, out_of_memory: bool) -> None:
-    _native.load().boundaries.throw_at(where, out_of_memory, 1)
+    loader.load().boundaries.throw_at(where, out_of_memory, 1)
 
 
 def left() -> int:
     """How many throws have not happened."""
-    count: int = _native.load().boundaries.left()
+    count: int = loader.load().boundaries.left()
     return count
 
 
 def stop_throwing() -> int:
     count = left()
-    _native.load().boundaries.stop()
+    loader.load().boundaries.stop()
     return count
 
 
 def names() -> set[str]:
-    return set(_native.load().boundaries.crossed())
+    return set(loader.load().boundaries.crossed())
 
 
 def double(tensor: Tensor) -> Tensor:

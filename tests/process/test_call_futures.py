@@ -151,7 +151,7 @@ def outcome(invoke: Callable[..., Any], *call: Any) -> Any:
 
 
 def by_upstream(*call: Any) -> Any:
-    from torch_rpc_ext import _upstream_hooks as hooks
+    from torch_rpc_ext._upstream import hooks as hooks
 
     to, function, *rest = call
     return hooks._originals["invoke_rpc"](to, function, api.RPCExecMode.ASYNC, *rest).wait()

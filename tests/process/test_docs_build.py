@@ -20,7 +20,7 @@ import torch_rpc_ext
 from tests.support.backend import ROOT, needs_ucx
 
 pytestmark = [needs_ucx("is not what the manual is about"), pytest.mark.timeout(300)]
-#: Names of modules that have no __all__ and are public all the same: docs/cli.md shows their use.
+#: Of the commands, what is not for the command line: docs/cli.md shows its use.
 FROM_INSIDE = [
     "torch_rpc_ext.cli.ping.ping",
     "torch_rpc_ext.cli.poller.Poller",

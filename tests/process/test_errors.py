@@ -204,12 +204,12 @@ def test_remote_exception_with_constructor_arguments(pair: Group) -> None:
 
 
 def check_what_is_a_timeout() -> None:
-    from torch_rpc_ext import errors
+    from torch_rpc_ext._calls import failures
 
-    assert errors.is_timeout(caught(f.sleep, 2.0, timeout=0.1))
+    assert failures.is_timeout(caught(f.sleep, 2.0, timeout=0.1))
     for text in ("Timeout", "a timeout of the database", "RPCErr:1:RPC ran for more than"):
-        assert not errors.is_timeout(caught(raise_here, RuntimeError(text))), text
-    assert not errors.is_timeout(caught(raise_here, TimeoutError("the timeout of another")))
+        assert not failures.is_timeout(caught(raise_here, RuntimeError(text))), text
+    assert not failures.is_timeout(caught(raise_here, TimeoutError("the timeout of another")))
 
 
 def test_a_timeout_is_told_by_its_code(pair: Group) -> None:
@@ -228,6 +228,7 @@ OUR_WORDS = (
 
 def check_texts_that_look_like_ours() -> None:
     from torch_rpc_ext import RetryPolicy, errors
+    from torch_rpc_ext._calls import failures
 
     for text in OUR_WORDS:
         for error in (
@@ -238,7 +239,7 @@ def check_texts_that_look_like_ours() -> None:
             creation_error(raise_here, RuntimeError(text)),
         ):
             assert not isinstance(error, errors.RpcError), repr(error)
-            assert not errors.is_timeout(error), repr(error)
+            assert not failures.is_timeout(error), repr(error)
         assert text in str(caught(f.script_raise, text))
         assert text in str(caught(raise_here, RuntimeError(text)))
         assert rpc.rpc_sync("worker1", f.identity, args=(text,)) == text

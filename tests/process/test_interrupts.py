@@ -14,7 +14,7 @@ from torch.distributed import rpc
 from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
 
 class Stop(Exception):
@@ -103,7 +103,7 @@ def check_interrupted(which: int) -> None:
                 if expected is SystemExit:
                     assert caught.value.code == 3
                 assert rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).sum() == 4
-                assert _native.load().set_synchronous(False) is False
+                assert loader.load().set_synchronous(False) is False
         if expected is not Stop:
             with pytest.raises(expected):
                 rpc.rpc_sync("worker1", raising)

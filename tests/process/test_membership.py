@@ -25,16 +25,16 @@ def refused(function: Callable[..., Any], *args: Any, to: str = "worker1") -> No
 
 def lie(name: str) -> None:
     """Say of a worker that it has joined, come back or left."""
-    from torch_rpc_ext import _dynamic, _returning, _state
+    from torch_rpc_ext._group import dynamic, returning, sessions
 
-    session = _state.require()
+    session = sessions.require()
     fields = json.loads(session.members[name].to_json())
     text = json.dumps({**fields, "life": 1000, "address": ""})
-    refused(_dynamic.member_joined, text)
-    refused(_returning.member_returned, text)
-    refused(_dynamic.member_left, name, fields["incarnation"])
+    refused(dynamic.member_joined, text)
+    refused(returning.member_returned, text)
+    refused(dynamic.member_left, name, fields["incarnation"])
     if name != session.me.name:
-        refused(_returning.may_return, text)
+        refused(returning.may_return, text)
 
 
 def reach(name: str) -> None:
@@ -43,15 +43,15 @@ def reach(name: str) -> None:
 
 @workers(3, options={"allow_list": ["torch.add"]})
 def test_a_static_group_does_not_change() -> None:
-    from torch_rpc_ext import _dynamic, _state
+    from torch_rpc_ext._group import dynamic, sessions
 
     # Of the attacker itself too: nobody joins a static group or leaves it.
-    me = _state.require().me
-    refused(_dynamic.member_joined, json.dumps({**json.loads(me.to_json()), "life": 1000}))
-    refused(_dynamic.member_left, me.name, me.incarnation)
-    refused(_dynamic.member_left, "worker2", "")
+    me = sessions.require().me
+    refused(dynamic.member_joined, json.dumps({**json.loads(me.to_json()), "life": 1000}))
+    refused(dynamic.member_left, me.name, me.incarnation)
+    refused(dynamic.member_left, "worker2", "")
     stranger = json.dumps({**json.loads(me.to_json()), "name": "worker9", "rank": 9})
-    refused(_dynamic.member_joined, stranger)
+    refused(dynamic.member_joined, stranger)
     lie("worker2")
     reach("worker2")
 
@@ -69,6 +69,6 @@ def test_only_who_joins_or_leaves_says_so() -> None:
 
 
 def names() -> list[str]:
-    from torch_rpc_ext import _state
+    from torch_rpc_ext._group import sessions
 
-    return sorted(_state.require().members)
+    return sorted(sessions.require().members)

@@ -498,7 +498,7 @@ def test_a_stopped_worker_is_left_out(tmp_path: Path) -> None:
 
 
 def profile_a_silent_one(entered: str, stopped: str) -> tuple[dict[str, str], list[str]]:
-    with profiled(patience=2.0) as prof:
+    with profiled(timeout=2.0) as prof:
         rpc.rpc_sync("worker1", f.nothing)
         Path(entered).touch()
         while not Path(stopped).exists():

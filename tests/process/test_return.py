@@ -16,7 +16,7 @@ from tests.process.group import Group, Worker
 from tests.process.test_death import check_alive
 from tests.support import netns
 from tests.support.backend import needs_ucx
-from torch_rpc_ext import _state
+from torch_rpc_ext._group import sessions
 
 pytestmark = needs_ucx("takes no worker back")
 
@@ -40,7 +40,7 @@ def test_the_next_call_reaches_it_and_its_own_reach_all() -> None:
 
 
 def look_up_while_it_returns() -> None:
-    session = _state.require()
+    session = sessions.require()
     again_and_again = threading.Thread(
         target=lambda: [
             session.agent.add_member(*session.members["worker1"].row()) for _ in range(10_000)

@@ -111,9 +111,9 @@ def test_secrets_that_cannot_be_used(tmp_path: Path, which: str) -> None:
 
 def way_in() -> tuple[bytes, bytes]:
     """(id of the group, this worker's address): all that the store tells but the secret."""
-    from torch_rpc_ext import _state
+    from torch_rpc_ext._group import sessions
 
-    agent = _state.require().agent
+    agent = sessions.require().agent
     return bytes(agent.group_id), bytes(agent.address)
 
 
@@ -121,9 +121,9 @@ def call_with_secret(secret: bytes, group_id: bytes, address: bytes) -> str:
     """What a process gets that calls worker0 without being in its group."""
     from torch.distributed.rpc import api
 
-    from torch_rpc_ext import _native
+    from torch_rpc_ext._native import loader
 
-    native = _native.load()
+    native = loader.load()
     agent = native.UcxAgent(native.AgentOptions(), "worker1", 1, False)
     agent.set_group(
         group_id, [("worker0", 0, address, 0), ("worker1", 1, bytes(agent.address), 0)], secret

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.backend import ROOT, needs_ucx
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
 pytestmark = needs_ucx("uses no such names")
 
 PROGRAM = Path(__file__).with_name("renamed_names.py")
 NAMES = [
-    *((who, name) for who, names in _torch_names.NEEDED.items() for name in names),
-    *(("", name) for name in _torch_names.DONE_WITHOUT),
+    *((who, name) for who, names in torch_names.NEEDED.items() for name in names),
+    *(("", name) for name in torch_names.DONE_WITHOUT),
 ]
 
 
@@ -53,8 +53,8 @@ def test_without(who: str, name: str, found: dict[str, dict[str, Any]]) -> None:
     assert len(saw["warnings"]) <= 1
     assert saw.get("TENSORPIPE", "2.0") == "2.0"
     missing = f"has no {name}, which {who} needs: "
-    refused = saw["UCX"] if who == _torch_names.UCX else saw.get("feature")
-    if who != _torch_names.UCX:
+    refused = saw["UCX"] if who == torch_names.UCX else saw.get("feature")
+    if who != torch_names.UCX:
         assert saw["UCX"] == "2.0"
     if who:
         assert refused.startswith("ImportError: this torch (") and missing in refused, refused

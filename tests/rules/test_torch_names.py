@@ -1,4 +1,4 @@
-"""Private names of torch: what the package uses, and what _torch_names lists, is the same."""
+"""Private names of torch: what the package uses, and what torch_names.py lists, is the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.backend import ROOT
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
 #: What the package calls these modules everywhere; upstream's functions have no types.
 USUAL = {
@@ -17,12 +17,12 @@ USUAL = {
     "internal": "torch.distributed.rpc.internal",
     "native_rpc": "torch._C._distributed_rpc",
 }
-LISTED = [*_torch_names.DONE_WITHOUT, *(n for names in _torch_names.NEEDED.values() for n in names)]
+LISTED = [*torch_names.DONE_WITHOUT, *(n for names in torch_names.NEEDED.values() for n in names)]
 
 
 def sources() -> list[Path]:
     found = [*(ROOT / "torch_rpc_ext").rglob("*.py"), *(ROOT / "scripting").rglob("*.py")]
-    return [path for path in found if path.name != "_torch_names.py"]
+    return [path for path in found if path.name != "torch_names.py"]
 
 
 def is_private(name: str) -> bool:
@@ -75,7 +75,7 @@ def test_all_that_is_used_is_listed() -> None:
         for name in all_used()
         if not any(within(name, listed) or within(listed, name) for listed in LISTED)
     }
-    assert not unlisted, f"add them to torch_rpc_ext/_torch_names.py: {sorted(unlisted)}"
+    assert not unlisted, f"add them to torch_rpc_ext/_upstream/torch_names.py: {sorted(unlisted)}"
 
 
 def test_all_that_is_listed_is_used() -> None:
@@ -91,5 +91,5 @@ def test_all_that_is_listed_is_used() -> None:
 
 def test_each_stands_once_and_in_order() -> None:
     assert len(set(LISTED)) == len(LISTED)
-    for names in _torch_names.NEEDED.values():
+    for names in torch_names.NEEDED.values():
         assert list(names) == sorted(names)

@@ -69,7 +69,7 @@ def run_chaos(seconds: float) -> str:
 
 def check() -> str:
     """Whether the extension that tests import is the one in the copy, under the sanitizer."""
-    text = "from torch_rpc_ext import _native; print(_native.load().__file__)"
+    text = "from torch_rpc_ext._native import loader; print(loader.load().__file__)"
     ended = subprocess.run(
         [sys.executable, "-c", text], cwd=_TREE, env=_environment(), capture_output=True, text=True
     )

@@ -158,6 +158,6 @@ def write(address: int, data: bytes) -> None:
 
 def native() -> Any:
     """Return _C.cuda."""
-    from torch_rpc_ext import _native
+    from torch_rpc_ext._native import loader
 
-    return _native.load().cuda
+    return loader.load().cuda

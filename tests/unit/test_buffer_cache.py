@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-wire = _native.load().wire
+wire = loader.load().wire
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(60)

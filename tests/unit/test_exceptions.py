@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torch_rpc_ext import _exceptions
+from torch_rpc_ext._upstream import exceptions
 from torch_rpc_ext.errors import RefusedError
 
 
@@ -93,20 +93,20 @@ def _described(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
         def get_worker_info(self) -> str:
             return "WorkerInfo(id=1, name=worker1)"
 
-    monkeypatch.setattr(_exceptions.native_rpc, "_get_current_rpc_agent", Agent)
+    monkeypatch.setattr(exceptions.native_rpc, "_get_current_rpc_agent", Agent)
 
     def fails() -> None:
         raise error
 
-    udf: Any = _exceptions.internal.PythonUDF(fails, (), {})
-    return pickle.loads(pickle.dumps(_exceptions.run_function(udf)))
+    udf: Any = exceptions.internal.PythonUDF(fails, (), {})
+    return pickle.loads(pickle.dumps(exceptions.run_function(udf)))
 
 
 def travel(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> BaseException:
     """There and back, without RPC."""
     sent = _described(error, monkeypatch)
     with pytest.raises(BaseException) as raised:
-        _exceptions.handle_exception(sent)
+        exceptions.handle_exception(sent)
     shown = "".join(traceback.format_exception_only(raised.value))
     assert "fails" in shown and "worker1" in shown
     return raised.value
@@ -207,9 +207,9 @@ def test_classes_that_this_worker_may_not_make(monkeypatch: pytest.MonkeyPatch) 
             return super().find_class(module, name)
 
     described = _described(Disk(errno.EIO, "broken", Plain("an argument")), monkeypatch)
-    monkeypatch.setattr(_exceptions.internal, "_unpickler", Checks)
+    monkeypatch.setattr(exceptions.internal, "_unpickler", Checks)
     with pytest.raises(OSError) as raised:
-        _exceptions.handle_exception(described)
+        exceptions.handle_exception(described)
     assert type(raised.value) is OSError and raised.value.errno == errno.EIO
     assert raised.value.sector is None  # type: ignore[attr-defined]
 
@@ -226,7 +226,7 @@ def test_what_a_caller_catches() -> None:
         Slotted(code=5),
     ):
         error.add_note("a note")
-        also: Any = _exceptions.also_runtime_error(error)
+        also: Any = exceptions.also_runtime_error(error)
         assert isinstance(also, RuntimeError) and isinstance(also, type(error)), also
         assert str(also) == str(error) and also.args == error.args
         for name in ("errno", "filename", "name", "code", "value", "exceptions"):
@@ -240,4 +240,4 @@ def test_what_a_caller_catches() -> None:
 
 
 def test_anything_else_passes() -> None:
-    _exceptions.handle_exception(3)
+    exceptions.handle_exception(3)

@@ -7,7 +7,7 @@ from typing import Self
 
 import pytest
 
-from torch_rpc_ext import _interfaces
+from torch_rpc_ext._group import interfaces
 
 _TABLE = {
     "lo": ["127.0.0.1", "::1"],
@@ -63,15 +63,15 @@ def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
             for address in found
         ]
 
-    monkeypatch.setattr(_interfaces, "_addresses", lambda: _TABLE)
-    monkeypatch.setattr(_interfaces, "_is_up", lambda name: name != "eth2")
-    monkeypatch.setattr(_interfaces.socket, "socket", Probe)
-    monkeypatch.setattr(_interfaces.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(_interfaces.socket, "if_indextoname", lambda index: f"eth{index - 6}")
+    monkeypatch.setattr(interfaces, "_addresses", lambda: _TABLE)
+    monkeypatch.setattr(interfaces, "_is_up", lambda name: name != "eth2")
+    monkeypatch.setattr(interfaces.socket, "socket", Probe)
+    monkeypatch.setattr(interfaces.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(interfaces.socket, "if_indextoname", lambda index: f"eth{index - 6}")
 
 
-def _choose(*wanted: str, url: str = "env://", **env: str) -> _interfaces.InterfaceChoice:
-    return _interfaces.choose(wanted, url, environment=env)
+def _choose(*wanted: str, url: str = "env://", **env: str) -> interfaces.InterfaceChoice:
+    return interfaces.choose(wanted, url, environment=env)
 
 
 def test_option_comes_first() -> None:

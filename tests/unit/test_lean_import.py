@@ -93,7 +93,7 @@ def test_import_is_quick() -> None:
 def test_loading_ucx_leaves_signals_alone() -> None:
     before, after, preset = _run(
         "import torch, faulthandler; faulthandler.enable(); before = look();"
-        "import torch_rpc_ext._native as n\n"
+        "import torch_rpc_ext._native.loader as n\n"
         "try: n._load_ucx('1.0.0')\n"
         "except ImportError as e: print(e); raise\n"
         "print(json.dumps([before, look(), n._ucx.preset]))"
@@ -105,7 +105,17 @@ def test_loading_ucx_leaves_signals_alone() -> None:
 
 def test_public_modules_come_with_the_package() -> None:
     names = [
-        *("aio", "errors", "events", "launch", "metrics", "monitoring", "options", "profiler"),
+        *(
+            "aio",
+            "errors",
+            "events",
+            "kernels",
+            "launch",
+            "metrics",
+            "monitoring",
+            "options",
+            "profiler",
+        ),
         *("retry", "scripting", "sharding", "takeover"),
     ]
     found = _run(

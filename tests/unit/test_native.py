@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_rpc_ext import _build, _build_info, _native
+from torch_rpc_ext import _build_info
 from torch_rpc_ext.__main__ import main
+from torch_rpc_ext._native import build, loader
 
 RUNNING = torch.__version__
 
@@ -17,15 +18,15 @@ RUNNING = torch.__version__
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing had been loaded."""
-    monkeypatch.setattr(_native, "_module", None)
-    monkeypatch.setattr(_native, "_ucx", None)
-    monkeypatch.setattr(_native, "_mapped", lambda name: "")
+    monkeypatch.setattr(loader, "_module", None)
+    monkeypatch.setattr(loader, "_ucx", None)
+    monkeypatch.setattr(loader, "_mapped", lambda name: "")
 
 
 def test_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_rpc_ext._build_info", None)
     with pytest.raises(ImportError, match=r"is not built: run `.* pip install .*--no-deps .*-e /"):
-        _native.load()
+        loader.load()
 
 
 @pytest.fixture
@@ -46,13 +47,13 @@ def test_another_torch_and_no_compiler(
         match=rf"no extension module for torch 2\.99\.0.* one for torch {here} and Python 3.*"
         r"install a C\+\+20 compiler \(no-such-compiler is missing\), .* `apt-get install g\+\+`",
     ):
-        _native.load()
+        loader.load()
 
 
 def test_another_torch_and_a_folder_that_is_none(another_torch: Path) -> None:
     (another_torch / "compiled").write_text("a file")
     with pytest.raises(ImportError, match="set TORCH_EXTENSIONS_DIR to a folder that can be"):
-        _native.load()
+        loader.load()
 
 
 def test_another_torch_and_sources_that_do_not_compile(
@@ -61,20 +62,20 @@ def test_another_torch_and_sources_that_do_not_compile(
     broken = another_torch / "csrc"
     (broken / "compat").mkdir(parents=True)
     (broken / "compat" / "broken.cpp").write_text("#error of this test")
-    monkeypatch.setattr(_build, "csrc", lambda: broken)
+    monkeypatch.setattr(build, "csrc", lambda: broken)
     with pytest.raises(ImportError, match=r"torch 2\.99\.0\+cpu does not compile"):
-        _native.load()
+        loader.load()
     assert "compiling the extension module for torch 2.99.0+cpu" in capfd.readouterr().err
 
 
 def test_a_module_that_was_compiled_is_found(another_torch: Path) -> None:
     """Nothing is compiled again: the file is made by hand, and its content is the error's."""
-    name = _build.extension_name("2.99.0")
+    name = build.extension_name("2.99.0")
     folder = another_torch / "compiled" / f"torch_rpc_ext_{_build_info.SOURCES}"
     folder.mkdir(parents=True)
     (folder / name).write_text("no ELF")
     with pytest.raises(ImportError, match="file too short|invalid ELF header"):
-        _native.load()
+        loader.load()
 
 
 class Fits:
@@ -86,14 +87,14 @@ class Fits:
 @pytest.fixture
 def does_not_fit(another_torch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An extension module that cannot be imported; the file that fits, once it is there."""
-    name = _build.extension_name("2.99.0")
+    name = build.extension_name("2.99.0")
     (another_torch / name).write_text("undefined symbol")
-    (another_torch / _build.CORE_LIBRARY).symlink_to(_native._FOLDER / _build.CORE_LIBRARY)
-    monkeypatch.setattr(_native, "_FOLDER", another_torch)
-    original = _native._import_extension
-    fits = _build.compiled_extension()
+    (another_torch / build.CORE_LIBRARY).symlink_to(loader._FOLDER / build.CORE_LIBRARY)
+    monkeypatch.setattr(loader, "_FOLDER", another_torch)
+    original = loader._import_extension
+    fits = build.compiled_extension()
     monkeypatch.setattr(
-        _native, "_import_extension", lambda file: Fits() if file == fits else original(file)
+        loader, "_import_extension", lambda file: Fits() if file == fits else original(file)
     )
 
     def compile_extension(*, again: bool) -> Path:
@@ -102,25 +103,25 @@ def does_not_fit(another_torch: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         fits.write_text("")
         return fits
 
-    monkeypatch.setattr(_build, "compile_extension", compile_extension)
+    monkeypatch.setattr(build, "compile_extension", compile_extension)
     return fits
 
 
 def test_a_module_that_does_not_fit(does_not_fit: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ImportError) as refused:
-        _native.load()
+        loader.load()
     command = f"{sys.executable} -m torch_rpc_ext build"
     assert f"run `{command}`, which compiles it again for this torch" in str(refused.value)
     assert not does_not_fit.exists()
     # The remedy, and what it leaves for the next process.
     assert main(["build"]) == 0
     assert "fits this torch" in capsys.readouterr().out
-    loaded, _native._module = _native._module, None
-    assert isinstance(loaded, Fits) and isinstance(_native.load(), Fits)
+    loaded, loader._module = loader._module, None
+    assert isinstance(loaded, Fits) and isinstance(loader.load(), Fits)
 
 
 def test_the_command_has_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    _native._module = Fits()
+    loader._module = Fits()
     assert main(["build"]) == 0
     assert capsys.readouterr().out == "_C.so fits this torch\n"
 
@@ -151,43 +152,43 @@ def test_reinstalling_goes_where_it_came_from(
             return origin
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed)
-    monkeypatch.setattr(_build, "_PACKAGE", tmp_path / "torch_rpc_ext")
+    monkeypatch.setattr(build, "_PACKAGE", tmp_path / "torch_rpc_ext")
     beginning = f"{sys.executable} -m pip install --force-reinstall --no-deps {command}"
-    assert _build.how_to_reinstall().startswith(beginning)
+    assert build.how_to_reinstall().startswith(beginning)
 
 
 def test_units_hold_every_source_once(tmp_path: Path) -> None:
-    folders = (*_build.CORE_FOLDERS, *_build.TORCH_FOLDERS)
-    units = _build.units(folders, tmp_path)
+    folders = (*build.CORE_FOLDERS, *build.TORCH_FOLDERS)
+    units = build.units(folders, tmp_path)
     lines = [line for unit in units for line in unit.read_text().splitlines()]
-    root = _build.csrc()
+    root = build.csrc()
     assert sorted(lines) == sorted(
         f'#include "{path.relative_to(root)}"' for path in root.rglob("*.cpp")
     )
 
 
 def test_sources_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_build.UNITS_VARIABLE, "0")
-    assert _build.units(["crypto"], tmp_path) == [_build.csrc() / "crypto" / "crypto.cpp"]
+    monkeypatch.setenv(build.UNITS_VARIABLE, "0")
+    assert build.units(["crypto"], tmp_path) == [build.csrc() / "crypto" / "crypto.cpp"]
 
 
 def test_ucx_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "_version", lambda library: (1, 17, 0))
+    monkeypatch.setattr(loader, "_version", lambda library: (1, 17, 0))
     with pytest.raises(ImportError, match=r"built for UCX 1\.18\.0, but this one is 1\.17\.0"):
-        _native._load_ucx("1.18.0")
-    monkeypatch.setattr(_native, "_version", lambda library: (2, 0, 0))
+        loader._load_ucx("1.18.0")
+    monkeypatch.setattr(loader, "_version", lambda library: (2, 0, 0))
     with pytest.raises(ImportError, match=r"2\.0\.0 .*--no-deps 'libucx-cu1.>=1\.18,<2'`$"):
-        _native._load_ucx("1.18.0")
+        loader._load_ucx("1.18.0")
 
 
 def test_ucx_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_RPC_EXT_UCX", str(tmp_path))
     with pytest.raises(ImportError, match=r"UCX \(folder\) cannot be loaded: .*libuc"):
-        _native._load_ucx("1.18.0")
+        loader._load_ucx("1.18.0")
 
 
 def test_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_RPC_EXT_UCX", raising=False)
-    monkeypatch.setattr(_native.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loader.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install libucx-cu13"):
-        _native._load_ucx("1.18.0")
+        loader._load_ucx("1.18.0")

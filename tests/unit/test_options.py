@@ -12,7 +12,8 @@ import torch
 from torch.distributed import rpc
 from torch.distributed.rpc import constants
 
-from torch_rpc_ext import UcxRpcBackendOptions, _option_table
+from torch_rpc_ext import UcxRpcBackendOptions
+from torch_rpc_ext._base import option_table
 
 
 def test_defaults_are_upstreams() -> None:
@@ -20,9 +21,9 @@ def test_defaults_are_upstreams() -> None:
     theirs = rpc.TensorPipeRpcBackendOptions()
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(options, name) == getattr(theirs, name)
-    assert _option_table.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
-    assert _option_table.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
-    assert _option_table.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
+    assert option_table.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
+    assert option_table.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert option_table.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
     assert 0 < options.receive_cache_bytes <= 4 << 30
 
 
@@ -30,9 +31,9 @@ def test_signature_and_table_agree() -> None:
     parameters = dict(inspect.signature(UcxRpcBackendOptions.__init__).parameters)
     del parameters["self"]
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    keywords = {option.keyword or option.name for option in _option_table.OPTIONS}
+    keywords = {option.keyword or option.name for option in option_table.OPTIONS}
     assert set(parameters) == keywords | {"device_maps", "devices"}
-    for option in _option_table.OPTIONS:
+    for option in option_table.OPTIONS:
         assert option.doc
         kept = getattr(UcxRpcBackendOptions(), option.name)
         if option.default is not None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_rpc_ext import _payloads
+from torch_rpc_ext._upstream import payloads
 
-internal: Any = _payloads.internal
+internal: Any = payloads.internal
 PICKLE = b"\x80"
 
 
@@ -34,9 +34,9 @@ class Holder:
 
 @pytest.fixture(autouse=True)
 def installed() -> Iterator[None]:
-    _payloads.install()
+    payloads.install()
     yield
-    _payloads.uninstall()
+    payloads.uninstall()
 
 
 def udf(called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +136,8 @@ def test_a_module_is_imported_when_its_function_is_called(tmp_path: Path) -> Non
     (tmp_path / "not_yet.py").write_text("def work(x): return x\n")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from torch_rpc_ext import _payloads\n"
-        "print(_payloads.deserialize(b'\\x01Call\\0not_yet\\0work\\0', []).func.__module__)\n"
+        "from torch_rpc_ext._upstream import payloads\n"
+        "print(payloads.deserialize(b'\\x01Call\\0not_yet\\0work\\0', []).func.__module__)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
@@ -194,8 +194,8 @@ def test_a_programs_own_pickler_and_reducer_count(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_them_upstreams_own_come_back() -> None:
-    _payloads.uninstall()
-    _payloads.uninstall()
+    payloads.uninstall()
+    payloads.uninstall()
     pickler = internal._internal_rpc_pickler
     payload, tensors = internal.serialize(udf(function, ONE))
     assert payload.startswith(PICKLE) and b"_tensor_receiver" in payload

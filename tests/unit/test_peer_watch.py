@@ -7,9 +7,9 @@ from itertools import permutations
 
 import pytest
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-wire = _native.load().wire
+wire = loader.load().wire
 
 #: What may be said of a worker that was connected to.
 WORDS = (

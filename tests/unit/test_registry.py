@@ -13,7 +13,8 @@ import pytest
 from torch.distributed import rpc
 
 import torch_rpc_ext
-from torch_rpc_ext import _registry
+from torch_rpc_ext._lifecycle import entry
+from torch_rpc_ext._upstream import registry
 
 _ROOT = Path(torch_rpc_ext.__file__).parents[1]
 
@@ -49,7 +50,7 @@ def test_member() -> None:
 
 def test_idempotent() -> None:
     before = rpc.BackendType.UCX
-    _registry.register(rpc)
+    entry.register(rpc)
     assert rpc.BackendType.UCX is before
     assert [member.name for member in rpc.BackendType].count("UCX") == 1
 
@@ -66,7 +67,7 @@ def test_any_enum_class() -> None:
     # What Python's own enum machinery fills in, on the Python that runs.
     made = Enum("made", {"A": 1, "B": 2})
     grown = Enum("grown", {"A": 1})
-    _registry.add_member(grown, "B", 2)
+    registry.add_member(grown, "B", 2)
     assert set(vars(made.B)) == set(vars(grown.B))
     assert grown.B.name == "B" and grown.B.value == 2 and grown(2) is grown.B
     assert list(grown) == [grown.A, grown["B"]]
@@ -105,9 +106,9 @@ def test_import_hook_where_rpc_comes_late(tmp_path: Path) -> None:
         (folder / "__init__.py").write_text("")
     output = _run(
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(_ROOT)!r}]\n"
-        "from torch_rpc_ext import _registry\n"
+        "from torch_rpc_ext._upstream import import_hook\n"
         "before = len(sys.meta_path)\n"
-        "_registry.when_rpc_is_imported(lambda m: print('fired', m.__name__, m.__loader__))\n"
+        "import_hook.when_rpc_is_imported(lambda m: print('fired', m.__name__, m.__loader__))\n"
         "import torch.distributed.rpc\n"
         "print('hooks left', len(sys.meta_path) - before + 1)\n".replace("before + 1", "before")
     )
@@ -137,10 +138,10 @@ def test_takeover_values() -> None:
         "o = rpc.backend_registry.construct_rpc_backend_options(captured, _transports=['shm'])\n"
         "print(type(o).__name__)\n"
         "import os; print(os.environ['TORCH_RPC_BACKEND'])\n"
-        "from torch_rpc_ext import takeover\n"
-        "o.set_device_map('b', {'cuda:0': 'cuda:1'}); print(takeover.to_ucx_options(o))\n"
+        "from torch_rpc_ext._lifecycle import entry\n"
+        "o.set_device_map('b', {'cuda:0': 'cuda:1'}); print(entry.to_ucx_options(o))\n"
     )
-    assert "True torch_rpc_ext.takeover" in output
+    assert "True torch_rpc_ext._lifecycle.entry" in output
     assert "TensorPipeRpcBackendOptions" in output and "\nucx\n" in output
     assert "device(type='cuda', index=1)" in output
 
@@ -149,8 +150,8 @@ def test_takeover_values() -> None:
 def test_takeover_by_environment(value: str) -> None:
     output = _run(
         "import torch_rpc_ext, torch\n"
-        "from torch_rpc_ext import takeover\n"
-        "import torch.distributed.rpc; print(takeover.is_active())",
+        "from torch_rpc_ext._upstream import tensorpipe\n"
+        "import torch.distributed.rpc; print(tensorpipe.is_active())",
         TORCH_RPC_BACKEND=value,
     )
     assert "True" in output
@@ -159,7 +160,7 @@ def test_takeover_by_environment(value: str) -> None:
 def test_wrong_environment_warns() -> None:
     output = _run(
         "import torch_rpc_ext, torch.distributed.rpc as rpc\n"
-        "from torch_rpc_ext import takeover; print(takeover.is_active())",
+        "from torch_rpc_ext._upstream import tensorpipe; print(tensorpipe.is_active())",
         TORCH_RPC_BACKEND="ucxx",
     )
     assert "TORCH_RPC_BACKEND='ucxx' means nothing" in output and "'tensorpipe'" in output

@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from torch_rpc_ext import _store, errors
-from torch_rpc_ext._dynamic import Directory
-from torch_rpc_ext._members import Member, host_identity, validate
-from torch_rpc_ext._rendezvous import PREFIX, Group, Rendezvous, claim_kind
+from torch_rpc_ext import errors
+from torch_rpc_ext._group.dynamic import Directory
+from torch_rpc_ext._group.members import Member, host_identity, validate
+from torch_rpc_ext._group.rendezvous import PREFIX, Group, Rendezvous, claim_kind
+from torch_rpc_ext._group.store_opening import open_tcp
 
 Stores = Callable[[], Any]
 _serial = itertools.count()
@@ -64,7 +65,7 @@ def member(rank: int, name: str = "", **given: Any) -> Member:
 
 
 def meet(store: Any, me: Member, world_size: int, seconds: float = 10) -> Group:
-    """The whole of it, as _backend does it."""
+    """The whole of it, as _lifecycle/starting.py does it."""
     meeting = Rendezvous(store, me.name, me.rank, world_size, seconds)
     try:
         group = meeting.join(me._replace(world_size=world_size))
@@ -293,18 +294,18 @@ def test_a_living_worker_keeps_its_name_and_rank(stores: Stores) -> None:
 
 def test_open_tcp_is_bounded_and_says_where() -> None:
     with pytest.raises(errors.RpcError, match=r"no store answers at 127\.0\.0\.1:1 .*Rank 0"):
-        _store.open_tcp("127.0.0.1", 1, 1, 2, 0.3)
+        open_tcp("127.0.0.1", 1, 1, 2, 0.3)
 
 
 def test_open_tcp_used_port() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), False)
     with pytest.raises(errors.RpcError, match="Address already in use"):
-        _store.open_tcp("127.0.0.1", server.port, 0, 2, 0.3)
+        open_tcp("127.0.0.1", server.port, 0, 2, 0.3)
 
 
 def test_open_tcp_does_not_wait_for_workers() -> None:
     begin = time.monotonic()
-    server = _store.open_tcp("127.0.0.1", 0, 0, 4, 20)
-    client = _store.open_tcp("127.0.0.1", server.port, 1, 4, 20)
+    server = open_tcp("127.0.0.1", 0, 0, 4, 20)
+    client = open_tcp("127.0.0.1", server.port, 1, 4, 20)
     client.set("a", "b")
     assert server.get("a") == b"b" and time.monotonic() - begin < 5

@@ -25,7 +25,7 @@ LEFT_BEHIND = (
     "torch_rpc_ext/_build_info.py",
     "torch_rpc_ext/_C_torch213.cpython-311-x86_64-linux-gnu.so",
     "torch_rpc_ext/libtorch_rpc_ext_core.so.0",
-    "torch_rpc_ext/__pycache__/_build.cpython-311.pyc",
+    "torch_rpc_ext/_native/__pycache__/build.cpython-311.pyc",
 )
 # A setup.py that must not need torch, as pip makes it run in isolation.
 MAKE = """

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-wire = _native.load().wire
+wire = loader.load().wire
 
 SHARED = b"s" * 32
 WINDOW = 4096

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-wire = _native.load().wire
+wire = loader.load().wire
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*"),

@@ -8,10 +8,10 @@ import struct
 import pytest
 import torch
 
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 from torch_rpc_ext.kernels import reference
 
-wire = _native.load().wire
+wire = loader.load().wire
 
 BFLOAT16, FLOAT16 = 1, 2  # csrc/wire/call_frame.h, WireDtype
 TORCH = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}

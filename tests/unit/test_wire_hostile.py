@@ -20,9 +20,9 @@ from tests.unit.test_wire import (
     encode,
     raw,
 )
-from torch_rpc_ext import _native
+from torch_rpc_ext._native import loader
 
-VERSION = _native.load().WIRE_VERSION
+VERSION = loader.load().WIRE_VERSION
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*"),

@@ -14,8 +14,8 @@
 On public APIs of torch.distributed.rpc, so it works over any back end.
 """
 
+from torch_rpc_ext._calls.event_loops import as_asyncio
 from torch_rpc_ext.aio._async_function import AsyncFunction, remote
 from torch_rpc_ext.aio._batch import BatchedFunction, batched
-from torch_rpc_ext.aio._bridge import as_asyncio
 
 __all__ = ["AsyncFunction", "BatchedFunction", "as_asyncio", "batched", "remote"]

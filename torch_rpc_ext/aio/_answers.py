@@ -30,9 +30,9 @@ def fail(future: Future[Any], error: BaseException) -> None:
 
 
 def _remote_exception(error: BaseException) -> Any:
-    from torch_rpc_ext import _exceptions
+    from torch_rpc_ext._upstream import exceptions
 
-    if internal._run_function is _exceptions.run_function:  # our agent is running
-        return _exceptions.describe(error)
+    if internal._run_function is exceptions.run_function:  # our agent is running
+        return exceptions.describe(error)
     text = f"On {rpc.get_worker_info()}:\n{''.join(traceback.format_exception(error))}"
     return internal.RemoteException(text, type(error))

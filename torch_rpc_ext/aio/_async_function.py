@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext._remote_function import DEFAULT_TIMEOUT, RemoteFunction
+from torch_rpc_ext._calls.event_loops import as_asyncio
+from torch_rpc_ext._calls.remote_function import DEFAULT_TIMEOUT, RemoteFunction
 from torch_rpc_ext.aio import _server
-from torch_rpc_ext.aio._bridge import as_asyncio
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -37,7 +37,7 @@ _draw_process_number()
 os.register_at_fork(after_in_child=_draw_process_number)
 
 
-class AsyncFunction(RemoteFunction[P, T]):
+class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
     """An `async def` function with methods that call it on other workers.
 
     There it runs on one event loop of the whole process, beside thousands of others; what it does

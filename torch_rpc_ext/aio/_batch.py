@@ -6,22 +6,25 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _current_call, errors
-from torch_rpc_ext._current_call import CurrentCall
-from torch_rpc_ext._remote_function import RemoteFunction
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext.aio._answers import fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
+T = TypeVar("T")
 
-class BatchedFunction(RemoteFunction[..., Any]):
+
+class BatchedFunction(RemoteFunction[..., T]):
     """A function of lists, with methods that call it on other workers with one item each.
 
     The callee collects calls, of whichever callers, and runs the function with lists of their
@@ -42,9 +45,14 @@ class BatchedFunction(RemoteFunction[..., Any]):
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, max_size: int, max_wait: float, max_queue: int
+        self,
+        function: Callable[..., Iterable[T]],
+        *,
+        max_size: int,
+        max_wait: float,
+        max_queue: int,
     ) -> None:
-        super().__init__(function)
+        super().__init__(function)  # type: ignore[arg-type]  # of one call
         if inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"{function.__qualname__} is an async def; a batch function runs in a thread of "
@@ -60,6 +68,11 @@ class BatchedFunction(RemoteFunction[..., Any]):
         _check_at_least("max_wait", max_wait, 0)
         _check_at_least("max_queue", max_queue, 1)
         self.max_size, self.max_wait, self.max_queue = max_size, max_wait, max_queue
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterable[T]:  # type: ignore[override]
+        """Run the function of lists here."""
+        results: Any = self.function(*args, **kwargs)
+        return cast(Iterable[T], results)
 
     def _request(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -83,7 +96,7 @@ class BatchedFunction(RemoteFunction[..., Any]):
 
 def batched(
     *, max_size: int = 32, max_wait: float = 0.005, max_queue: int = 1024
-) -> Callable[[Callable[..., Any]], BatchedFunction]:
+) -> Callable[[Callable[..., Iterable[T]]], BatchedFunction[T]]:
     """Group concurrent calls of a function into one execution; a decorator.
 
     Args:
@@ -107,7 +120,7 @@ def batched(
 @dataclass(frozen=True)
 class _Call:
     args: tuple[Any, ...]
-    served: CurrentCall | None = field(default_factory=_current_call.find)
+    served: CurrentCall | None = field(default_factory=current_call.find)
     future: Future[Any] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
 
@@ -119,7 +132,7 @@ class _Batcher:
     Thread Safety: add() from any thread.
     """
 
-    def __init__(self, function: BatchedFunction) -> None:
+    def __init__(self, function: BatchedFunction[Any]) -> None:
         self._function = function
         self._queue: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -204,7 +217,7 @@ class _Batcher:
 
 
 _lock = threading.Lock()
-_batchers: dict[BatchedFunction, _Batcher] = {}
+_batchers: dict[BatchedFunction[Any], _Batcher] = {}
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext import _current_call, errors
-from torch_rpc_ext._current_call import CurrentCall
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.event_loops import Mailbox
 from torch_rpc_ext.aio._answers import fail
-from torch_rpc_ext.aio._bridge import Mailbox
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -32,6 +33,10 @@ CallId = tuple[int, int]
 # A cancellation may come before its call, as other threads take it from the network. It also may
 # come after the call's end, so the list of these must not grow: the oldest are forgotten.
 _CANCELLATIONS_KEPT = 10_000
+
+
+class CoroutineFunction:
+    """What run() takes: the base of AsyncFunction."""
 
 
 class _Running(NamedTuple):
@@ -73,7 +78,7 @@ class _Host:
 
     def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        served = _current_call.find()
+        served = current_call.find()
         self._mailbox.post(partial(self._start, future, function, call, served, args, kwargs))
         return future
 
@@ -106,7 +111,7 @@ class _Host:
             fail(future, error)
             return
         context = contextvars.copy_context()
-        context.run(_current_call.of_task.set, served)
+        context.run(current_call.of_task.set, served)
         task = self._loop.create_task(body, context=context)
         self._running[call] = _Running(task, served, self._watch(call, served))
         task.add_done_callback(partial(self._finish, future, function, call))
@@ -203,9 +208,7 @@ def run(function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
     Raises:
         TypeError: another kind of function.
     """
-    from torch_rpc_ext.aio._async_function import AsyncFunction
-
-    if not isinstance(function, AsyncFunction):
+    if not isinstance(function, CoroutineFunction):
         raise TypeError(f"not an async remote function: {function!r}")
     return _running_host().start(function, call, args, kwargs)
 

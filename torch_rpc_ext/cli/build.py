@@ -27,14 +27,14 @@ def main(arguments: list[str]) -> int:
         0, or 1 where it cannot be compiled or loaded.
     """
     common.parser("build", _DESCRIPTION, _EXAMPLE).parse_args(arguments)
-    from torch_rpc_ext import _build, _native
+    from torch_rpc_ext._native import build, loader
 
     try:
         try:
-            module = _native.load()
-        except _native.DoesNotFitError:
-            _build.compile_extension(again=True)
-            module = _native.load()
+            module = loader.load()
+        except loader.DoesNotFitError:
+            build.compile_extension(again=True)
+            module = loader.load()
     except ImportError as error:
         print(f"build: {error}", file=sys.stderr)
         return common.UNWELL

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlparse
 
-from torch_rpc_ext import errors
+from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common
 
 #: Names of guests begin so; nobody else's should.
@@ -76,24 +76,24 @@ def other_workers() -> list[str]:
 def _join(given: argparse.Namespace) -> None:
     from torch.distributed import rpc as _untyped_rpc
 
-    import torch_rpc_ext
-    from torch_rpc_ext import _dynamic, _members
+    from torch_rpc_ext._group import dynamic, members
+    from torch_rpc_ext.options import UcxRpcBackendOptions
 
     rpc: Any = _untyped_rpc
-    options = torch_rpc_ext.UcxRpcBackendOptions(
+    options = UcxRpcBackendOptions(
         init_method=given.init_method,
         interface=given.interface,
         init_timeout=given.join_timeout,
         num_worker_threads=_THREADS,
     )
     try:
-        directory = _dynamic.Directory(_open_store(given.init_method, given.join_timeout))
+        directory = dynamic.Directory(_open_store(given.init_method, given.join_timeout))
         dead = [
             member
             for member in directory.read().members.values()
             if member.name.startswith(PREFIX)
-            and member.host == _members.host_identity()
-            and not _members.is_alive(member.pid)
+            and member.host == members.host_identity()
+            and not members.is_alive(member.pid)
         ]
         for guest in dead:
             directory.leave(guest)
@@ -104,34 +104,35 @@ def _join(given: argparse.Namespace) -> None:
             rpc_backend_options=options,
         )
         for guest in dead:
-            _dynamic.announce_departure(guest)
+            dynamic.announce_departure(guest)
     except RuntimeError as problem:
-        raise common.CannotJoinError(errors.brief(problem)) from problem
+        raise common.CannotJoinError(failures.brief(problem)) from problem
 
 
 def _open_store(url: str, seconds: float) -> Any:
     """Open the store of a dynamic group that is there; make none."""
-    from torch_rpc_ext import _dynamic, _rendezvous, _store
+    from torch_rpc_ext._group import dynamic, rendezvous, stores
+    from torch_rpc_ext._group.store_opening import open_tcp
 
     parts = urlparse(url)
     if parts.scheme == "file":
         if not os.path.isfile(parts.path):
             raise common.CannotJoinError(f"There is no RPC group at {url}: no such file.")
-        store: Any = _store.dist.FileStore(parts.path, -1)
+        store: Any = stores.dist.FileStore(parts.path, -1)
     else:
         host, port = _address(parts)
-        store = _store.open_tcp(host, port, _FIRST_RANK, None, seconds)
-    if _dynamic.Directory(store).read().members:
+        store = open_tcp(host, port, _FIRST_RANK, None, seconds)
+    if dynamic.Directory(store).read().members:
         return store
-    if _rendezvous.is_static(_store.dist.PrefixStore("rpc_prefix_0", store)):
+    if rendezvous.is_static(stores.dist.PrefixStore("rpc_prefix_0", store)):
         raise common.CannotJoinError(
-            f"The RPC group at {_store.describe(store)} is static (init_rpc with a world_size): "
+            f"The RPC group at {stores.describe(store)} is static (init_rpc with a world_size): "
             "nobody can join it any more. From inside of it, any worker can call "
             "torch_rpc_ext.cli.ping.ping(), torch_rpc_ext.cli.top.show() and "
             "torch_rpc_ext.profiler.profile(). Started with world_size=None it can be joined."
         )
     raise common.CannotJoinError(
-        f"There is no RPC group on UCX at {_store.describe(store)}: its workers have left, have "
+        f"There is no RPC group on UCX at {stores.describe(store)}: its workers have left, have "
         "not come yet, or run on another back end."
     )
 

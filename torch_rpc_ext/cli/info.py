@@ -54,14 +54,16 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         interface: as the option `interface`.
         self_test: whether to run it; it takes a few seconds.
     """
-    from torch_rpc_ext import _interfaces, _option_table, takeover
-    from torch_rpc_ext._info import info
+    from torch_rpc_ext._base import option_table
+    from torch_rpc_ext._group import interfaces
+    from torch_rpc_ext._lifecycle.info import info
+    from torch_rpc_ext._upstream import tensorpipe
     from torch_rpc_ext.cli import probes, selftest
 
     data = info()
     try:
-        wanted = _option_table.interface("--interface", interface)
-        choice = _interfaces.choose(wanted, _option_table.DEFAULT_INIT_METHOD)
+        wanted = option_table.interface("--interface", interface)
+        choice = interfaces.choose(wanted, option_table.DEFAULT_INIT_METHOD)
         data["interface"] = {
             "names": list(choice.names),
             "addresses": list(choice.addresses),
@@ -71,7 +73,7 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         data["interface"] = {"error": str(error)}
     except ImportError:
         data["interface"] = {"error": "unknown, because UCX cannot be used"}
-    data["takeover"] = takeover.is_active()
+    data["takeover"] = tensorpipe.is_active()
     data["findings"] = [vars(finding) for finding in probes.findings()]
     if not self_test:
         data["self_test"] = {"skipped": "--no-self-test"}

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch_rpc_ext import errors
+from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common, guest
+
+__all__ = ["Ping", "main", "ping"]
 
 _EXAMPLES = """examples:
   MASTER_ADDR=host0 MASTER_PORT=29500 python -m torch_rpc_ext ping
@@ -141,12 +143,12 @@ def _ping(worker: str, calls: int, tensor_bytes: int, timeout: float) -> Ping:
 
     tensor = torch.zeros(tensor_bytes, dtype=torch.uint8)
     try:
-        seconds(monitoring.nothing)  # opens the connection
-        latencies = [seconds(monitoring.nothing) for _ in range(calls)]
-        seconds(monitoring.take, tensor)  # makes the receive buffer
-        transfer = numpy.median([seconds(monitoring.take, tensor) for _ in range(5)])
+        seconds(monitoring._nothing)  # opens the connection
+        latencies = [seconds(monitoring._nothing) for _ in range(calls)]
+        seconds(monitoring._take, tensor)  # makes the receive buffer
+        transfer = numpy.median([seconds(monitoring._take, tensor) for _ in range(5)])
     except RuntimeError as problem:
-        return Ping(worker, error=errors.brief(problem))
+        return Ping(worker, error=failures.brief(problem))
     p50, p99 = numpy.percentile(latencies, [50, 99]) * 1e6
     paths = {peer["worker"]: peer for peer in monitoring.snapshot()["peers"]}
     path = paths.get(worker, {})

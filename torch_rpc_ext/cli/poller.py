@@ -11,6 +11,9 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors, monitoring
+from torch_rpc_ext._calls import failures
+
+__all__ = ["Poller", "WorkerState"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -118,7 +121,7 @@ class Poller:
             now = future.wait()
         except RuntimeError as problem:
             self._before.pop(name, None)
-            return WorkerState(name, _kind(problem), why=errors.brief(problem))
+            return WorkerState(name, _kind(problem), why=failures.brief(problem))
         before, self._before[name] = self._before.get(name), now
         return _describe(name, now, before, took[0] * 1e3 if took else None)
 
@@ -126,7 +129,7 @@ class Poller:
 def _kind(problem: RuntimeError) -> str:
     if isinstance(problem, errors.RefusedError):
         return REFUSES
-    return SUSPECT if errors.is_timeout(problem) else DEAD
+    return SUSPECT if failures.is_timeout(problem) else DEAD
 
 
 def quantile(

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_rpc_ext._environment import UCX
+from torch_rpc_ext._base.environment import UCX
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 64 << 20  # bytes; the 64 MB of a container's default are already tight
@@ -123,15 +123,15 @@ def read_remote(pid: int, address: int) -> str:
 def infiniband() -> Finding:
     """Look for devices, and for a UCX that can use them."""
     # Imported here: the process that reads the other one's memory does not need torch.
-    from torch_rpc_ext import _native
+    from torch_rpc_ext._native import loader
 
     name = "InfiniBand, RoCE"
-    devices = _native.infiniband_devices()
+    devices = loader.infiniband_devices()
     if not devices:
         return Finding(name, False, "this host has no such device.")
     try:
-        ucx = _native.ucx()
-        transports = _native.load().ucx_transports()
+        ucx = loader.ucx()
+        transports = loader.load().ucx_transports()
     except ImportError as error:
         return Finding(name, False, str(error))
     if any(device.split(":")[0] in devices for _, device, _ in transports):

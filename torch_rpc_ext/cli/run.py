@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from torch_rpc_ext._environment import BACKEND
+from torch_rpc_ext._base.environment import BACKEND
 from torch_rpc_ext.cli import common
 
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
@@ -63,9 +63,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _take_over() -> None:
-    import torch_rpc_ext
+    from torch_rpc_ext.takeover import take_over
 
-    torch_rpc_ext.take_over()
+    take_over()
 
 
 def _run_script(script: Path, arguments: list[str]) -> int:

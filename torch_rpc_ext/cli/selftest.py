@@ -73,7 +73,8 @@ def _work(rank: int, folder: str, interface: str | None) -> dict[str, Any]:
     import torch
     from torch.distributed import rpc as untyped_rpc
 
-    import torch_rpc_ext
+    from torch_rpc_ext._lifecycle.info import info
+    from torch_rpc_ext.options import UcxRpcBackendOptions
 
     rpc: Any = untyped_rpc
     rpc.init_rpc(
@@ -81,7 +82,7 @@ def _work(rank: int, folder: str, interface: str | None) -> dict[str, Any]:
         backend=rpc.BackendType.UCX,
         rank=rank,
         world_size=2,
-        rpc_backend_options=torch_rpc_ext.UcxRpcBackendOptions(
+        rpc_backend_options=UcxRpcBackendOptions(
             init_method=f"file://{Path(folder) / 'store'}",
             interface=interface,
             init_timeout=_PATIENCE / 2,
@@ -102,7 +103,7 @@ def _work(rank: int, folder: str, interface: str | None) -> dict[str, Any]:
             durations.append(time.perf_counter() - begin)
         if not torch.equal(back, tensor):
             raise RuntimeError("the tensor came back changed")
-        agent = torch_rpc_ext.info()["agent"]
+        agent = info()["agent"]
         peers = {peer["worker"]: peer for peer in agent["peers"]}
         peer: dict[str, str] = peers.get("selftest1", {})
         result = {

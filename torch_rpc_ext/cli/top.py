@@ -16,6 +16,8 @@ from torch_rpc_ext.cli import columns, common, guest
 if TYPE_CHECKING:
     from torch_rpc_ext.cli.poller import Poller, WorkerState
 
+__all__ = ["main", "show"]
+
 _EXAMPLES = """examples:
   MASTER_ADDR=host0 MASTER_PORT=29500 python -m torch_rpc_ext top
       the dynamic group (world_size=None) whose store is at host0:29500; q ends it

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Session:
             TypeError: no such option.
             ImportError: this torch lacks what is needed.
         """
-        _torch_names.require("torch_rpc_ext.launch")
+        torch_names.require("torch_rpc_ext.launch")
         self._options(self._type())
 
     def init(self, name: str, rank: int) -> None:
@@ -126,8 +126,7 @@ def _quiet() -> Iterator[None]:
 
 def _rpc() -> Any:
     # When it is needed: torch takes a second to import, and every worker its own.
+    # UCX is registered by then: importing any module of this package has done it.
     import torch.distributed.rpc
-
-    import torch_rpc_ext  # noqa: F401  registers UCX
 
     return torch.distributed.rpc

@@ -161,10 +161,10 @@ class Worker:
         with self._lock, contextlib.suppress(OSError):
             self._pipe.send_bytes(_protocol.END)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Return whether it has ended, which is waited for so long, s."""
         try:
-            self._process.wait(seconds)
+            self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return False
         self._thread.join(2 * _LOOK)
@@ -238,9 +238,9 @@ class Worker:
         return WorkerExitedError(text, self.name, self._process.returncode)
 
 
-def wait_all(workers: list[Worker], seconds: float) -> list[Worker]:
+def wait_all(workers: list[Worker], timeout: float) -> list[Worker]:
     """Wait until all have ended, for so long, s; return those that have not."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + timeout
     return [worker for worker in workers if not worker.wait(max(end - time.monotonic(), 0))]
 
 

@@ -13,9 +13,9 @@ Built on upstream's API, so it also works over TENSORPIPE, where torch_rpc_ext i
 workers. See docs/profiling.md.
 """
 
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
-_torch_names.require("torch_rpc_ext.profiler")  # before the names are imported
+torch_names.require("torch_rpc_ext.profiler")  # before the names are imported
 from torch_rpc_ext.profiler.clocks import Clock  # noqa: E402
 from torch_rpc_ext.profiler.records import Call, Execution, Recording  # noqa: E402
 from torch_rpc_ext.profiler.session import profile  # noqa: E402

@@ -19,15 +19,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext.profiler.records import Call, tensor_bytes
-
-if TYPE_CHECKING:
-    from torch_rpc_ext.profiler.recorder import Recorder
 
 api: Any = _untyped_api  # upstream's functions have no types
 
@@ -42,6 +39,26 @@ _BEFORE_FUNCTION = ("torch_rpc_ext.aio._server.run", "torch_rpc_ext.aio._batch.e
 # .call: the call that this thread is sending; .callee: the name of the worker that it has found.
 _thread = threading.local()
 _installed: dict[str, tuple[Any, Any]] = {}  # name -> (what was there, ours)
+
+
+class Recorder(Protocol):
+    """What the hooks tell of calls; see recorder.Recorder."""
+
+    #: Names of the workers that record.
+    recorded: frozenset[str]
+    #: Name of this one.
+    worker: str
+    #: Returns the number of the last message that this thread has sent.
+    last_number: Callable[[], int]
+
+    def new_call(self, kind: str, function: str, to: str) -> Call:
+        """Begin a call."""
+
+    def add_call(self, call: Call, error: str = "") -> None:
+        """Keep a call that ends now."""
+
+    def follow_call(self, call: Call, future: Any) -> None:
+        """Keep a call that ends when its future is done."""
 
 
 def install(recorder: Recorder, traced: Callable[..., Any]) -> None:

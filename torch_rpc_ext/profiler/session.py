@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext import errors, monitoring
+from torch_rpc_ext import monitoring
+from torch_rpc_ext._calls import failures
 from torch_rpc_ext.profiler import chrome, clocks, joining, recorder, table
 from torch_rpc_ext.profiler.records import Recording
 from torch_rpc_ext.profiler.table import Row
@@ -27,7 +28,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 # To start or stop a worker's recording; torch.profiler takes seconds the first time.
 _TIMEOUT = 120.0
 _MAX_ENTRIES = 1_000_000
-_PATIENCE = 10.0
+_TIMEOUT = 10.0
 
 
 class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
@@ -43,7 +44,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             on CUDA devices where there are some.
         limit: after so long a worker stops by itself and forgets, s: this one may have died.
         max_entries: how many calls and how many executions a worker keeps; later ones are counted.
-        patience: a worker that does not answer for so long at the end is left out, s: it is
+        timeout: a worker that does not answer for so long at the end is left out, s: it is
             stopped, or has no thread to spare. It goes on recording until its `limit`.
 
     Attributes:
@@ -64,17 +65,17 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         operators: bool = True,
         limit: float = 600.0,
         max_entries: int = _MAX_ENTRIES,
-        patience: float = _PATIENCE,
+        timeout: float = _TIMEOUT,
     ) -> None:
         if not limit > 0:
             raise ValueError(f"limit must be more than 0 s, got {limit!r}")
-        if not patience > 0:
-            raise ValueError(f"patience must be more than 0 s, got {patience!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be more than 0 s, got {timeout!r}")
         if max_entries < 1:
             raise ValueError(f"max_entries must be at least 1, got {max_entries!r}")
         self._wanted = None if workers is None else list(workers)
         self._arguments = (operators, max_entries, limit)
-        self._patience = patience
+        self._timeout = timeout
         self._session = secrets.token_hex(8)
         self._workers: list[str] = []
         self._first: dict[str, clocks.Sample] = {}
@@ -121,13 +122,13 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
 
     def _leave_out_silent_ones(self) -> None:
         """Ask all at once, so that several silent ones do not add up."""
-        for name, answer in self._start_asking(recorder.now, timeout=self._patience):
+        for name, answer in self._start_asking(recorder.now, timeout=self._timeout):
             try:
                 answer()
             except RuntimeError as problem:
-                why = errors.brief(problem)
-                if errors.is_timeout(problem):
-                    why = f"it did not answer for {self._patience:g} s; it is left as it is ({why})"
+                why = failures.brief(problem)
+                if failures.is_timeout(problem):
+                    why = f"it did not answer for {self._timeout:g} s; it is left as it is ({why})"
                 self.missing[name] = why
 
     def _compare_clocks(self) -> None:
@@ -135,7 +136,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 last = clocks.compare(name)
             except RuntimeError as problem:
-                self.missing[name] = errors.brief(problem)
+                self.missing[name] = failures.brief(problem)
             else:
                 self.clocks[name] = clocks.Clock(self._first[name], last)
 
@@ -146,7 +147,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 plain = answer()
             except RuntimeError as problem:
-                self.missing[name] = errors.brief(problem)
+                self.missing[name] = failures.brief(problem)
                 continue
             if plain is None:
                 self.missing[name] = (
@@ -219,7 +220,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 answers[name] = answer()
             except Exception as problem:  # noqa: BLE001  an import error of the callee, say
-                text = f"worker {name} cannot be profiled: {errors.brief(problem)}"
+                text = f"worker {name} cannot be profiled: {failures.brief(problem)}"
                 failed = failed or RuntimeError(text).with_traceback(problem.__traceback__)
         if failed is not None:
             raise failed

@@ -5,9 +5,9 @@ It needs no agent of ours: public torch APIs only, so it works over TENSORPIPE a
 
 from __future__ import annotations
 
-from torch_rpc_ext import _torch_names
+from torch_rpc_ext._upstream import torch_names
 
-_torch_names.require("torch_rpc_ext.sharding")  # before the names are imported
+torch_names.require("torch_rpc_ext.sharding")  # before the names are imported
 from torch_rpc_ext.sharding.failures import StageError  # noqa: E402
 from torch_rpc_ext.sharding.job import StageStats  # noqa: E402
 from torch_rpc_ext.sharding.module import ShardedModule, shard  # noqa: E402

@@ -1,0 +1,1 @@
+"""What everything else stands on: version, environment variables, the table of options."""

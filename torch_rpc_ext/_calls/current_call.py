@@ -1,0 +1,114 @@
+"""current_call(): what a remote function may ask about the call that it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torch_rpc_ext._native import loader
+
+# Of an `async def` function (torch_rpc_ext.aio), which runs on the thread of an event loop.
+of_task: ContextVar[CurrentCall | None] = ContextVar("torch_rpc_ext_call", default=None)
+
+
+class CurrentCall:
+    """A call that this worker serves.
+
+    Thread Safety: any thread may ask, also after the function has returned.
+    """
+
+    __slots__ = ("_cancelled", "_native")
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._cancelled = False
+
+    @property
+    def caller(self) -> str:
+        """Name of the calling worker, as it introduced itself when it connected.
+
+        It has proved that it knows the group's secret, but not that the name is its own.
+        """
+        return str(self._native.caller)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the caller stops waiting, s, of time.monotonic(); None where it waits for ever.
+
+        Counted from the request's arrival: the time that it was on its way is not known here.
+        """
+        deadline: float | None = self._native.deadline
+        return deadline
+
+    @property
+    def remaining(self) -> float | None:
+        """For how long the caller still waits, s, at least 0; None where it waits for ever."""
+        deadline = self.deadline
+        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for the answer any more. It never becomes False again.
+
+        True once the deadline has passed, or the caller has cancelled the call (of an `async def`),
+        or the connection to the caller has ended, be it that the caller died, left or cannot be
+        reached, or that this worker shuts down.
+        """
+        return self._cancelled or bool(self._native.cancelled)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+
+    def _when_lost(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Have `callback` run, on another thread, when the caller is lost; at once where it is.
+
+        Returns:
+            A function that takes the callback back.
+        """
+        number = self._native.when_lost(callback)
+        if number == 0:
+            callback()
+        return lambda: self._native.forget(number)
+
+    def __repr__(self) -> str:
+        return f"<call from {self.caller}{', cancelled' if self.cancelled else ''}>"
+
+
+def current_call() -> CurrentCall:
+    """Return the call that the running remote function serves.
+
+    For what other workers call by rpc_sync, rpc_async, remote and the methods of an RRef:
+    functions of Python, asynchronous ones (``rpc.functions.async_execution``,
+    ``torch_rpc_ext.aio.remote``) included, but not ``torch_rpc_ext.aio.batched``, which serves many
+    calls at once. Keep what it returns where another thread, or a callback, goes on with the work::
+
+        def train(steps):
+            call = torch_rpc_ext.current_call()
+            for step in range(steps):
+                if call.cancelled:
+                    return
+                ...
+
+    Raises:
+        RuntimeError: no remote function runs on this thread, or RPC does not run on UCX.
+    """
+    call = find()
+    if call is None:
+        raise RuntimeError(
+            "current_call() was called where no remote function runs. Call it in a function that "
+            "another worker calls over BackendType.UCX, on the thread that runs that function, "
+            "and pass on what it returns."
+        )
+    return call
+
+
+def find() -> CurrentCall | None:
+    """Return the call as current_call() does, None for none."""
+    call = of_task.get()
+    if call is not None:
+        return call
+    native = loader.loaded()
+    found = None if native is None else native.current_call()
+    return None if found is None else CurrentCall(found)

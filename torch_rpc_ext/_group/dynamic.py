@@ -1,0 +1,321 @@
+"""Dynamic groups (world_size=None): workers that join and leave while others work.
+
+The directory is one key of the store, changed by compare-and-set, so that a worker that dies in
+the middle of joining holds no lock that others wait for (upstream's token does). A worker writes
+itself into the directory first and then tells every worker that it saw there: of two that join at
+once, the later one sees the earlier one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._group.members import Member, device_tables, is_alive, validate
+from torch_rpc_ext._group.rendezvous import PREFIX, Group
+from torch_rpc_ext._group.stores import describe
+from torch_rpc_ext._security import group_secret
+
+logger = logging.getLogger(__name__)
+api: Any = _untyped_api  # upstream's functions have no types
+
+_KEY = f"{PREFIX}/directory"
+_TRIES = 1000
+# How long a worker is given to take note of a join or leave, s. One that is stopped or dead must
+# not hold the others up; it learns of the change when it is next called.
+_NOTICE_TIMEOUT = 10.0
+
+
+class Directory:
+    """The group's members, as the store has them.
+
+    Args:
+        store: the group's store.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def join(self, me: Member, new_id: bytes) -> Group:
+        """Enter a worker; one of the same name that is gone is replaced.
+
+        Args:
+            me: the worker.
+            new_id: the group's id, should the group begin here.
+
+        Raises:
+            RpcError: its name or rank belongs to a worker that lives; another wire version.
+            ValueError: device maps that do not fit the others'.
+        """
+        for _ in range(_TRIES):
+            before = self._read_text()
+            group = _parse(before)
+            members = group.members
+            if not members:
+                group = group._replace(id=new_id, secret=group_secret.draw())
+            _evict_dead_twins(me, members)
+            # It stays when all have left: no life comes twice in a store.
+            group = group._replace(lives=group.lives + 1)
+            members[me.name] = me._replace(life=group.lives)
+            # In the order of joining the newcomer is last, so errors name it.
+            validate(list(members.values()), is_static=False)
+            if self._swap(before, group):
+                return group
+        raise errors.RpcError(f"Too many workers change the group at {describe(self._store)}.")
+
+    def leave(self, me: Member) -> None:
+        """Take a worker out, unless another incarnation of it has come already."""
+        for _ in range(_TRIES):
+            before = self._read_text()
+            group = _parse(before)
+            there = group.members.get(me.name)
+            if there is None or there.incarnation != me.incarnation:
+                return
+            del group.members[me.name]
+            if self._swap(before, group):
+                return
+
+    def read(self) -> Group:
+        """Return the group as it is now."""
+        return _parse(self._read_text())
+
+    def _read_text(self) -> str:
+        if not self._store.check([_KEY]):
+            return ""
+        return str(self._store.get(_KEY).decode())
+
+    def _swap(self, before: str, group: Group) -> bool:
+        after = json.dumps(
+            {
+                "group": base64.b64encode(group.id).decode(),
+                "secret": base64.b64encode(group.secret).decode(),
+                "lives": group.lives,
+                "members": [member.to_json() for member in group.members.values()],
+            }
+        )
+        return bool(self._store.compare_set(_KEY, before, after).decode() == after)
+
+
+def _parse(text: str) -> Group:
+    if not text:
+        return Group(b"", {}, b"")
+    fields = json.loads(text)
+    members = [Member.from_json(entry) for entry in fields["members"]]
+    return Group(
+        base64.b64decode(fields["group"]),
+        {member.name: member for member in members},
+        base64.b64decode(fields["secret"]),
+        int(fields["lives"]),
+    )
+
+
+def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
+    """Drop members that me replaces; refuse where the one in place lives."""
+    for other in list(members.values()):
+        if other.name != me.name and other.rank != me.rank:
+            continue
+        same_name = other.name == me.name
+        if other.host == me.host and other.pid != me.pid:
+            if not is_alive(other.pid):
+                del members[other.name]
+                continue
+            what = f"RPC worker name {me.name}" if same_name else f"Rank {me.rank}"
+            raise errors.RefusedError(
+                f"{what} is not unique: worker {other.name} (rank {other.rank}, pid {other.pid}) "
+                "of this group has it and is alive. Choose another.",
+                worker=other.name,
+            )
+        # The same process again, or another host, where only the name can tell: a worker that
+        # comes back under its name is welcome; two names with one rank are a mistake (validate).
+        if same_name or other.host == me.host:
+            del members[other.name]
+
+
+def announce_join(session: sessions.Session) -> None:
+    """Tell the others that this worker is there; its agent must run."""
+    text = session.me.to_json()
+    _notify(session, _others(session), member_joined, (text,), quiet=False)
+
+
+def leave_group(session: sessions.Session) -> None:
+    """Take this worker out of the directory and tell the others. Never fails."""
+    try:
+        session.directory.leave(session.me)
+    except RuntimeError as error:
+        # The store lives in rank 0, which may have left before us.
+        logger.debug("could not leave the directory: %s", error)
+    me = session.me
+    _notify(session, _others(session), member_left, (me.name, me.incarnation), quiet=True)
+
+
+def announce_departure(member: Member) -> None:
+    """Tell all, this worker included, that a member has gone without saying so.
+
+    Args:
+        member: it must be out of the directory already: there the others look.
+    """
+    session = sessions.require()
+    remove_member(session, member.name, member.incarnation)
+    departed = (member.name, member.incarnation)
+    _notify(session, _others(session), member_left, departed, quiet=True)
+
+
+def _others(session: sessions.Session) -> list[str]:
+    with session.lock:
+        return [name for name in session.members if name != session.me.name]
+
+
+def _notify(
+    session: sessions.Session,
+    names: Iterable[str],
+    function: Any,
+    arguments: tuple[Any, ...],
+    *,
+    quiet: bool,
+) -> None:
+    futures: list[tuple[str, Any]] = []
+    failed: list[str] = []
+    for name in names:
+        try:
+            futures.append(
+                (name, api.rpc_async(name, function, args=arguments, timeout=_NOTICE_TIMEOUT))
+            )
+        except RuntimeError as error:
+            failed.append(f"{name} ({error})")
+    for name, future in futures:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            failed.append(f"{name} ({error})")
+    if failed:
+        level = logging.DEBUG if quiet else logging.WARNING
+        logger.log(
+            level,
+            "worker %s joined or left, but could not tell %s",
+            session.me.name,
+            "; ".join(failed),
+        )
+
+
+def member_joined(text: str) -> None:
+    """Take note of a worker that joined. Called by that worker over RPC.
+
+    Raises:
+        RefusedError: another worker says so, or the group is static.
+    """
+    session, member = sessions.require(), Member.from_json(text)
+    if session.directory is None:
+        raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
+    check_speaks_for(member.name)
+    add_member(session, member)
+
+
+def member_left(name: str, incarnation: str) -> None:
+    """Take note of a worker that left. Called over RPC: by that worker, or by who found it dead.
+
+    Args:
+        name: the worker.
+        incarnation: which one of that name.
+
+    Raises:
+        RefusedError: another worker says so and the group's directory still holds it, or the group
+            is static.
+    """
+    session = sessions.require()
+    if session.directory is None:
+        raise errors.RefusedError(f"{name} cannot leave {session.me.name}'s static group.")
+    try:
+        check_speaks_for(name)
+    except errors.RefusedError:
+        there = session.directory.read().members.get(name)
+        if there is not None and there.incarnation == incarnation:
+            raise
+    remove_member(session, name, incarnation)
+
+
+def check_speaks_for(name: str) -> None:
+    """Refuse what the calling worker says about the membership of another one.
+
+    Args:
+        name: the worker that it is about.
+
+    Raises:
+        RefusedError: the caller is another one.
+    """
+    call = current_call.find()
+    if call is not None and call.caller != name:
+        raise errors.RefusedError(
+            f"Worker {call.caller} spoke of the membership of worker {name}, as only {name} may.",
+            worker=call.caller,
+        )
+
+
+def remove_member(session: sessions.Session, name: str, incarnation: str) -> None:
+    """Take a member out of the agent's directory.
+
+    Args:
+        session: this worker's.
+        name: the member.
+        incarnation: which one of that name; '' for any.
+    """
+    with session.lock:
+        member = session.members.get(name)
+        if member is None or name == session.me.name:
+            return
+        if incarnation and member.incarnation != incarnation:
+            return  # It has come back already.
+        del session.members[name]
+        session.agent.remove_member(name)
+        apply_members(session)
+
+
+def add_member(session: sessions.Session, member: Member) -> None:
+    """Enter or replace a member in the agent's directory."""
+    with session.lock:
+        known = session.members.get(member.name)
+        if member.name == session.me.name:
+            return
+        if known is not None and known.life >= member.life:
+            return
+        session.members[member.name] = member
+        session.agent.add_member(*member.row())
+        apply_members(session)
+
+
+def apply_members(session: sessions.Session) -> None:
+    """Bring device maps and upstream's list of names into line with the members."""
+    reverse, devices = device_tables(session.me, session.members)
+    session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+    api._ALL_WORKER_NAMES = set(session.members)
+
+
+def update_group_membership(
+    agent: Any, worker_info: Any, devices: Any, reverse: Any, is_join: bool
+) -> None:
+    """Upstream's TensorPipeAgent._update_group_membership, for code that calls it.
+
+    Args:
+        agent: the UCX agent (it becomes a method of it).
+        worker_info: the worker that joined or left.
+        devices: ignored: device lists follow from the members.
+        reverse: ignored, as devices.
+        is_join: True for joined, False for left.
+    """
+    session = sessions.require()
+    if session.directory is None:
+        raise RuntimeError("The members of a static RPC group do not change.")
+    if not is_join:
+        remove_member(session, worker_info.name, "")
+        return
+    member = session.directory.read().members.get(worker_info.name)
+    if member is None:
+        raise RuntimeError(f"Worker {worker_info.name} is not in the directory of the group.")
+    add_member(session, member)

@@ -1,0 +1,83 @@
+"""The one RPC session of this process: what Python must remember beside the C++ agent.
+
+It stands here and not on the agent object because pybind11 may wrap the agent anew at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_rpc_ext._group.interfaces import InterfaceChoice
+from torch_rpc_ext._group.members import Member
+from torch_rpc_ext.options import UcxRpcBackendOptions
+
+
+# Each method that dataclass writes is compiled at import, in every process of a group.
+@dataclass(eq=False, repr=False)
+class Session:
+    """A running agent and what it was started with.
+
+    Attributes:
+        agent: the C++ agent.
+        me: this worker.
+        options: as used.
+        given_options: as passed to init_rpc; another object under takeover.
+        store: the store that init_rpc passed.
+        interface: what was chosen, and why.
+        allowed: what peers may call (_security.allow_list.AllowList), None for everything.
+        place: this worker's in the store (returning.Place), None in a dynamic group.
+        directory: the dynamic group's directory (dynamic.Directory), None in a static group.
+        members: the group as known here, by name; guarded by lock.
+        events: what tells subscribers of other workers (events._Hub), None before the first.
+        all_done: every worker of the static group has reached rpc.shutdown().
+        pid: the process it lives in: a forked child inherits the object, but no threads.
+    """
+
+    agent: Any
+    me: Member
+    options: UcxRpcBackendOptions
+    given_options: Any
+    store: Any
+    interface: InterfaceChoice
+    allowed: Any = None
+    place: Any = None
+    directory: Any = None
+    members: dict[str, Member] = field(default_factory=dict)
+    events: Any = None
+    all_done: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    pid: int = field(default_factory=os.getpid)
+
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """Return this process's session, None when RPC does not run on UCX here."""
+    if _current is not None and _current.pid == os.getpid():
+        return _current
+    return None
+
+
+def require() -> Session:
+    """Return this process's session.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    session = current()
+    if session is None:
+        raise RuntimeError(
+            "RPC has not been initialized on UCX. Call torch.distributed.rpc.init_rpc with "
+            "backend=BackendType.UCX first."
+        )
+    return session
+
+
+def set_current(session: Session | None) -> None:
+    """Make it this process's session; None for none."""
+    global _current
+    _current = session

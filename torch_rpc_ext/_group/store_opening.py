@@ -1,0 +1,118 @@
+"""Opening the rendezvous store over TCP: bounded, interruptible, and saying who has the port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._group.rendezvous import check_rank_0
+from torch_rpc_ext._group.stores import Deadline, dist, launcher_serves, poll
+
+# A port that the process before us has just left is free within moments.
+_PORT_PATIENCE = 3.0
+
+
+def open_tcp(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int | None,
+    seconds: float,
+    use_libuv: bool = True,
+) -> Any:
+    """Open the TCPStore of env:// and tcp://, as torch does but bounded and interruptible.
+
+    torch's own way waits up to 30 minutes inside C++ for all workers. Here the store opens at
+    once; the rendezvous that follows waits, and can say who is missing.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: this worker's; 0 serves the store, except under torchrun, which serves it itself.
+        world_size: None or negative for a dynamic group.
+        seconds: how long to try.
+        use_libuv: torch's choice of server.
+
+    Raises:
+        RpcError: the port is taken, or nobody answers there.
+    """
+    deadline = Deadline(seconds)
+    serves = rank == 0 and not launcher_serves()
+    arguments: dict[str, Any] = {
+        "world_size": world_size if world_size and world_size > 0 else None,
+        "timeout": timedelta(seconds=max(1.0, seconds)),
+        "wait_for_workers": False,
+    }
+    if serves:
+        return _serve(host, port, arguments, use_libuv)
+    problem = ""
+
+    def answers() -> bool:
+        nonlocal problem
+        try:
+            socket.create_connection((host, port), timeout=0.5).close()
+        except OSError as error:
+            problem = str(error)
+            return False
+        return True
+
+    if not poll(answers, deadline):
+        raise errors.RpcError(
+            f"init_rpc timed out after {seconds:g} s: no store answers at {host}:{port} "
+            f"({problem}). Rank 0 serves it: start rank 0, and see that MASTER_ADDR and "
+            "MASTER_PORT are the same everywhere and no firewall is between."
+        )
+    return dist.TCPStore(host, port, is_master=False, **arguments)
+
+
+def _look_at_rank_0(host: str, port: int) -> None:
+    """Look whether the port is taken by another process that was started as rank 0.
+
+    Raises:
+        RefusedError: it is; the text names that process.
+    """
+    found: list[errors.RefusedError] = []
+
+    def look() -> None:
+        # Another program may be there, which understands nothing of this.
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.TCPStore(
+                host, port, timeout=timedelta(seconds=1), is_master=False, wait_for_workers=False
+            )
+            try:
+                check_rank_0(store)
+            except errors.RefusedError as error:
+                found.append(error)
+
+    # And it may never answer: then this thread is left behind.
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    if found:
+        raise found[0]
+
+
+def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> Any:
+    patience = Deadline(_PORT_PATIENCE)
+    while True:
+        try:
+            return dist.TCPStore(
+                host, port, is_master=True, multi_tenant=True, use_libuv=use_libuv, **arguments
+            )
+        except RuntimeError as error:
+            if "address already in use" not in str(error).lower():
+                raise
+            if patience.remaining() <= 0:
+                raise errors.RpcError(
+                    f"The store cannot listen on port {port} (MASTER_PORT): Address already in "
+                    "use. Another program, or a job before this one, still has it; choose "
+                    "another port. If it is another process of this job, give each a rank of its "
+                    "own: rank 0 alone serves the store."
+                ) from error
+            _look_at_rank_0(host, port)
+        time.sleep(0.1)

@@ -1,0 +1,1 @@
+"""One worker's way from init_rpc to the end of its process."""

@@ -1,0 +1,99 @@
+"""Our entries in torch's registry of back ends: what init_rpc calls to make options and an agent.
+
+Imported by whoever imports torch.distributed.rpc, so it loads no more than it must: the options and
+the agent's start are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_rpc_ext._lifecycle import init_hook
+from torch_rpc_ext._upstream import registry
+
+NAME = "UCX"
+
+
+def register(rpc: Any) -> None:
+    """Enter BackendType.UCX, and wrap init_rpc. Idempotent.
+
+    Args:
+        rpc: the module torch.distributed.rpc, imported completely.
+    """
+    if not hasattr(rpc, "BackendType"):
+        return  # This torch was built without RPC; init_rpc does not exist either.
+    value = rpc.backend_registry.BackendValue(construct_options, init_backend)
+    for enum_class in registry.enum_classes(rpc):
+        registry.add_member(enum_class, NAME, value)
+    init_hook.install(rpc)
+
+
+def serve_tensorpipe(rpc: Any) -> None:
+    """Start our agent for BackendType.TENSORPIPE too. Idempotent.
+
+    Args:
+        rpc: the module torch.distributed.rpc.
+    """
+    # Imported only here: a process that did not ask for it pays nothing.
+    from torch_rpc_ext._upstream import tensorpipe
+
+    tensorpipe.apply(rpc, init_backend)
+
+
+def construct_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Any:
+    """Build the options; upstream's construct_rpc_backend_options_handler.
+
+    Args:
+        rpc_timeout: default time-out of a call, s.
+        init_method: URL of the rendezvous.
+        **kwargs: any option of UcxRpcBackendOptions; ``_transports`` and ``_channels``, which mean
+            something to TENSORPIPE only, are accepted and ignored.
+    """
+    from torch_rpc_ext.options import UcxRpcBackendOptions
+
+    kwargs.pop("_transports", None)
+    kwargs.pop("_channels", None)
+    return UcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def init_backend(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> Any:
+    """Start the agent, with TENSORPIPE's options or ours; upstream's init_backend_handler."""
+    from torch.distributed import rpc
+
+    from torch_rpc_ext._lifecycle import starting
+    from torch_rpc_ext.options import UcxRpcBackendOptions
+
+    if not isinstance(rpc_backend_options, (rpc.TensorPipeRpcBackendOptions, UcxRpcBackendOptions)):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
+        )
+    return starting.start(
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        options=to_ucx_options(rpc_backend_options),
+        given_options=rpc_backend_options,
+        numbered=init_hook.in_init_rpc(),
+    )
+
+
+def to_ucx_options(given: Any) -> Any:
+    """Return UcxRpcBackendOptions that say what TENSORPIPE's options say.
+
+    Args:
+        given: TensorPipeRpcBackendOptions, or ours (returned as they are).
+    """
+    from torch_rpc_ext.options import UcxRpcBackendOptions
+
+    if isinstance(given, UcxRpcBackendOptions):
+        return given
+    return UcxRpcBackendOptions(
+        num_worker_threads=given.num_worker_threads,
+        rpc_timeout=given.rpc_timeout,
+        init_method=given.init_method,
+        device_maps=given.device_maps,
+        devices=given.devices,
+    )

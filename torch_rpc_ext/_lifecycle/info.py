@@ -1,0 +1,94 @@
+"""What runs here, and why: the data of ``torch_rpc_ext.info()`` and of the command ``info``."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from torch_rpc_ext._base import environment
+from torch_rpc_ext._base.version import __version__
+from torch_rpc_ext._upstream import tensorpipe
+
+
+def info() -> dict[str, Any]:
+    """Describe the UCX back end of this process, initialised or not.
+
+    Returns:
+        A dict that JSON can hold: ``versions``, ``ucx`` (the library in use and why, or
+        ``error``), ``environment``, ``takeover``, and ``agent``: None, or name, rank, world
+        size, interface with reason, the agent's own description, and for each peer the
+        transports in use for control and bulk, and why.
+    """
+    return {
+        "versions": versions(),
+        "ucx": describe_ucx(),
+        "environment": environment.in_force(),
+        "takeover": _takeover(),
+        "agent": _agent(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is involved."""
+    import torch
+
+    return {
+        "torch_rpc_ext": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def describe_ucx() -> dict[str, Any]:
+    """Return which UCX is in use and why, and its transports; or the error that keeps it away."""
+    from torch_rpc_ext._native import loader
+
+    try:
+        ucx = loader.ucx()
+        native = loader.load()
+    except ImportError as error:
+        return {"error": str(error)}
+    return {
+        "source": ucx.source,
+        "version": ucx.version,
+        "path": ucx.path,
+        "reason": ucx.reason,
+        "preset": dict(ucx.preset),
+        "transports": [
+            {"transport": transport, "device": device, "kind": kind}
+            for transport, device, kind in native.ucx_transports()
+        ],
+    }
+
+
+def _takeover() -> bool:
+    return tensorpipe.is_active()
+
+
+def _agent() -> dict[str, Any] | None:
+    if "torch_rpc_ext._group.sessions" not in sys.modules:
+        return None  # No session has begun; and this torch may have no RPC to import.
+    from torch_rpc_ext._group import sessions, stores
+
+    session = sessions.current()
+    if session is None:
+        return None
+    with session.lock:
+        members = sorted(session.members)
+    return {
+        "name": session.me.name,
+        "rank": session.me.rank,
+        "world_size": session.me.world_size,
+        "group": "static" if session.directory is None else "dynamic",
+        "members": members,
+        "store": stores.describe(session.store),
+        "interface": {
+            "names": list(session.interface.names),
+            "addresses": list(session.interface.addresses),
+            "reason": session.interface.reason,
+        },
+        "transport": dict(session.agent.describe()) if hasattr(session.agent, "describe") else {},
+        "peers": [dict(peer) for peer in session.agent.describe_peers()],
+    }

@@ -1,0 +1,100 @@
+"""Ending a session: shutdown, a failed start, a process that just leaves, a fork."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from typing import Any
+
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext._group import sessions
+from torch_rpc_ext._lifecycle.shutdown import wait_all_workers
+from torch_rpc_ext._upstream import hooks
+
+# Upstream's functions have no types.
+rpc: Any = _untyped_rpc
+native_rpc: Any = _untyped_native_rpc
+
+_watching = False
+
+
+def watch() -> None:
+    """Install the hooks for exit and fork, once, when the first agent starts."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def open_session(session: sessions.Session) -> None:
+    """Make it this process's session, and adapt upstream's Python to it."""
+    watch()
+    sessions.set_current(session)
+    hooks.install(session.agent, wait_all_workers, session.allowed)
+
+
+def close_session() -> None:
+    """Forget the session: upstream's Python is as before, the store may go. Idempotent.
+
+    Called at the end of agent.shutdown(), whoever calls that.
+    """
+    session = sessions.current()
+    if session is None:
+        return
+    hooks.uninstall()
+    sessions.set_current(None)
+    if session.events is not None:
+        session.events.close()
+    if session.all_done:
+        # init_rpc keeps the store alive in a global, and with it, on rank 0, its port. Nobody
+        # needs it any more, and the next init_rpc, maybe with another rank 0, can have the port.
+        rpc.__dict__.pop("rendezvous_iterator", None)
+
+
+def abandon(session: sessions.Session) -> None:
+    """Undo a start that failed half-way: no agent, no thread, no hook stays."""
+    with contextlib.suppress(Exception):
+        session.agent.shutdown()
+    close_session()
+    if native_rpc._is_current_rpc_agent_set():
+        with contextlib.suppress(Exception):
+            native_rpc._cleanup_python_rpc_handler()
+        with contextlib.suppress(Exception):
+            native_rpc._reset_current_rpc_agent()
+
+
+def _at_exit() -> None:
+    """Stop the threads of a process that leaves without rpc.shutdown().
+
+    As rpc.shutdown(graceful=False), but silent about RRefs that still live. Without it the
+    threads meet a Python that is being taken down, and the process aborts or hangs.
+    """
+    session = sessions.current()
+    if session is None:
+        return
+    with contextlib.suppress(Exception):
+        native_rpc._destroy_rref_context(True)
+    abandon(session)
+
+
+def _after_fork_in_child() -> None:
+    """Make RPC look uninitialised in a forked child.
+
+    The child has the agent's memory and file descriptors, but none of its threads: touching the
+    agent there would hang, or speak on the parent's connections.
+    """
+    session = sessions._current
+    if session is None:
+        return
+    with contextlib.suppress(Exception):
+        session.agent.leak()
+    hooks.uninstall()
+    sessions.set_current(None)
+    with contextlib.suppress(Exception):
+        if native_rpc._is_current_rpc_agent_set():
+            native_rpc._reset_current_rpc_agent()

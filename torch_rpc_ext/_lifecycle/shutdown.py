@@ -1,0 +1,85 @@
+"""What a graceful rpc.shutdown() does first: meet the others, or leave a dynamic group.
+
+Source: torch/distributed/rpc/api.py, shutdown, _wait_all_workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext._group import dynamic, sessions
+
+# Upstream's functions have no types.
+api: Any = _untyped_api
+native_rpc: Any = _untyped_native_rpc
+
+# For letting go of RRefs before leaving; their owners may be gone, and then never answer.
+_RREF_PATIENCE = timedelta(seconds=10)
+
+# How long shutdown waits for the others before it looks whether they live, and how often then; s.
+_WATCH_AFTER = 1.0
+_WATCH_INTERVAL = 0.5
+
+
+def wait_all_workers(original: Callable[..., Any], timeout: float) -> None:
+    """Meet the other workers before a graceful shutdown; leave the group where it is a dynamic one.
+
+    Args:
+        original: upstream's api._wait_all_workers.
+        timeout: for the meeting, s; 0 for none.
+    """
+    session = sessions.current()
+    if session is None or session.directory is None:
+        with _ending_when_one_is_lost(session):
+            original(timeout)
+        if session is not None:
+            session.all_done = True
+            # While rank 0 still waits for this worker: its store may go with it.
+            session.place.empty()
+        return
+    with contextlib.suppress(RuntimeError):
+        # The owners still know us now; after leaving they do not.
+        native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
+    dynamic.leave_group(session)
+
+
+@contextlib.contextmanager
+def _ending_when_one_is_lost(session: sessions.Session | None) -> Iterator[None]:
+    """Let upstream's gathering of all workers end, with its error, when one has died.
+
+    Upstream's leader waits for a signal that only the last worker's arrival sets, by default for
+    ever. The leader knows who has not come; it connects to them to learn whether they live.
+    """
+    if session is None:
+        yield
+        return
+    done = threading.Event()
+    watcher = threading.Thread(target=_watch_members, args=(session, done), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch_members(session: sessions.Session, done: threading.Event) -> None:
+    leader = min(session.members) == session.me.name
+    patience = _WATCH_AFTER
+    while not done.wait(patience):
+        patience = _WATCH_INTERVAL
+        with contextlib.suppress(RuntimeError):  # one has left meanwhile, or RPC has ended
+            if leader:
+                for member in list(session.members.values()):
+                    session.agent.watch(member.rank)
+            if set(session.agent.lost_workers()) & set(session.members):
+                with api._all_gather_dict_lock:
+                    for states in api._all_gather_sequence_id_to_states.values():
+                        states.proceed_signal.set()

@@ -1,0 +1,325 @@
+"""Starting the agent: from init_rpc's arguments to a running session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch._C._distributed_c10d import Store
+from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.rpc import api as _untyped_api
+
+from torch_rpc_ext._base.option_table import (
+    DEFAULT_RPC_TIMEOUT,
+    ENCRYPTION,
+    default_init_timeout,
+    wire_dtype_number,
+)
+from torch_rpc_ext._group import dynamic, interfaces, rendezvous, returning, sessions, stores
+from torch_rpc_ext._group.members import Member, device_tables, host_identity
+from torch_rpc_ext._lifecycle import lifetime
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._security import group_secret
+from torch_rpc_ext._upstream import tensorpipe, torch_names
+from torch_rpc_ext.options import UcxRpcBackendOptions
+
+# Upstream's functions have no types.
+api: Any = _untyped_api
+rpc: Any = _untyped_rpc
+native_rpc: Any = _untyped_native_rpc
+
+
+def prepare(rank: int, world_size: int | None) -> None:
+    """Do what can fail before init_rpc opens the store.
+
+    Args:
+        rank: this worker's, or -1 where the store's URL or environment says it.
+        world_size: as given to init_rpc.
+
+    Raises:
+        ImportError: the extension or UCX cannot be loaded; the text says what to do.
+        ValueError: the rank is out of range.
+    """
+    if rank != -1:
+        _check_rank(rank, world_size)
+    native = loader.load()
+    if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
+        # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
+        native.prepare_reinit(rank)
+
+
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if world_size is not None and world_size < 0:
+        raise ValueError(
+            f"world_size must be positive, or None for a dynamic group, got {world_size}"
+        )
+    if rank < 0 or (world_size and rank >= world_size):
+        allowed = f"from 0 to {world_size - 1} (world_size - 1)" if world_size else "0 or more"
+        raise ValueError(f"rank must be {allowed}, got {rank}")
+
+
+def init_timeout(options: Any) -> float:
+    """Return how long init_rpc waits for the others with these options, of either kind; s."""
+    if isinstance(options, UcxRpcBackendOptions):
+        return options.effective_init_timeout()
+    return default_init_timeout(DEFAULT_RPC_TIMEOUT if options is None else options.rpc_timeout)
+
+
+def start(
+    *,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: UcxRpcBackendOptions,
+    given_options: Any,
+    numbered: bool,
+) -> Any:
+    """Start the agent and meet the other workers.
+
+    Args:
+        store: torch.distributed store of the group.
+        name: this worker's name.
+        rank: this worker's rank.
+        world_size: number of workers; None or 0 for a dynamic group.
+        options: how.
+        given_options: the options that the user passed, of upstream's type under takeover.
+        numbered: whether the store has the prefix that init_rpc puts on, the number of its calls.
+
+    Returns:
+        The agent, running and current.
+
+    Raises:
+        TypeError, ValueError: a wrong argument.
+        RpcError: the workers did not come together; the text says who is missing, or why.
+        ImportError: the extension or UCX cannot be loaded.
+    """
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    _check_rank(rank, world_size)
+    rank = int(rank)
+    native = loader.load()
+    _attach(native)
+    seconds = options.effective_init_timeout()
+    own = stores.unnumbered(store) if numbered else store
+    meeting = rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
+    place = returning.Place(own, rank)
+
+    def open_session() -> sessions.Session:
+        return _open(native, store, name, rank, world_size, options, given_options)
+
+    with stores.patient(store, seconds):
+        rendezvous.claim_kind(store, is_static=bool(world_size))
+        session = None
+        standing = returning.find(place, name, rank, world_size) if world_size else None
+        if standing is not None:
+            session = _start_again(open_session, place, standing)
+            if session is not None:
+                return session.agent
+        try:
+            session = open_session()
+            if world_size:
+                _start_static(session, meeting, place)
+            else:
+                _start_dynamic(session, own)
+        except BaseException as problem:
+            # KeyboardInterrupt too: nothing of a failed start may stay.
+            if world_size:
+                meeting.fail(problem)
+            if session is not None:
+                lifetime.abandon(session)
+            raise
+    return session.agent
+
+
+def _open(
+    native: Any,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: UcxRpcBackendOptions,
+    given_options: Any,
+) -> sessions.Session:
+    """Create the agent, which listens from now on, and the session."""
+    interface = interfaces.choose(options.interface, options.init_method)
+    agent_options = native.AgentOptions()
+    for option, value in _agent_options(options, interface).items():
+        setattr(agent_options, option, value)
+    agent_options.set_wire_dtypes(*_wire_dtypes(options))
+    allowed = None
+    if options.allow_list is not None:
+        torch_names.require("the option allow_list")
+        from torch_rpc_ext._security.allow_list import AllowList  # not for those who do not use it
+
+        allowed = AllowList.of(options.allow_list, name, SERVED)
+        agent_options.allow_only(allowed.names, allowed.modules)
+    agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
+    me = Member(
+        name=name,
+        rank=rank,
+        address=bytes(agent.address),
+        world_size=world_size or None,
+        device_count=torch.cuda.device_count(),
+        device_maps=options.device_maps,
+        devices=options.devices,
+        wire=int(getattr(native, "WIRE_VERSION", 0)),
+        incarnation=secrets.token_hex(8),
+        host=host_identity(),
+        pid=os.getpid(),
+        secret=group_secret.fingerprint(group_secret.own(options)),
+    )
+    session = sessions.Session(agent, me, options, given_options, store, interface, allowed)
+    lifetime.open_session(session)
+    return session
+
+
+def _agent_options(
+    options: UcxRpcBackendOptions, interface: interfaces.InterfaceChoice
+) -> dict[str, Any]:
+    return {
+        "num_worker_threads": options.num_worker_threads,
+        "rpc_timeout": options.rpc_timeout,
+        "interfaces": list(interface.names),
+        "interfaces_explicit": options.interface is not None,
+        "port_range": options.port_range,
+        "prefer_ipv6": interface.prefer_ipv6,
+        "use_cma": options.use_cma,
+        "use_shared_memory": options.use_shared_memory,
+        "use_cuda_ipc": options.use_cuda_ipc,
+        "keepalive": options.keepalive,
+        "encryption": ENCRYPTION.index(options.encryption),
+        "receive_cache_bytes": options.receive_cache_bytes,
+        "receive_cache_idle": options.receive_cache_idle,
+        "receive_budget": options.receive_budget,
+        "max_message_bytes": options.max_message_bytes,
+        "max_calls_in_flight": options.max_calls_in_flight,
+        "max_bytes_in_flight": options.max_bytes_in_flight,
+        "integrity": options.integrity,
+        "fault_messages_to_fail": options.messages_to_fail,
+        "fault_messages_to_lose": options.messages_to_lose,
+        "fault_messages_to_corrupt": options.messages_to_corrupt,
+        "fault_messages_to_forge": options.messages_to_forge,
+        "fault_messages_to_delay": options.messages_to_delay,
+        "fault_num_fail_sends": options.num_fail_sends,
+    }
+
+
+def _wire_dtypes(options: UcxRpcBackendOptions) -> tuple[int, dict[str, int]]:
+    """Return what all workers get, and what some get in its place."""
+    given = options.wire_dtype
+    if not isinstance(given, dict):
+        return wire_dtype_number("wire_dtype", given), {}
+    return 0, {worker: wire_dtype_number("wire_dtype", each) for worker, each in given.items()}
+
+
+def _check_workers(options: UcxRpcBackendOptions, members: Iterable[str]) -> None:
+    """Refuse options for workers that a static group does not have."""
+    known = sorted(members)
+    for worker in options.wire_dtype if isinstance(options.wire_dtype, dict) else ():
+        if worker not in known:
+            raise ValueError(
+                f"wire_dtype has an entry for worker {worker!r}, which is not in the group: it has "
+                f"{', '.join(map(repr, known))}"
+            )
+
+
+def _start_static(
+    session: sessions.Session, meeting: rendezvous.Rendezvous, place: returning.Place
+) -> None:
+    session.place = place
+    group = meeting.join(session.me)
+    _check_workers(session.options, group.members)
+    _enter(session, group)
+    api._init_rpc_states(session.agent)
+    meeting.confirm_start()
+    place.take(group.id, session.me)
+
+
+def _start_again(
+    open_session: Callable[[], sessions.Session],
+    place: returning.Place,
+    standing: returning.Standing,
+) -> sessions.Session | None:
+    """Come back to the static group that this worker was in before it died; None if it is gone."""
+    session = open_session()
+    try:
+        session.place = place
+        group = returning.with_new_life(place, standing, session.me)
+        if group is not None:
+            _enter(session, group)
+            api._init_rpc_states(session.agent)
+            if returning.come_back(session, standing):
+                place.take(group.id, session.me)
+                return session
+    except BaseException:
+        lifetime.abandon(session)
+        raise
+    lifetime.abandon(session)
+    return None
+
+
+def _start_dynamic(session: sessions.Session, store: Any) -> None:
+    session.directory = directory = dynamic.Directory(store)
+    group = directory.join(session.me, secrets.token_bytes(16))
+    try:
+        _enter(session, group)
+        api._init_rpc_states(session.agent)
+        dynamic.announce_join(session)
+    except BaseException:
+        directory.leave(session.me)
+        raise
+
+
+def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
+    """Give the agent its group."""
+    with session.lock:
+        session.members = dict(group.members)
+        session.me = group.members[session.me.name]
+        rows = [member.row() for member in group.members.values()]
+        session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
+        reverse, devices = device_tables(session.me, session.members)
+        if devices and torch.cuda.is_available():
+            # Others may send CUDA tensors before the user's code has touched CUDA here.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+
+
+# What workers call on each other, whatever the option allow_list says.
+SERVED = (
+    dynamic.member_joined,
+    dynamic.member_left,
+    returning.may_return,
+    returning.member_returned,
+)
+_attached = False
+
+
+def _attach(native: Any) -> None:
+    """Give the C++ agent class the methods that upstream's Python calls, once."""
+    global _attached
+    if _attached:
+        return
+    _attached = True
+    agent_class = native.UcxAgent
+    native_shutdown = agent_class.shutdown
+
+    def shutdown(self: Any) -> None:
+        """Stop the agent; see torch.distributed.rpc.shutdown."""
+        try:
+            native_shutdown(self)
+        finally:
+            session = sessions.current()
+            if session is not None and session.me.rank == self.get_worker_info().id:
+                lifetime.close_session()
+
+    agent_class.shutdown = shutdown
+    agent_class._update_group_membership = dynamic.update_group_membership
+    agent_class._get_backend_options = lambda _: sessions.require().given_options
+    agent_class.store = property(lambda _: sessions.require().store)
+
+    tensorpipe.adopt_agent_class(agent_class)

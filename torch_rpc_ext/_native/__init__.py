@@ -1,0 +1,1 @@
+"""Building, finding and loading UCX and the C++."""

@@ -1,0 +1,460 @@
+"""What every pickle may name, with any allow_list: plain data, and the library's own calls.
+
+Each is harmless whatever it is called with, or stands here in a form that is. Two kinds are kept
+apart: what builds data while a pickle is read, and what serves a request. What serves is never run
+while a pickle is read, nor handed to anybody: a pickle gets an Entry in its place.
+
+Source: torch/distributed/rpc/internal.py, api.py, rref_proxy.py; torch/distributed/nn/api
+/remote_module.py; torch/distributed/optim/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import functools
+import importlib
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.rpc import api as _untyped_api
+from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._security.entries import Allowed, Entry
+from torch_rpc_ext._security.unpickling import check_arguments
+from torch_rpc_ext._upstream import exceptions, payloads
+
+# Upstream's functions have no types.
+api: Any = _untyped_api
+internal: Any = _untyped_internal
+native_rpc: Any = _untyped_native_rpc
+rpc: Any = _untyped_rpc
+
+_DATA: tuple[Any, ...] = (
+    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list),
+    *(range, set, slice, str, tuple, OrderedDict, deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+)
+# Values of torch that are pickled by name.
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_ERRORS = (
+    *(errors.RpcError, errors.PeerLostError, errors.CallTimeoutError, errors.RefusedError),
+    *(errors.OverloadedError, errors.ShutDownError, errors.IntegrityError),
+)
+# Exceptions that any worker may raise.
+EXCEPTIONS: tuple[type[BaseException], ...] = (
+    *(
+        value
+        for value in vars(builtins).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ),
+    *_ERRORS,
+)
+# Of OrderedDict, what torch.nn.Module.state_dict() sets.
+STATEFUL: tuple[type, ...] = (OrderedDict, *EXCEPTIONS)
+
+_INTERNAL = "torch.distributed.rpc.internal"
+_REMOTE_MODULE = "torch.distributed.nn.api.remote_module"
+_OPTIMIZER = "torch.distributed.optim.optimizer"
+# The type of an RRef's value is a text that torch parses by recursion.
+_LONGEST_TYPE = 4096
+_MOST_NESTED_TYPE = 64
+# Exception groups inside of each other.
+_MOST_NESTED_GROUPS = 100
+
+
+def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str, Entry]:
+    """Return what may be named, by "module.qualname", without what imports modules.
+
+    Args:
+        allowed: what else peers may name.
+        serving: functions of this package that may be called, and check their arguments themselves.
+    """
+    classes: tuple[type, ...] = (*_DATA, *EXCEPTIONS)
+    made = {f"{cls.__module__}.{cls.__qualname__}": of_class(cls) for cls in classes}
+    for name, value in vars(torch).items():
+        if isinstance(value, _CONSTANTS):
+            made[f"torch.{name}"] = Entry(f"torch.{name}", value)
+    builders: dict[str, tuple[Any, Callable[..., Any]]] = {
+        "collections.defaultdict": (defaultdict, _new_defaultdict),
+        "torch.Size": (torch.Size, torch.Size),
+        "torch.device": (torch.device, torch.device),
+        "torch.serialization._get_layout": (None, _layout),
+        "torch._C._distributed_rpc.WorkerInfo": (native_rpc.WorkerInfo, _worker_info),
+        f"{payloads.__name__}._restore_tensor": (None, payloads._restore_tensor),
+        f"{payloads.__name__}._restore_parameter": (None, payloads._restore_parameter),
+        f"{payloads.__name__}._restore_compressed": (
+            None,
+            payloads._restore_compressed,
+        ),
+        f"{_REMOTE_MODULE}._remote_module_receiver": (None, _remote_module),
+    }
+    for name, (value, build) in builders.items():
+        made[name] = Entry(name, value, build=build)
+    for name, build, cls in (
+        (f"{_INTERNAL}.PythonUDF", internal.PythonUDF, internal.PythonUDF),
+        (f"{_INTERNAL}.RemoteException", _remote_exception, None),
+        (f"{exceptions.__name__}.RemoteType", _remote_type, None),
+    ):
+        made[name] = Entry(name, cls, build=build, new=build)
+    for name, serve in _serving(allowed).items():
+        made[name] = Entry(name, serve=serve)
+    for function in serving:
+        name = f"{function.__module__}.{function.__qualname__}"
+        made[name] = Entry(name, serve=function)
+    return made
+
+
+def of_class(cls: type, serve: Callable[..., Any] | None = None) -> Entry:
+    """Return what a pickle may do with a class: make instances, in either way."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    metaclass: Any = type(cls)
+    if any(base.__name__ == "pybind11_type" for base in metaclass.__mro__):
+        # Without __init__ such an instance has no C++ object, and its use reads stray memory.
+        return Entry(name, cls, build=cls, serve=serve)
+    return Entry(name, cls, build=cls, new=functools.partial(cls.__new__, cls), serve=serve)
+
+
+def constant(known: Mapping[str, Entry], module: str, name: str) -> Entry | None:
+    """Return a dtype or the like by the name that pickle found, None where it is none.
+
+    pickle takes the first module that has it under its name: "torch._utils.torch.channels_last".
+    """
+    if not module.startswith("torch."):
+        return None
+    entry = known.get(f"torch.{name.removeprefix('torch.')}")
+    return entry if entry is not None and isinstance(entry.value, _CONSTANTS) else None
+
+
+def generated(module: str, name: str, allowed: Allowed) -> Entry | None:
+    """Return what torch has generated for RemoteModule under that name, None for nothing."""
+    if not module.startswith("_remote_module_"):
+        return None
+    from torch.distributed.nn.jit import instantiator
+
+    there = sys.modules.get(module)
+    loader = getattr(getattr(there, "__spec__", None), "loader", None)
+    if type(loader) is not instantiator._StringLoader:
+        return None
+    function = vars(there).get(name)
+    full = f"{module}.{name}"
+    if name in ("forward", "forward_async"):
+        # A method of the RemoteModule that a pickle holds.
+        return _Generated(full, method=function)
+    if name == "_remote_forward" and not isinstance(function, torch.jit.ScriptFunction):
+        return Entry(full, serve=functools.partial(_remote_forward, allowed, function))
+    return None
+
+
+class _Generated(Entry):
+    """A generated method: a value for _remote_module() alone."""
+
+    __slots__ = ("method",)
+
+    def __init__(self, name: str, method: Any) -> None:
+        super().__init__(name)
+        object.__setattr__(self, "method", method)
+
+
+# ---- what builds data -------------------------------------------------------
+
+
+def fork(data: Any) -> Any:
+    """Make an RRef of what an RRef was pickled as."""
+    if (
+        type(data) is not tuple
+        or len(data) != 7
+        or type(data[6]) is not str
+        or not all(type(number) is int for number in data[:6])
+        or len(data[6]) > _LONGEST_TYPE
+        or max(data[6].count("["), data[6].count("(")) > _MOST_NESTED_TYPE
+    ):
+        raise ValueError("not what an RRef is pickled as")
+    return rpc.PyRRef._deserialize(data)
+
+
+def receiver(index: Any) -> Any:
+    """Return a tensor of the message, upstream's way."""
+    return payloads._restore_tensor(index)
+
+
+def script_module(data: Any) -> Any:
+    """Load a TorchScript module."""
+    if type(data) is not bytes:
+        raise ValueError("not what a ScriptModule is pickled as")
+    return internal._InternalRPCPickler._script_module_receiver(data)
+
+
+def _new_defaultdict(factory: Any = None, *items: Any) -> Any:
+    if factory is not None and not any(factory is cls for cls in _DATA):
+        raise errors.RefusedError(f"a defaultdict of {factory!r}: its factory must be a data type")
+    return defaultdict(factory, *items)
+
+
+def _layout(name: Any) -> Any:
+    if type(name) is not str:
+        raise TypeError("the name of a layout must be a str")
+    find: Any = torch.serialization._get_layout
+    return find(name)
+
+
+def _worker_info(name: Any, rank: Any) -> Any:
+    return native_rpc.WorkerInfo(name, rank)
+
+
+def _remote_exception(text: Any, made_of: Any) -> Any:
+    if type(text) is not str or type(made_of) is not exceptions.RemoteType:
+        raise TypeError("not what an exception is sent as")
+    return internal.RemoteException(text, made_of)
+
+
+def _remote_type(parts: Any) -> Any:
+    _check_parts(parts, _MOST_NESTED_GROUPS)
+    return exceptions.RemoteType(parts)
+
+
+def _check_parts(parts: Any, most_nested: int) -> None:
+    """Raise TypeError unless it is plain data, in the shape of exception_parts.Parts.
+
+    Each pickle in it is read later, with the same checks as any other.
+    """
+    if most_nested and type(parts) is tuple and len(parts) == 6:
+        classes, whole, args, attributes, fields, inner = parts
+        names = (attributes, fields)
+        if (
+            all(type(each) is tuple for each in (classes, args, inner))
+            and all(type(each) is dict for each in names)
+            and all(type(each) is bytes for each in (whole, *classes, *args))
+            and all(type(each) is bytes for each in (*attributes.values(), *fields.values()))
+            and all(type(name) is str and name[:2] != "__" for each in names for name in each)
+        ):
+            for each in inner:
+                _check_parts(each, most_nested - 1)
+            return
+    raise TypeError("not what an exception is sent as")
+
+
+def _remote_module(*attributes: Any) -> Any:
+    from torch.distributed.nn.api import remote_module
+
+    on, device, is_mapped, is_scriptable, methods, rref = attributes
+    if not all(type(method) is _Generated for method in methods) or not all(
+        type(text) is str for text in (on, device)
+    ):
+        raise TypeError("not what a RemoteModule is pickled as")
+    fork(rref).owner()  # checked, and made once more below
+    functions = [method.method for method in methods]
+    receive: Any = remote_module._remote_module_receiver
+    return receive(on, device, bool(is_mapped), bool(is_scriptable), functions, rref)
+
+
+# ---- what serves requests ---------------------------------------------------
+
+
+def _serving(allowed: Allowed) -> dict[str, Callable[..., Any]]:
+    """Return what the library's own calls do here, by name."""
+    guarded: dict[str, Callable[..., Any]] = {
+        "torch.distributed.rpc.api._rref_typeof_on_owner": _typeof,
+        "torch.distributed.rpc.rref_proxy._local_invoke": _invoke,
+        "torch.distributed.rpc.rref_proxy._local_invoke_async_execution": _invoke,
+        f"{_REMOTE_MODULE}._create_module": _create_module,
+        f"{_REMOTE_MODULE}._create_module_with_interface": _create_with_interface,
+        f"{_REMOTE_MODULE}._instantiate_template": _instantiate_template,
+        f"{_REMOTE_MODULE}._param_rrefs": _param_rrefs,
+        f"{_OPTIMIZER}._new_local_optimizer": _new_optimizer,
+        f"{_OPTIMIZER}._new_script_local_optimizer": _new_script_optimizer,
+        f"{_OPTIMIZER}._new_functional_local_optimizer": _new_functional_optimizer,
+        f"{_OPTIMIZER}._local_optimizer_step": _optimizer_step,
+        f"{_OPTIMIZER}._functional_local_optimizer_step": _functional_optimizer_step,
+        "torch.distributed.rpc.api._gather_to_leader": _gather,
+        "torch_rpc_ext.aio._server.cancel": _cancel_async,
+        "torch_rpc_ext.aio._server.run": _run_async,
+        "torch_rpc_ext.aio._batch.enqueue": _enqueue,
+    }
+    serving: dict[str, Callable[..., Any]] = {
+        name: functools.partial(serve, allowed) for name, serve in guarded.items()
+    }
+    serving["torch.distributed.rpc.api._broadcast_to_followers"] = _broadcast
+    return serving
+
+
+def _broadcast(*args: Any, **kwargs: Any) -> None:
+    api._broadcast_to_followers(*args, **kwargs)
+
+
+def _value(rref: Any) -> Any:
+    """Return what an RRef holds here; what only looks like an RRef might run anything."""
+    if type(rref) is not rpc.PyRRef and type(rref) is not rpc.RRef:
+        raise TypeError(f"expected an RRef, got a {type(rref).__qualname__}")
+    return rref.local_value()
+
+
+def _typeof(allowed: Allowed, rref: Any, blocking: bool = True) -> Any:
+    del blocking  # whoever asks over RPC waits there
+    cls = type(_value(rref))
+    if not allowed.allows_class(cls):
+        raise allowed.refusal(f"the type {cls.__module__}.{cls.__qualname__}")
+    return cls
+
+
+def _invoke(allowed: Allowed, rref: Any, name: Any, args: Any, kwargs: Any) -> Any:
+    check_arguments(args, kwargs)
+    method: Any = allowed.attribute(_value(rref), name).serve
+    return method(*args, **kwargs)
+
+
+def _listed_class(allowed: Allowed, cls: Any, base: type) -> Any:
+    if not allowed.allows_class(cls):
+        raise allowed.refusal(f"a call of {cls!r}")
+    if not issubclass(cls, base):
+        raise TypeError(f"expected a class of {base.__qualname__}, got {cls.__qualname__}")
+    return cls
+
+
+def _create_module(allowed: Allowed, cls: Any, args: Any, kwargs: Any, device: Any) -> Any:
+    from torch.distributed.nn.api import remote_module
+
+    check_arguments(args, kwargs)
+    create: Any = remote_module._create_module
+    return create(_listed_class(allowed, cls, torch.nn.Module), args, kwargs, device)
+
+
+def _create_with_interface(
+    allowed: Allowed, cls: Any, args: Any, kwargs: Any, device: Any, interface: Any
+) -> Any:
+    from torch.distributed.nn.api import remote_module
+
+    check_arguments(args, kwargs)
+    if interface is not None:
+        _listed_class(allowed, interface, object)
+    create: Any = remote_module._create_module_with_interface
+    return create(_listed_class(allowed, cls, torch.nn.Module), args, kwargs, device, interface)
+
+
+def _instantiate_template(allowed: Allowed, interface: Any, moving: Any) -> None:
+    """Upstream's, which writes the interface's name into code."""
+    from torch.distributed.nn.api import remote_module
+
+    instantiate: Any = remote_module._instantiate_template
+    instantiate(_listed_class(allowed, interface, object), bool(moving))
+
+
+def _param_rrefs(allowed: Allowed, rref: Any, recurse: Any) -> Any:
+    parameters: Any = allowed.attribute(_value(rref), "parameters").serve
+    return [rpc.RRef(parameter) for parameter in parameters(bool(recurse))]
+
+
+def _remote_forward(
+    allowed: Allowed,
+    function: Any,
+    rref: Any,
+    device: Any,
+    is_mapped: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    allowed.attribute(_value(rref), "forward")
+    if type(device) is not str:
+        raise TypeError("a RemoteModule's device must be a str")
+    return function(rref, device, bool(is_mapped), *args, **kwargs)
+
+
+def _check_rrefs(rrefs: Any) -> None:
+    if type(rrefs) not in (list, tuple):
+        raise TypeError("an optimizer's parameters must be a list of RRefs")
+    for rref in rrefs:
+        _value(rref)
+
+
+def _new_optimizer(allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any) -> Any:
+    from torch.distributed.optim import optimizer
+
+    _check_rrefs(rrefs)
+    make: Any = optimizer._new_local_optimizer
+    return make(_listed_class(allowed, cls, torch.optim.Optimizer), rrefs, *args, **kwargs)
+
+
+def _new_script_optimizer(
+    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    from torch.distributed.optim import optimizer
+
+    _check_rrefs(rrefs)
+    make: Any = optimizer._new_script_local_optimizer
+    return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
+
+
+def _new_functional_optimizer(
+    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    """From torch 2.15 on in place of the scripted one."""
+    optimizer: Any = importlib.import_module(_OPTIMIZER)
+    _check_rrefs(rrefs)
+    make = optimizer._new_functional_local_optimizer
+    return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
+
+
+def _optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
+    from torch.distributed.optim import optimizer
+
+    _check_step(rref, optimizer._LocalOptimizer, context)
+    step: Any = optimizer._local_optimizer_step
+    return step(rref, context)
+
+
+def _functional_optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
+    optimizer: Any = importlib.import_module(_OPTIMIZER)
+    _check_step(rref, optimizer._FunctionalLocalOptimizer, context)
+    return optimizer._functional_local_optimizer_step(rref, context)
+
+
+def _check_step(rref: Any, kind: type, context: Any) -> None:
+    if type(_value(rref)) is not kind or type(context) is not int:
+        raise TypeError("expected an RRef to a local optimizer, and the id of an autograd context")
+
+
+def _gather(
+    allowed: Allowed, sequence: Any, worker: Any, gathered: Any, workers: Any = None
+) -> None:
+    call = current_call.find()
+    if call is not None and call.caller != worker:
+        raise allowed.refusal(f"what {call.caller} gave in the name of another worker")
+    if type(sequence) is not str or type(workers) not in (set, type(None)):
+        raise TypeError("not what _all_gather sends")
+    api._gather_to_leader(sequence, worker, gathered, workers)
+
+
+def _check_call_id(call: Any) -> None:
+    if type(call) is not tuple or [type(number) for number in call] != [int, int]:
+        raise TypeError("the id of an async call must be two numbers")
+
+
+def _cancel_async(allowed: Allowed, call: Any) -> None:
+    from torch_rpc_ext.aio import _server
+
+    del allowed
+    _check_call_id(call)
+    _server.cancel(call)
+
+
+def _run_async(allowed: Allowed, function: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    from torch_rpc_ext.aio import _server
+
+    _check_call_id(call)
+    check_arguments(args, kwargs)
+    return _server.run(allowed.listed(function), call, args, kwargs)
+
+
+def _enqueue(allowed: Allowed, function: Any, args: Any) -> Any:
+    from torch_rpc_ext.aio import _batch
+
+    check_arguments(args, {})
+    return _batch.enqueue(allowed.listed(function), args)

@@ -1,0 +1,430 @@
+"""Reads a peer's pickle, where the option allow_list says what it may name.
+
+pickle's own reader calls whatever lies on its stack. Here an opcode calls nothing but what a name
+of this very pickle stands for (Entry), known by its identity and never by what it says of itself.
+What such a call returns is data, which no later opcode calls. Opcodes that no worker writes are
+refused.
+
+Source: pickle.py, class _Unpickler; pickletools.py for what each opcode means.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+from torch_rpc_ext._security.entries import Allowed, Entry, Request
+
+# hash() of tuples in tuples in tuples recurses in C and overflows the stack at about 100,000 of
+# them. pickle's writers recurse too and end long before this.
+_MOST_NESTED = 1000
+# The same for freeing these, at 100,000 in each other and more: 3.11 frees them by recursion. How
+# deep they lie is not known while they are filled, so they are counted.
+_RECURSIVE = (slice, deque, defaultdict)
+_MOST_LINKS = 10_000
+
+# What a call may not return while a pickle is read.
+_CODE = (
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+    ModuleType,
+    CodeType,
+    FrameType,
+    classmethod,
+    staticmethod,
+)
+
+
+class Reader:
+    """Stands in for pickle.Unpickler.
+
+    Args:
+        file: holds the pickle.
+        allowed: what it may name.
+    """
+
+    def __init__(self, file: Any, allowed: Allowed) -> None:
+        self._data: bytes = file.read()
+        self._at = 0
+        self._allowed = allowed
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        # By the identity of what this pickle got; the entries keep that alive.
+        self._named: dict[int, Entry] = {}
+        # How many tuples are inside of each other, by identity, of those that hold any.
+        self._nested: dict[int, int] = {}
+        # How many of _RECURSIVE lie directly in another of them.
+        self._links = 0
+
+    def load(self) -> Any:
+        """Return what the pickle holds.
+
+        Raises:
+            RefusedError: it does what the allow-list does not permit.
+            Exception: it is no pickle, or what it builds raises.
+        """
+        data, size, opcodes = self._data, len(self._data), _OPCODES
+        while self._at < size:
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                return self._stack.pop()
+            run = opcodes.get(code)
+            if run is None:
+                raise self._allowed.refusal(f"opcode 0x{code:02x} of a pickle")
+            run(self)
+        raise EOFError("a pickle ends in the middle")
+
+    def request(self, call: Any) -> Request:
+        """Return the call that this pickle asks for.
+
+        Args:
+            call: the internal.PythonUDF that load() has returned.
+
+        Raises:
+            RefusedError: its function is none that the pickle has named and that requests may call.
+            TypeError: its arguments are none.
+        """
+        function, args, kwargs = call
+        entry = self._named.get(id(function))
+        serve = self._allowed.traced(function, self._named) if entry is None else entry.serve
+        if serve is None:
+            raise self._allowed.refusal(_described(function) if entry is None else entry.name)
+        check_arguments(args, kwargs)
+        return Request(serve, args, kwargs)
+
+    # ---- bytes -------------------------------------------------------------
+
+    def _take(self, size: int) -> bytes:
+        begin, end = self._at, self._at + size
+        if end > len(self._data):
+            raise pickle.UnpicklingError("a pickle ends in the middle")
+        self._at = end
+        return self._data[begin:end]
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._at)
+        return self._take(end + 1 - self._at)[:-1].decode()
+
+    def _text(self, size: int) -> None:
+        self._stack.append(str(self._take(size), "utf-8", "surrogatepass"))
+
+    def _signed(self) -> None:
+        self._stack.append(struct.unpack("<i", self._take(4))[0])
+
+    def _float(self) -> None:
+        self._stack.append(struct.unpack(">d", self._take(8))[0])
+
+    def _long(self, size: int) -> None:
+        self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
+
+    def _protocol(self) -> None:
+        version = self._number(1)
+        if version > pickle.HIGHEST_PROTOCOL:
+            raise ValueError(f"unsupported pickle protocol: {version}")
+
+    # ---- containers --------------------------------------------------------
+
+    def _mark(self) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._marks.pop()
+        return items
+
+    def _pop(self) -> None:
+        if self._stack:
+            del self._stack[-1]
+        else:
+            self._since_mark()
+
+    def _tuple(self, size: int) -> None:
+        stack = self._stack
+        if len(stack) < size:
+            raise IndexError("pop from an empty stack")
+        made = tuple(stack[-size:])
+        del stack[-size:]
+        self._push(made)
+
+    def _push(self, made: Any) -> None:
+        """Put what has just been made on the stack; it may be a tuple."""
+        if isinstance(made, tuple):
+            depth = 0
+            for item in made:
+                if isinstance(item, tuple):
+                    depth = max(depth, self._nested.get(id(item), 0) + 1)
+            if depth > _MOST_NESTED:
+                raise pickle.UnpicklingError(f"more than {_MOST_NESTED} tuples in each other")
+            if depth:
+                self._nested[id(made)] = depth
+            else:
+                self._nested.pop(id(made), None)
+        self._stack.append(made)
+
+    def _link(self, target: Any, items: Iterable[Any]) -> None:
+        """Take note of what is put into a container."""
+        if type(target) in _RECURSIVE:
+            self._links += sum(type(item) in _RECURSIVE for item in items)
+            if self._links > _MOST_LINKS:
+                raise pickle.UnpicklingError(
+                    f"more than {_MOST_LINKS} slices, deques and defaultdicts in each other"
+                )
+
+    def _append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list:
+            target.extend(items)
+            return
+        self._link(target, items)
+        base = self._base(target, (list, deque))
+        base.extend(target, items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if len(items) % 2:
+            raise pickle.UnpicklingError("a key without a value")
+        pairs = zip(items[::2], items[1::2], strict=True)
+        if type(target) is dict:
+            target.update(pairs)
+            return
+        self._link(target, items)
+        base = self._base(target, (OrderedDict, defaultdict, dict))
+        for key, value in pairs:
+            base.__setitem__(target, key, value)
+
+    def _add_items(self) -> None:
+        items = self._since_mark()
+        set.update(self._stack[-1], items) if self._base(self._stack[-1], (set,)) else None
+
+    def _base(self, target: Any, kinds: tuple[type[Any], ...]) -> Any:
+        """Return which of the containers it is; of a listed class its own methods do not run."""
+        cls = type(target)
+        for kind in kinds:
+            if cls is kind or (issubclass(cls, kind) and self._allowed.allows_class(cls)):
+                return kind
+        raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+
+    # ---- names and calls ---------------------------------------------------
+
+    def _name(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise self._allowed.refusal("a name that is no str")
+        self._give(self._allowed.find(module, name))
+
+    def _give(self, entry: Entry) -> None:
+        given = entry.given
+        self._named[id(given)] = entry
+        self._stack.append(given)
+
+    def _global(self) -> None:
+        module = self._line()
+        self._name(module, self._line())
+
+    def _stack_global(self) -> None:
+        name = self._stack.pop()
+        self._name(self._stack.pop(), name)
+
+    def _reduce(self) -> None:
+        args, function = self._stack.pop(), self._stack.pop()
+        entry = self._named.get(id(function))
+        if type(args) is not tuple:
+            raise self._allowed.refusal("a call without a tuple of arguments")
+        if entry is not None and entry is self._allowed.getattr:
+            # This is how pickle names methods, so it is a name and no call.
+            self._give(self._allowed.attribute(*args))
+            return
+        if entry is None or entry.build is None:
+            raise self._allowed.refusal(self._uncalled(entry, function))
+        made = self._checked(entry, entry.build(*args))
+        if type(made) is slice:
+            self._link(made, args)
+        elif type(made) in _RECURSIVE:
+            self._link(made, made.values() if type(made) is defaultdict else made)
+        self._push(made)
+
+    def _new(self, kwargs: Any) -> None:
+        args, cls = self._stack.pop(), self._stack.pop()
+        entry = self._named.get(id(cls))
+        if entry is None or entry.new is None:
+            raise self._allowed.refusal(self._uncalled(entry, cls))
+        if type(args) is not tuple:
+            raise self._allowed.refusal("a call without a tuple of arguments")
+        check_arguments(args, kwargs)
+        self._push(self._checked(entry, entry.new(*args, **kwargs)))
+
+    def _uncalled(self, entry: Entry | None, function: Any) -> str:
+        name = _described(function) if entry is None else entry.name
+        return f"{name} while a pickle is read"
+
+    def _checked(self, entry: Entry, made: Any) -> Any:
+        if issubclass(type(made), _CODE):
+            raise self._allowed.refusal(f"a {type(made).__name__} that {entry.name} returned")
+        return made
+
+    def _memo_get(self, place: int) -> None:
+        self._stack.append(self._memo[place])
+
+    def _memo_put(self, place: int) -> None:
+        self._memo[place] = self._stack[-1]
+
+    # ---- state -------------------------------------------------------------
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        cls = type(target)
+        if not self._allowed.may_have_state(cls):
+            raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+        attributes, slots = state, None
+        if type(state) is tuple and len(state) == 2:
+            attributes, slots = state
+        for each in (attributes, slots):
+            if type(each) is dict:
+                for name in each:
+                    self._check_attribute(cls, name)
+        setstate = attribute_of(cls, "__setstate__")
+        if setstate is BaseException.__setstate__:
+            setstate = None  # it sets attributes one by one, as below
+        if setstate is not None:
+            if type(setstate) is not FunctionType:
+                raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+            setstate(target, state)
+            return
+        for each in (attributes, slots):
+            if each is None:
+                continue
+            if type(each) is not dict:
+                raise self._allowed.refusal(f"a change of a {_full_name(cls)} by no dict")
+            for name, value in each.items():
+                _set_attribute(target, name, value)
+
+    def _check_attribute(self, cls: type, name: Any) -> None:
+        """Permit what instances hold; neither what Python looks up there itself, nor methods."""
+        if type(name) is str and not (name.startswith("__") and name.endswith("__")):
+            static = attribute_of(cls, name)
+            fields = attribute_of(cls, "__dataclass_fields__") or {}
+            if (
+                static is None
+                or isinstance(static, _FIELDS)
+                or name in fields
+                or not (callable(static) or hasattr(type(static), "__get__"))
+            ):
+                return
+        elif name == "__notes__" and issubclass(cls, BaseException):
+            return
+        raise self._allowed.refusal(f"a change of {_full_name(cls)}.{name}")
+
+
+# Places in an instance, and not code.
+_FIELDS = (MemberDescriptorType, GetSetDescriptorType)
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Raise TypeError unless these are what `*` and `**` take without running any code."""
+    if type(args) not in (tuple, list):
+        raise TypeError(f"arguments must be a tuple, got a {_full_name(type(args))}")
+    if type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
+        raise TypeError("keyword arguments must be a dict with names")
+
+
+def attribute_of(cls: type, name: str) -> Any:
+    """Return what the class has under a name, without running any code of it; None for nothing."""
+    for base in type.__dict__["__mro__"].__get__(cls):
+        members = vars(base)
+        if name in members:
+            return members[name]
+    return None
+
+
+def _set_attribute(target: Any, name: str, value: Any) -> None:
+    if isinstance(attribute_of(type(target), name), _FIELDS):
+        object.__setattr__(target, name, value)
+    else:
+        target.__dict__[name] = value
+
+
+def _full_name(target: Any) -> str:
+    """Return "module.qualname", '' where it has none."""
+    module = getattr(target, "__module__", None)
+    name = getattr(target, "__qualname__", None)
+    return f"{module}.{name}" if type(module) is str and type(name) is str else ""
+
+
+def _described(target: Any) -> str:
+    return (_full_name(target) if isinstance(target, _CODE) else "") or (
+        f"a call of a {_full_name(type(target))}"
+    )
+
+
+_STOP = pickle.STOP[0]
+_OPCODES: dict[int, Callable[[Reader], None]] = {
+    code[0]: run
+    for code, run in (
+        (pickle.PROTO, Reader._protocol),
+        (pickle.FRAME, lambda reader: reader._take(8) and None),
+        (pickle.NONE, lambda reader: reader._stack.append(None)),
+        (pickle.NEWTRUE, lambda reader: reader._stack.append(True)),
+        (pickle.NEWFALSE, lambda reader: reader._stack.append(False)),
+        (pickle.BININT, Reader._signed),
+        (pickle.BININT1, lambda reader: reader._stack.append(reader._number(1))),
+        (pickle.BININT2, lambda reader: reader._stack.append(reader._number(2))),
+        (pickle.LONG1, lambda reader: reader._long(reader._number(1))),
+        (pickle.LONG4, lambda reader: reader._long(reader._number(4))),
+        (pickle.BINFLOAT, Reader._float),
+        (pickle.SHORT_BINUNICODE, lambda reader: reader._text(reader._number(1))),
+        (pickle.BINUNICODE, lambda reader: reader._text(reader._number(4))),
+        (pickle.BINUNICODE8, lambda reader: reader._text(reader._number(8))),
+        (pickle.SHORT_BINBYTES, lambda r: r._stack.append(r._take(r._number(1)))),
+        (pickle.BINBYTES, lambda r: r._stack.append(r._take(r._number(4)))),
+        (pickle.BINBYTES8, lambda r: r._stack.append(r._take(r._number(8)))),
+        (pickle.BYTEARRAY8, lambda r: r._stack.append(bytearray(r._take(r._number(8))))),
+        (pickle.EMPTY_TUPLE, lambda reader: reader._stack.append(())),
+        (pickle.TUPLE1, lambda reader: reader._tuple(1)),
+        (pickle.TUPLE2, lambda reader: reader._tuple(2)),
+        (pickle.TUPLE3, lambda reader: reader._tuple(3)),
+        (pickle.TUPLE, lambda reader: reader._push(tuple(reader._since_mark()))),
+        (pickle.EMPTY_LIST, lambda reader: reader._stack.append([])),
+        (pickle.EMPTY_DICT, lambda reader: reader._stack.append({})),
+        (pickle.EMPTY_SET, lambda reader: reader._stack.append(set())),
+        (pickle.FROZENSET, lambda reader: reader._push(frozenset(reader._since_mark()))),
+        (pickle.APPEND, lambda reader: reader._append([reader._stack.pop()])),
+        (pickle.APPENDS, lambda reader: reader._append(reader._since_mark())),
+        (pickle.SETITEM, lambda r: r._set_items([r._stack.pop(-2), r._stack.pop()])),
+        (pickle.SETITEMS, lambda reader: reader._set_items(reader._since_mark())),
+        (pickle.ADDITEMS, Reader._add_items),
+        (pickle.MARK, Reader._mark),
+        (pickle.POP, Reader._pop),
+        (pickle.POP_MARK, lambda reader: reader._since_mark() and None),
+        (pickle.MEMOIZE, lambda reader: reader._memo_put(len(reader._memo))),
+        (pickle.BINPUT, lambda reader: reader._memo_put(reader._number(1))),
+        (pickle.LONG_BINPUT, lambda reader: reader._memo_put(reader._number(4))),
+        (pickle.BINGET, lambda reader: reader._memo_get(reader._number(1))),
+        (pickle.LONG_BINGET, lambda reader: reader._memo_get(reader._number(4))),
+        (pickle.GLOBAL, Reader._global),
+        (pickle.STACK_GLOBAL, Reader._stack_global),
+        (pickle.REDUCE, Reader._reduce),
+        (pickle.NEWOBJ, lambda reader: reader._new({})),
+        (pickle.NEWOBJ_EX, lambda reader: reader._new(reader._stack.pop())),
+        (pickle.BUILD, Reader._build),
+    )
+}

@@ -1,0 +1,196 @@
+"""Remote exceptions that keep their type.
+
+Upstream sends (text, class) and builds class(text). Where the class wants other arguments, the
+caller gets a RuntimeError (pytorch issue 45044); and the text is put through an escape decoder that
+mangles what is not ASCII. Here the parts of the exception travel too (exception_parts.py), and the
+text stays as it is.
+Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._upstream import exception_parts
+
+# Upstream's functions have no types.
+internal: Any = _untyped_internal
+native_rpc: Any = _untyped_native_rpc
+# Of each thread: the function that ran last, and the id of what it returned, for error texts.
+_last = threading.local()
+# Of each thread: what torch.set_default_device() has entered there.
+_default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a pickle that the allow-list has refused, where upstream expects what it held.
+
+    Attributes:
+        error: what is raised when the value is used.
+    """
+
+    error: errors.RefusedError
+
+
+class RemoteType(NamedTuple):
+    """Stands where upstream sends the class: called with the text, it builds the exception.
+
+    Attributes:
+        parts: of the exception, as a plain tuple (exception_parts.Parts).
+    """
+
+    parts: tuple[Any, ...]
+
+    def __call__(self, message: str) -> BaseException:
+        """Build the exception.
+
+        Args:
+            message: remote worker and traceback.
+
+        Returns:
+            class(message), as upstream, with the attributes that it had. Where the class wants
+            other arguments, or its own text is made of its fields (OSError with an errno), what it
+            was, with the message as a note. Where its class is not to be had here, one of a base.
+        """
+        parts = exception_parts.Parts(*self.parts)
+        original = exception_parts.put_together(parts)
+        if original is None or type(original) is Exception:
+            plain = RuntimeError(message)
+            if original is not None:
+                exception_parts.copy_state(original, plain)
+            return plain
+        if _has_text_of_fields(original):
+            original.add_note(message)
+            return original
+        try:
+            error = type(original)(message)
+        except Exception as problem:  # noqa: BLE001  whatever a user's constructor raises
+            if len(original.args) == 1 and isinstance(original.args[0], str):
+                # It is a text with a constructor of its own: the text is upstream's.
+                original.args = (
+                    f"Failed to create original exception type. Error msg was {problem}"
+                    f" Original exception on remote side was {message}",
+                )
+            else:
+                original.add_note(message)
+            return original
+        exception_parts.copy_state(original, error, without=("msg",))
+        return error
+
+
+def _has_text_of_fields(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno is not None
+    if isinstance(error, SyntaxError):
+        return error.lineno is not None
+    return isinstance(error, (StopIteration, StopAsyncIteration))
+
+
+def describe(error: BaseException) -> Any:
+    """Return what the callee sends for an exception: upstream's RemoteException."""
+    info = native_rpc._get_current_rpc_agent().get_worker_info()
+    # Without repr(), which upstream puts in: its escapes are what would have to be decoded.
+    text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
+    # One that came from another worker may be of a class made here.
+    plain = getattr(error, "_remote_original", error)
+    return internal.RemoteException(text, RemoteType(tuple(exception_parts.take_apart(plain))))
+
+
+def unsent(value: Any, error: Exception) -> Any:
+    """Return what the callee sends for a result that pickle does not take.
+
+    A RuntimeError, as upstream's is: programs catch that.
+    """
+    name = native_rpc._get_current_rpc_agent().get_worker_info().name
+    function, returned = getattr(_last, "returned", (None, 0))
+    what = f"worker {name!r} has to send"
+    if returned == id(value):
+        label = getattr(function, "__qualname__", repr(function))
+        what = f"{getattr(function, '__module__', '')}.{label} on worker {name!r} returned"
+    problem = RuntimeError(
+        f"{what} a value of type {type(value).__qualname__} that cannot be pickled "
+        f"({type(error).__name__}: {error}): return tensors and plain data, or make the value with "
+        "rpc.remote(), which leaves it there."
+    )
+    result = describe(problem)
+    print(result.msg, file=sys.stderr)
+    return result
+
+
+def run_function(python_udf: Any) -> Any:
+    """Run a request's function; stands in for upstream's internal._run_function."""
+    try:
+        if isinstance(python_udf, AttributeError):
+            raise python_udf
+        if isinstance(python_udf, Refused):
+            raise python_udf.error
+        # In a context of its own: what it sets there (decimal's precision, NumPy's error state) is
+        # gone afterwards. csrc/agent/thread_state.cpp does the same for torch's state.
+        result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
+        if result is not None and type(result) is not torch.Tensor:
+            _last.returned = (python_udf.func, id(result))
+        return result
+    except Exception as error:  # noqa: BLE001  whatever a user's function raises
+        result = describe(error)
+        # As upstream: the callee's log shows what its callers saw. Refusals are logged already.
+        if not isinstance(python_udf, Refused):
+            print(result.msg, file=sys.stderr)
+        return result
+    finally:
+        # getattr() with a default takes 1 us, for an attribute that a threading.local() lacks.
+        if _default_device.__dict__.get("device_context") is not None:
+            torch.set_default_device(None)  # for this thread
+
+
+def handle_exception(result: Any) -> None:
+    """Raise what the callee raised; stands in for upstream's internal._handle_exception."""
+    if isinstance(result, internal.RemoteException):
+        raise result.exception_type(result.msg)
+    if isinstance(result, Refused):
+        raise result.error
+
+
+def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
+    """Return what the remote function raised, or None if this is a result; called from C++.
+
+    Args:
+        payload: pickled result of a Python function.
+        tensors: what its pickle refers to.
+    """
+    result: Any = internal.deserialize(payload, tensors)
+    if isinstance(result, Refused):
+        error: BaseException = result.error
+        return error
+    if not isinstance(result, internal.RemoteException):
+        return None
+    return also_runtime_error(result.exception_type(result.msg))
+
+
+def also_runtime_error(error: BaseException) -> BaseException:
+    """Let `except RuntimeError` catch it too, as it does upstream for all but these three."""
+    if isinstance(error, (RuntimeError, ValueError, TypeError)):
+        return error
+    cls = type(error)
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        # pickle looks classes up by their names, and would find the other one.
+        "__reduce_ex__": lambda self, protocol: self._remote_original.__reduce_ex__(protocol),
+    }
+    try:
+        also = exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
+    except TypeError:
+        return error  # not to be combined with RuntimeError
+    vars(also)["_remote_original"] = error
+    return also

@@ -1,0 +1,294 @@
+"""Places where upstream's Python knows TensorPipeAgent only, or does less than expected.
+
+Installed while our agent runs, taken out with it; any other agent sees upstream as it is.
+
+- api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
+  the session that runs says what it does (_lifecycle/shutdown.py).
+- api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
+  completes. Here the waiting thread takes the answer from the network itself: that spares a
+  hand-off between threads, and Ctrl-C ends the wait. And while nobody profiles, what only the
+  profiler needs is left out: 1 to 2 us of 33.
+- api._invoke_rpc_torchscript: copies what it knows of the function for each call. Here it does not.
+- api._invoke_rpc_builtin, _python_udf: a future holds a tensor upstream as a Python object, which
+  takes the GIL to complete it. Here it is a tensor (csrc/bindings/calls.cpp).
+- api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
+  a RuntimeError of the error's text upstream, and one whose creation fails later marks a wrong RRef
+  (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
+- api.remote, api._invoke_rpc: args=(tensor) without the comma is taken apart by its rows upstream.
+  Here it is an error. So is a negative time-out, or NaN, for rpc._set_rpc_timeout.
+- rpc.RRef: a value that contains itself ends the process upstream, and so does passing on an RRef
+  to a tuple. Here the first is a TypeError, and the second passes the tuple on as a Python object
+  (csrc/bindings/rrefs.cpp).
+- internal._run_function, _handle_exception: a remote exception whose class needs more than a text
+  to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
+- internal._internal_rpc_pickler: the commonest payloads have short forms (payloads.py), and its
+  reducers lose less. An nn.Parameter loses its place in distributed autograd upstream
+  (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
+  (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
+  An RRef whose owner has died and come back is an error here, and not a wait without an end there.
+- internal._unpickler, deserialize, _run_function, with the option allow_list only: what is named,
+  and what is called, is checked.
+
+Source: torch/distributed/rpc/api.py, internal.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import _distributed_rpc as _untyped_native_rpc
+from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.rpc import api as _untyped_api
+from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._base import option_table as table
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._upstream import exceptions, payloads
+
+logger = logging.getLogger(__name__)
+# Upstream's functions have no types.
+api: Any = _untyped_api
+internal: Any = _untyped_internal
+rpc: Any = _untyped_rpc
+native_rpc: Any = _untyped_native_rpc
+
+_SYNC = api.RPCExecMode.SYNC
+_UNSET: float = api.UNSET_RPC_TIMEOUT
+_find_builtin: Any = torch.jit._builtins._find_builtin
+
+# And the place of the time-out among their arguments.
+_REMOTES = {
+    "_invoke_remote_builtin": 2,
+    "_invoke_remote_torchscript": 2,
+    "_invoke_remote_python_udf": 3,
+}
+
+_originals: dict[str, Callable[..., Any]] = {}
+# Of the session that runs.
+_agent: Any = None
+
+
+def install(
+    agent: Any, wait_all_workers: Callable[[Callable[..., Any], float], None], allowed: Any = None
+) -> None:
+    """Put the hooks in. Idempotent.
+
+    Args:
+        agent: the agent that runs.
+        wait_all_workers: called in place of api._wait_all_workers, with that function and with the
+            time-out that it was given.
+        allowed: what peers may call (_security.allow_list.AllowList); None for everything.
+    """
+    global _agent
+    if _originals:
+        return
+    _agent = agent
+    _originals["wait_all_workers"] = api._wait_all_workers
+    _originals["invoke_rpc"] = api._invoke_rpc
+    _originals["run_function"] = internal._run_function
+    _originals["handle_exception"] = internal._handle_exception
+    api._wait_all_workers = _waiting_by(wait_all_workers, api._wait_all_workers)
+    api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
+    _originals["invoke_rpc_builtin"] = api._invoke_rpc_builtin
+    api._invoke_rpc_builtin = _invoke_rpc_builtin
+    _originals["invoke_rpc_torchscript"] = api._invoke_rpc_torchscript
+    api._invoke_rpc_torchscript = _invoke_rpc_torchscript
+    _originals["invoke_rpc_python_udf"] = api._invoke_rpc_python_udf
+    api._invoke_rpc_python_udf = loader.load().invoke_function
+    _originals["remote"] = api.remote
+    api.remote = rpc.remote = functools.wraps(api.remote)(_remote)
+    _originals["set_rpc_timeout"] = rpc._set_rpc_timeout
+    rpc._set_rpc_timeout = functools.wraps(rpc._set_rpc_timeout)(_set_rpc_timeout)
+    for name, place in _REMOTES.items():
+        _originals[name] = getattr(api, name)
+        setattr(api, name, _typed(_originals[name], place))
+    api._invoke_remote_torchscript = _typed(
+        _invoke_remote_torchscript, _REMOTES["_invoke_remote_torchscript"]
+    )
+    rpc.RRef.__init__ = _make_rref
+    # The C++ side looks these up by name when it first needs them in a session.
+    internal._run_function = exceptions.run_function
+    internal._handle_exception = exceptions.handle_exception
+    if allowed is not None:
+        _originals["unpickler"] = internal._unpickler
+        _originals["deserialize"] = internal.deserialize
+        internal._unpickler = allowed.unpickler
+        internal.deserialize = allowed.deserialize
+        internal._run_function = allowed.run_function
+    payloads.install(agent)
+
+
+def uninstall() -> None:
+    """Take the hooks out. Idempotent."""
+    global _agent
+    if not _originals:
+        return
+    _agent = None
+    api._wait_all_workers = _originals.pop("wait_all_workers")
+    api._invoke_rpc = _originals.pop("invoke_rpc")
+    api._invoke_rpc_builtin = _originals.pop("invoke_rpc_builtin")
+    api._invoke_rpc_torchscript = _originals.pop("invoke_rpc_torchscript")
+    api._invoke_rpc_python_udf = _originals.pop("invoke_rpc_python_udf")
+    api.remote = rpc.remote = _originals.pop("remote")
+    rpc._set_rpc_timeout = _originals.pop("set_rpc_timeout")
+    for name in _REMOTES:
+        setattr(api, name, _originals.pop(name))
+    del rpc.RRef.__init__  # PyRRef's comes back
+    internal._run_function = _originals.pop("run_function")
+    internal._handle_exception = _originals.pop("handle_exception")
+    if "unpickler" in _originals:
+        internal._unpickler = _originals.pop("unpickler")
+        internal.deserialize = _originals.pop("deserialize")
+    payloads.uninstall()
+
+
+def _waiting_by(
+    wait_all_workers: Callable[[Callable[..., Any], float], None], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _wait_all_workers(timeout: float = 0) -> None:
+        wait_all_workers(original, timeout)
+
+    return _wait_all_workers
+
+
+def _invoke_rpc(
+    to: Any,
+    func: Callable[..., Any],
+    rpc_type: Any,
+    args: Any = None,
+    kwargs: Any = None,
+    rpc_timeout: float = _UNSET,
+) -> Any:
+    if type(args) is not tuple:
+        args = _checked(args)
+    if rpc_timeout != _UNSET:
+        _check_timeout(rpc_timeout)
+    set_synchronous = loader.load().set_synchronous
+    before = False
+    try:
+        # Set back, because it may be a call that pickling the arguments of another one makes; and
+        # within the `try`, because a signal's handler may raise between any two lines.
+        before = set_synchronous(rpc_type is _SYNC)
+        if api._get_should_profile():
+            invoke = _originals.get("invoke_rpc", api._invoke_rpc)
+            future = invoke(to, func, rpc_type, args, kwargs, rpc_timeout)
+        else:
+            future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
+    finally:
+        waits = set_synchronous(before)
+    if waits and (agent := _agent) is not None:
+        agent.await_answer(future)
+    return future
+
+
+def _checked(args: Any) -> Any:
+    """Refuse args=(tensor), which without a comma is a tensor, to be taken apart by its rows."""
+    if args is None:
+        return ()
+    if not isinstance(args, Iterable) or isinstance(args, (torch.Tensor, str, bytes)):
+        raise TypeError(
+            f"args must be a tuple of the function's arguments, got a {type(args).__name__}: write "
+            "args=(value,), with the comma, for one argument."
+        )
+    return args
+
+
+def _check_timeout(seconds: float) -> None:
+    """Refuse what is negative or NaN, as csrc/agent/ucx_agent_calls.cpp does for any call.
+
+    Here it comes before an RRef is made, or pickled: that would wait for ever for the call.
+    """
+    if not seconds >= 0 and seconds != _UNSET:
+        raise ValueError(
+            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
+            f"options, got {seconds:g}"
+        )
+
+
+def _remote(
+    to: Any,
+    func: Any,
+    args: Any = None,
+    kwargs: Any = None,
+    timeout: float = _UNSET,
+) -> Any:
+    if type(args) is not tuple:
+        args = _checked(args)
+    return _originals.get("remote", api.remote)(to, func, args, kwargs, timeout)
+
+
+def _set_rpc_timeout(seconds: float) -> None:
+    table.rpc_timeout("rpc_timeout", seconds)
+    _originals.get("set_rpc_timeout", native_rpc._set_rpc_timeout)(seconds)
+
+
+def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+    """Call as upstream's _invoke_rpc does that nobody profiles."""
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    name = _find_builtin(func)
+    if name is not None:
+        return api._invoke_rpc_builtin(api._to_worker_info(to), name, timeout, *args, **kwargs)
+    is_async = hasattr(func, "_wrapped_async_rpc_function")
+    if is_async and isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):
+        func = func._wrapped_async_rpc_function
+    if isinstance(func, torch.jit.ScriptFunction):
+        to = to if isinstance(to, str) else api._to_worker_info(to).name
+        return api._invoke_rpc_torchscript(to, func, args, kwargs, timeout, is_async)
+    payload, tensors = api._default_pickler.serialize(api.PythonUDF(func, args, kwargs))
+    return api._invoke_rpc_python_udf(api._to_worker_info(to), payload, tensors, timeout, is_async)
+
+
+def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    invoke = _originals.get("invoke_rpc_builtin", api._invoke_rpc_builtin)
+    future = loader.load().invoke_builtin(to, name, timeout, *args, **kwargs)
+    return invoke(to, name, timeout, *args, **kwargs) if future is None else future
+
+
+def _invoke_rpc_torchscript(
+    to: str, function: Any, args: Any, kwargs: Any, timeout: float, is_async: bool
+) -> Any:
+    if not isinstance(function, str):  # a name, where upstream's _invoke_rpc calls
+        future = loader.load().invoke_script(to, function, args, kwargs, timeout, is_async)
+        if future is not None:
+            return future
+        function = torch._jit_internal._qualified_name(function)
+    invoke = _originals.get("invoke_rpc_torchscript", api._invoke_rpc_torchscript)
+    return invoke(to, function, args, kwargs, timeout, is_async)
+
+
+def _make_rref(self: Any, value: Any, type_hint: Any = None) -> None:
+    loader.load().require_finite(value)
+    rpc.PyRRef.__init__(self, value, type_hint)
+
+
+def _invoke_remote_torchscript(
+    to: Any, name: str, timeout: float, is_async: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    loader.load().require_script_arguments(args, kwargs)
+    return _originals["_invoke_remote_torchscript"](to, name, timeout, is_async, *args, **kwargs)
+
+
+def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def invoke_typed(*args: Any, **kwargs: Any) -> Any:
+        _check_timeout(args[place])
+        native = loader.load()
+        native.forget_creation_failure()
+        try:
+            rref = invoke(*args, **kwargs)
+        except RuntimeError:
+            try:
+                native.raise_creation_failure()
+            except errors.RpcError as typed:
+                raise typed from None
+            raise
+        native.watch_creation(rref)
+        return rref
+
+    return invoke_typed

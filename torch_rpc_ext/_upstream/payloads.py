@@ -1,0 +1,366 @@
+"""How what a call carries becomes bytes and a table of tensors, and back.
+
+Upstream pickles everything: the named tuple (function, arguments), each tensor as the method of a
+class that finds it again, None. For the commonest payloads there is a form of a few bytes here,
+which no pickle begins with; the others are pickled as upstream does, with reducers for what it
+loses (hooks.py says what). csrc/agent/call_label.cpp reads function names
+out of both.
+
+Source: torch/distributed/rpc/internal.py, _InternalRPCPickler.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.rpc import internal as _untyped_internal
+
+from torch_rpc_ext._native import loader
+from torch_rpc_ext._upstream import exceptions
+
+# Upstream's functions have no types.
+internal: Any = _untyped_internal
+rpc: Any = _untyped_rpc
+
+_pickler: Any = internal._internal_rpc_pickler
+_tables: Any = internal._thread_local_tensor_tables
+
+# Whole payloads: None, and the one tensor of the table.
+_NONE = b"\x01None"
+_TENSOR = b"\x01Tensor"
+# A function of a module, called with the table's tensors; then follow the names, a zero after each.
+_CALL = b"\x01Call\0"
+# In front of the pickle of what a function has raised; csrc/bindings/remote_exception.cpp asks.
+_RAISED = b"\x01Raised"
+
+# Longer payloads that name a function are taken apart each time; bytes.
+_REMEMBERED = 256
+
+_new_tuple = tuple.__new__
+# Of the session that runs.
+_agent: Any = None
+
+
+def install(agent: Any = None) -> None:
+    """Let upstream's pickler make and read these payloads. Idempotent.
+
+    Args:
+        agent: the agent whose calls they are; no RRef can be pickled without one.
+    """
+    global _agent
+    _agent = agent
+    for cls, reducer in _REDUCERS.items():
+        _pickler._register_reducer(cls, reducer)
+    for rref_class in _rref_classes():
+        _pickler._register_reducer(rref_class, _reduce_rref)
+    _pickler.serialize = serialize
+    _pickler.deserialize = deserialize
+
+
+def uninstall() -> None:
+    """Leave upstream's pickler as it was. Idempotent."""
+    global _agent
+    _agent = None
+    # Those of the class come back.
+    vars(_pickler).pop("serialize", None)
+    vars(_pickler).pop("deserialize", None)
+    # Its serialize() copies the one table into the other.
+    for table in (_pickler._class_reducer_dict, _pickler._dispatch_table):
+        for cls, reducer in _REDUCERS.items():
+            if table.get(cls) is reducer:
+                del table[cls]
+    _pickler._dispatch_table[torch.Tensor] = _pickler._tensor_reducer
+    for rref_class in _rref_classes():
+        _pickler._class_reducer_dict.pop(rref_class, None)
+
+
+def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Stand in for upstream's pickler.
+
+    Args:
+        value: an internal.PythonUDF, or what one returned.
+
+    Returns:
+        The payload and the tensors that it refers to, by their places.
+
+    Raises:
+        Exception: what pickle raises for a call that it does not take; for a result that it does
+            not take, the payload is a TypeError for the caller.
+    """
+    if value is None:
+        return _NONE, []
+    if type(value) is internal.RemoteException:
+        return _raised(value)
+    # Somebody else's pickler may send by value what is sent by name here.
+    if internal._pickler is pickle.Pickler:
+        if _is_plain(value):
+            return _TENSOR, [value]
+        if type(value) is internal.PythonUDF and not value.kwargs and type(value.args) is tuple:
+            name, args = _name_of(value.func), value.args
+            # One that stands there twice must arrive as one: pickle remembers it.
+            if (
+                name is not None
+                and all(map(_is_plain, args))
+                and len(set(map(id, args))) == len(args)
+            ):
+                return _CALL + name, list(args)
+    try:
+        return _pickled(value)
+    except Exception as error:
+        if type(value) is internal.PythonUDF:
+            _explain(value.func, error)
+            raise
+        # As an answer: upstream's would be a RuntimeError with the C++ stack.
+        return _raised(exceptions.unsent(value, error))
+
+
+def _raised(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    pickled, tensors = _pickled(value)
+    return _RAISED + pickled, tensors
+
+
+def _explain(function: Any, error: Exception) -> None:
+    """Raise another error, of the same type, where it is the function that pickle does not take."""
+    name = str(getattr(function, "__qualname__", ""))
+    if "<" in name and isinstance(error, (pickle.PicklingError, AttributeError)):
+        kind = "lambda" if name.endswith("<lambda>") else "function within a function"
+        raise type(error)(
+            f"{function.__module__}.{name} cannot be pickled, because it is a {kind}: define it at "
+            "the top level of a module that all workers can import, and pass it by that name."
+        ) from None
+
+
+def deserialize(
+    payload: bytes,
+    tensors: list[torch.Tensor],
+    read: Callable[[bytes, list[torch.Tensor]], Any] | None = None,
+) -> Any:
+    """Stand in for upstream's pickler.
+
+    Args:
+        payload: from serialize(), on any worker.
+        tensors: those that came with it.
+        read: reads pickles; upstream's pickler, if not given.
+
+    Returns:
+        The value. An AttributeError, not raised, where a function does not exist, as upstream.
+
+    Raises:
+        Exception: whatever a pickle that names anything may raise.
+    """
+    if payload == _TENSOR:
+        return tensors[0]
+    if payload == _NONE:
+        return None
+    if payload.startswith(_RAISED):
+        return (read or _from_pickle)(payload[len(_RAISED) :], tensors)
+    named = short_call(payload)
+    if named is not None:
+        function = _find(*named)
+        if isinstance(function, AttributeError):
+            return function
+        # Its own constructor is written in Python and takes 0.5 us more.
+        return _new_tuple(internal.PythonUDF, (function, tuple(tensors), {}))
+    return (read or _from_pickle)(payload, tensors)
+
+
+def short_call(payload: bytes) -> tuple[str, str] | None:
+    """Return module and name of the function that the short form of a call names.
+
+    Args:
+        payload: from serialize(), on any worker.
+
+    Returns:
+        None where it is of another form.
+
+    Raises:
+        ValueError: it begins like the short form and is none.
+    """
+    if not payload.startswith(_CALL):
+        return None
+    # The names of a few frequent functions, and no memory for whatever a peer sends.
+    return _remembered_names(payload) if len(payload) <= _REMEMBERED else _names(payload)
+
+
+def _names(payload: bytes) -> tuple[str, str]:
+    module, name, _ = payload[len(_CALL) :].split(b"\0")
+    return module.decode(), name.decode()
+
+
+_remembered_names = functools.lru_cache(maxsize=1024)(_names)
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        # Not where a program has registered its own way to send tensors.
+        and _pickler._class_reducer_dict.get(torch.Tensor) is _reduce_tensor
+    )
+
+
+def _name_of(function: Any) -> bytes | None:
+    """Return by what name a function is found again; None where pickle has to try."""
+    if type(function) is not FunctionType:
+        return None
+    module, name = function.__module__, function.__qualname__
+    # Not of a class or of another function: those names have dots.
+    if getattr(sys.modules.get(module), name, None) is not function:
+        return None
+    return f"{module}\0{name}\0".encode()
+
+
+def _find(module: str, name: str) -> Any:
+    if internal._unpickler is pickle.Unpickler:
+        found = getattr(sys.modules.get(module), name, None)
+        if found is not None:
+            return found
+    # Imports the module. PROTO 4, the two strings, STACK_GLOBAL, STOP.
+    return _from_pickle(b"\x80\x04%b%b\x93." % (_pickled_text(module), _pickled_text(name)), [])
+
+
+def _pickled_text(text: str) -> bytes:
+    encoded = text.encode()
+    return b"X%b%b" % (len(encoded).to_bytes(4, "little"), encoded)
+
+
+def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    if isinstance(value, torch.jit.ScriptModule):
+        pickled: tuple[bytes, list[torch.Tensor]] = type(_pickler).serialize(_pickler, value)
+        return pickled
+    # A reducer may make a call of its own.
+    before = getattr(_tables, "send_tables", None)
+    tensors: list[torch.Tensor] = []
+    _tables.send_tables = tensors
+    try:
+        file = io.BytesIO()
+        pickler = internal._pickler(file)
+        table = _pickler._dispatch_table
+        table.update(_pickler._class_reducer_dict)
+        pickler.dispatch_table = table
+        pickler.dump(value)
+        return file.getvalue(), tensors
+    finally:
+        if before is None:
+            del _tables.send_tables
+        else:
+            _tables.send_tables = before
+
+
+def _from_pickle(payload: bytes, tensors: list[torch.Tensor]) -> Any:
+    return with_tensors(tensors, lambda: type(_pickler).deserialize(_pickler, payload, tensors))
+
+
+def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
+    """Return what read() does, while pickles find their tensors here.
+
+    Args:
+        tensors: those that came with the payload.
+        read: reads it.
+    """
+    if torch.is_inference_mode_enabled():
+        # What is fetched is ordinary, also where unpickling makes tensors.
+        with torch.inference_mode(False):
+            return with_tensors(tensors, read)
+    before = getattr(_tables, "recv_tables", None)
+    _tables.recv_tables = tensors
+    try:
+        return read()
+    except Exception as error:
+        # Upstream makes a RuntimeError of what an unpickler raises, so programs catch that; and a
+        # program's own handler of a signal may have raised it, whose class it must keep.
+        also = exceptions.also_runtime_error(error)
+        if also is error:
+            raise
+        raise also.with_traceback(error.__traceback__) from error.__cause__
+    finally:
+        # Upstream leaves its own at an error.
+        if before is None:
+            vars(_tables).pop("recv_tables", None)
+        else:
+            _tables.recv_tables = before
+
+
+def _rref_classes() -> tuple[type, ...]:
+    return (rpc.PyRRef, rpc.RRef)
+
+
+def _reduce_rref(rref: Any) -> tuple[Any, ...]:
+    loader.load().before_passing(_agent, rref)
+    reduced: tuple[Any, ...] = _pickler._py_rref_reducer(rref)
+    return reduced
+
+
+def _reduce_worker_info(info: Any) -> tuple[Any, ...]:
+    # Not pybind11's way, which makes an object without its C++ part and fills that in later: who
+    # reads with an allow-list does not make such.
+    return (rpc.WorkerInfo, (info.name, info.id))
+
+
+def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    # As the Parameter that it is, not as its .data: so distributed autograd records it.
+    _tables.send_tables.append(parameter)
+    return (_restore_parameter, (len(_tables.send_tables) - 1,))
+
+
+def _restore_parameter(index: int) -> torch.Tensor:
+    tensor = _restore_tensor(index)
+    # The same tensor under another class, not a new Parameter: within a distributed autograd
+    # context it gets its history after this, and a copy would stay outside of the graph.
+    tensor.__class__ = torch.nn.Parameter
+    return tensor
+
+
+_BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
+_BY_COLUMN = frozenset({torch.sparse_csc, torch.sparse_bsc})
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    layout = tensor.layout
+    if layout in _BY_ROW:
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif layout in _BY_COLUMN:
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        tensors = _tables.send_tables
+        tensors.append(tensor)
+        # Not upstream's class method: pickle would write all of its name for each tensor.
+        return (_restore_tensor, (len(tensors) - 1,))
+    # Each part is a strided tensor and comes back here.
+    return (_restore_compressed, (*parts, tuple(tensor.shape), tensor.layout))
+
+
+def _restore_tensor(index: int) -> torch.Tensor:
+    # A peer's number: not a slice of the table either.
+    tensors: list[torch.Tensor] = _tables.recv_tables
+    if type(index) is not int or not 0 <= index < len(tensors):
+        raise ValueError(f"a message of {len(tensors)} tensors has none at {index!r}")
+    return tensors[index]
+
+
+def _restore_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: torch.layout,
+) -> torch.Tensor:
+    # Checked, because a peer sent them: bad indices raise instead of crashing later.
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=True
+    )
+
+
+_REDUCERS: dict[type, Any] = {
+    torch.nn.Parameter: _reduce_parameter,
+    torch.Tensor: _reduce_tensor,
+    rpc.WorkerInfo: _reduce_worker_info,
+}

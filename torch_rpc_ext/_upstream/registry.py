@@ -1,0 +1,50 @@
+"""Changing torch's enum class of back ends, BackendType.
+
+torch's ``register_backend`` replaces the enum class; members that a program took earlier, and
+``torch.distributed.rpc.BackendType`` itself, then belong to a class that init_rpc no longer
+accepts. So a member is added to the class that is there. It comes last, so that a call with options
+only still finds TENSORPIPE first.
+Source: torch/distributed/rpc/backend_registry.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+
+def enum_classes(rpc: Any) -> list[type[Enum]]:
+    """Return the enum classes in use: two where somebody called register_backend, else one."""
+    classes = [rpc.BackendType]
+    if rpc.backend_registry.BackendType is not rpc.BackendType:
+        classes.append(rpc.backend_registry.BackendType)
+    return classes
+
+
+def add_member(enum_class: type[Enum], name: str, value: Any) -> None:
+    """Add a member to an existing enum class (Python 3.11 to 3.14), unless it is there.
+
+    Python offers no public way. These attributes are what enum.EnumType fills in itself; the
+    registry test holds them to what the running Python expects.
+    """
+    members = enum_class._member_map_
+    if name in members:
+        return
+    member = object.__new__(enum_class)
+    member._name_ = name
+    member._value_ = value
+    member.__objclass__ = enum_class  # type: ignore[attr-defined]
+    member._sort_order_ = len(members)  # type: ignore[attr-defined]
+    enum_class._member_names_.append(name)
+    members[name] = member
+    enum_class._value2member_map_[value] = member
+    # EnumType.__setattr__ refuses to set a name that is a member.
+    type.__setattr__(enum_class, name, member)
+
+
+def replace_value(member: Enum, value: Any) -> None:
+    """Give an existing member another value, so that everybody who holds the member sees it."""
+    table = type(member)._value2member_map_
+    table.pop(member.value, None)
+    member._value_ = value
+    table[value] = member
