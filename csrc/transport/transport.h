@@ -232,7 +232,12 @@ class Context {
   }
 
   // Closes all connections, waits a bounded time for what was sent to leave,
-  // fires all callbacks. No Handler method runs after it returns. Idempotent.
+  // fires all callbacks. No Handler method runs after it returns: it waits for
+  // the threads that are inside of one, or of a callback, and keeps others
+  // out. So the caller must hold nothing that these wait for. It may itself be
+  // inside of a Handler method or of a callback, which is then not waited for,
+  // but not of onAccept() or onConnected(). Idempotent; of several calls each
+  // returns when the context has stopped.
   virtual void stop() = 0;
 };
 
