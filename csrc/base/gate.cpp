@@ -41,33 +41,23 @@ void Gate::leave() {
       return;
     }
   }
-  // Under the mutex: the one that waits may destroy the gate as soon as it sees
+  // With the mutex: the one that waits may destroy the gate as soon as it sees
   // that nobody is inside.
   const std::lock_guard lock(mutex_);
   state_.fetch_sub(kOne);
-  lookLocked();
+  changed_.notify_all();
 }
 
 void Gate::close() {
   const std::lock_guard lock(mutex_);
   state_.fetch_or(kClosed);
-  lookLocked();
+  changed_.notify_all();
 }
 
 void Gate::wait() {
-  const uint64_t own = entriesOfThisThread();
+  const uint64_t last = entriesOfThisThread() * kOne + kClosed;
   std::unique_lock lock(mutex_);
-  state_.fetch_sub(own * kOne);
-  lookLocked();
-  changed_.wait(lock, [this] { return deserted_; });
-  state_.fetch_add(own * kOne);
-}
-
-void Gate::lookLocked() {
-  if (!deserted_ && state_.load() == kClosed) {
-    deserted_ = true;
-    changed_.notify_all();
-  }
+  changed_.wait(lock, [&] { return state_.load() == last; });
 }
 
 uint64_t Gate::entriesOfThisThread() const {

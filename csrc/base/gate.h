@@ -39,9 +39,9 @@ class Gate {
   // From now on nobody is let in.
   void close();
 
-  // Returns when the gate is closed and everybody who was let in has left.
-  // Several threads may wait. A thread that waits while it is inside itself
-  // counts as one that has left: it does nothing inside until wait() returns.
+  // Returns when the gate is closed and all threads but this one have left.
+  // Several threads may wait, but only one of them from inside: two would wait
+  // for each other.
   void wait();
 
   // Whether this thread is inside.
@@ -53,14 +53,12 @@ class Gate {
   bool enter();
   void leave();
   uint64_t entriesOfThisThread() const;
-  void lookLocked();
 
   // Twice the number of those inside, plus 1 when it is closed: an open gate is
   // passed without taking the mutex.
   std::atomic<uint64_t> state_{0};
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool deserted_ = false; // has been closed and empty; stays true
 };
 
 } // namespace torch_rpc_ext::base

@@ -50,6 +50,9 @@ uint64_t live(unsigned seed) {
     if (seed % 2 == 0) {
       const Gate::Inside inside(guarded.gate);
       guarded.gate.wait(); // for the others
+      if (inside.counted()) {
+        use(guarded);
+      }
     } else {
       guarded.gate.wait();
     }
@@ -57,11 +60,9 @@ uint64_t live(unsigned seed) {
   std::this_thread::sleep_for(std::chrono::microseconds(seed % 1000));
   require(!guarded.gate.holdsThisThread(), "it is outside");
   guarded.gate.close();
-  guarded.gate.wait();
-  if (seed % 2 == 1) {
-    deserted.store(true);
-    guarded.value.reset(); // without the mutex: nobody may be using it
-  }
+  guarded.gate.wait(); // for the one that waits inside, too
+  deserted.store(true);
+  guarded.value.reset(); // without the mutex: nobody may be using it
   other.join();
   crowd.run(0);
   return passed.load();

@@ -34,30 +34,33 @@ base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
   if (!ucp.ok()) {
     return ucp.error();
   }
-  auto worker = ControlWorker::create(ucp.value());
+  const auto gate = std::make_shared<base::Gate>();
+  auto worker = ControlWorker::create(ucp.value(), gate);
   if (!worker.ok()) {
     return worker.error();
   }
   std::shared_ptr<BulkWorker> bulk;
   if (options.portLow != 0) {
     // Else the first large tensor would find that the range has no port left.
-    auto created = BulkWorker::create(ucp.value());
+    auto created = BulkWorker::create(ucp.value(), gate);
     if (!created.ok()) {
       return created.error();
     }
     bulk = std::move(created.value());
   }
-  return std::shared_ptr<UcxContext>(
-      new UcxContext(options, ucp.value(), worker.value(), std::move(bulk)));
+  return std::shared_ptr<UcxContext>(new UcxContext(
+      options, ucp.value(), gate, worker.value(), std::move(bulk)));
 }
 
 UcxContext::UcxContext(
     Options options,
     std::shared_ptr<UcpContext> ucp,
+    std::shared_ptr<base::Gate> gate,
     std::shared_ptr<ControlWorker> control,
     std::shared_ptr<BulkWorker> bulk)
     : options_(std::move(options)),
       ucp_(std::move(ucp)),
+      gate_(std::move(gate)),
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
@@ -156,7 +159,7 @@ base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
       return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
     }
     if (bulkWorker_ == nullptr) {
-      auto created = BulkWorker::create(ucp_);
+      auto created = BulkWorker::create(ucp_, gate_);
       if (!created.ok()) {
         return created.error();
       }
@@ -237,11 +240,14 @@ void UcxContext::unpark(Locked& locked, const UcxConnection& connection) {
 
 void UcxContext::stop() {
   if (stopped_.exchange(true)) {
-    handlerGate_.wait(); // another thread stops it
+    // Another thread stops it, and waits for this one if this one is inside.
+    if (!gate_->holdsThisThread()) {
+      gate_->wait();
+    }
     return;
   }
   if (poller_ == nullptr) {
-    handlerGate_.close();
+    gate_->close();
     return;
   }
   acknowledgeTimer_->stop();
@@ -289,8 +295,8 @@ void UcxContext::stop() {
     }
   });
   waitUntilTold();
-  handlerGate_.close();
-  handlerGate_.wait();
+  gate_->close();
+  gate_->wait();
 }
 
 // A task of the runner may still bring a frame to the Handler, and then tell it
@@ -298,7 +304,7 @@ void UcxContext::stop() {
 void UcxContext::waitUntilTold() {
   const int64_t deadline = monotonicMilliseconds() + kDrainMilliseconds;
   // On a thread that is amid such a frame it would be in vain.
-  while (untold_.load() != 0 && !handlerGate_.holdsThisThread() &&
+  while (untold_.load() != 0 && !gate_->holdsThisThread() &&
          monotonicMilliseconds() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -66,7 +66,7 @@ class UcxContext final : public Context,
   // only way to the Handler: stop() waits for who is in here.
   template <typename F>
   void withHandler(F&& use) {
-    const base::Gate::Inside inside(handlerGate_);
+    const base::Gate::Inside inside(*gate_);
     if (inside.counted()) {
       use(*handler_);
     }
@@ -136,6 +136,7 @@ class UcxContext final : public Context,
   UcxContext(
       Options options,
       std::shared_ptr<UcpContext> ucp,
+      std::shared_ptr<base::Gate> gate,
       std::shared_ptr<ControlWorker> control,
       std::shared_ptr<BulkWorker> bulk);
 
@@ -190,6 +191,8 @@ class UcxContext final : public Context,
 
   const Options options_;
   const std::shared_ptr<UcpContext> ucp_;
+  // Around Handler methods, and what both workers call.
+  const std::shared_ptr<base::Gate> gate_;
   const std::shared_ptr<ControlWorker> control_;
   const WorkerAddress workerAddress_;
   const uint64_t doorToken_; // who does not know it cannot connect
@@ -199,7 +202,6 @@ class UcxContext final : public Context,
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr;
   std::atomic<bool> stopped_{false};
-  base::Gate handlerGate_;
   // Connections of whose end the Handler has not heard.
   std::atomic<size_t> untold_{0};
   std::optional<AbandonedSlots> slots_; // once started

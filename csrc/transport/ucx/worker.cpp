@@ -30,7 +30,8 @@ int64_t monotonicMilliseconds() {
 
 template <WorkerRole role>
 base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
-    std::shared_ptr<UcpContext> context) {
+    std::shared_ptr<UcpContext> context,
+    std::shared_ptr<base::Gate> gate) {
   ucp_worker_params_t params{};
   params.field_mask =
       UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_EVENTS;
@@ -49,15 +50,20 @@ base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
     ucp_worker_destroy(worker);
     return toError(status, "getting the event descriptor of a UCX worker");
   }
-  return std::shared_ptr<Worker>(new Worker(std::move(context), worker, fd));
+  return std::shared_ptr<Worker>(
+      new Worker(std::move(context), std::move(gate), worker, fd));
 }
 
 template <WorkerRole role>
 Worker<role>::Worker(
     std::shared_ptr<UcpContext> context,
+    std::shared_ptr<base::Gate> gate,
     ucp_worker_h worker,
     int fd)
-    : context_(std::move(context)), worker_(worker), eventFd_(fd) {}
+    : context_(std::move(context)),
+      gate_(std::move(gate)),
+      worker_(worker),
+      eventFd_(fd) {}
 
 template <WorkerRole role>
 Worker<role>::~Worker() {
@@ -142,7 +148,7 @@ void Worker<role>::finish() {
     }
     std::optional<base::Gate::Inside> inside;
     if (!deferred.empty()) {
-      inside.emplace(gate_); // before stop() can have the lock
+      inside.emplace(*gate_); // before another thread can have the lock
     }
     mutex_.unlock();
     for (auto& task : deferred) {
@@ -156,7 +162,7 @@ void Worker<role>::finish() {
 
 template <WorkerRole role>
 void Worker<role>::onEvent() {
-  const base::Gate::Inside inside(gate_);
+  const base::Gate::Inside inside(*gate_);
   // The one-shot event is consumed, so this thread has to wait for the lock and
   // re-arm: giving up here would lose the wake-up for ever.
   mutex_.lock();
@@ -197,16 +203,11 @@ void Worker<role>::Locked::progressAll() {
 
 template <WorkerRole role>
 void Worker<role>::stop() {
-  if (!stopped_.exchange(true)) {
-    if (poller_ != nullptr) {
-      poller_->remove(eventFd_);
-      // Whoever progresses now has entered the gate before this gets the lock;
-      // nobody progresses after it.
-      runLocked([](Locked&) {});
-    }
-    gate_.close();
+  if (!stopped_.exchange(true) && poller_ != nullptr) {
+    poller_->remove(eventFd_);
+    // Whoever progresses now has the lock; nobody progresses after this.
+    runLocked([](Locked&) {});
   }
-  gate_.wait();
 }
 
 template class Worker<WorkerRole::kControl>;

@@ -87,8 +87,11 @@ class Worker {
     Worker& worker_;
   };
 
+  // `gate` is entered around what runs for the poller, and around what was
+  // deferred.
   static base::Result<std::shared_ptr<Worker>> create(
-      std::shared_ptr<UcpContext> context);
+      std::shared_ptr<UcpContext> context,
+      std::shared_ptr<base::Gate> gate);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -119,10 +122,8 @@ class Worker {
 
   WorkerAddress address() const;
 
-  // Detaches from the poller: UCX calls nothing of ours any more, unless
-  // somebody calls progressUntil() or progressAll(). Returns when no thread is
-  // inside of UCX for the poller, or of a task that was deferred before; this
-  // thread itself may be. Not from an operation.
+  // Detaches from the poller: no thread progresses any more, unless somebody
+  // calls progressUntil() or progressAll(). Not from an operation.
   void stop();
 
  private:
@@ -147,7 +148,11 @@ class Worker {
     std::decay_t<F> function_;
   };
 
-  Worker(std::shared_ptr<UcpContext> context, ucp_worker_h worker, int fd);
+  Worker(
+      std::shared_ptr<UcpContext> context,
+      std::shared_ptr<base::Gate> gate,
+      ucp_worker_h worker,
+      int fd);
 
   // The token of the thread that is inside of UCX: for UCX's callbacks.
   Locked& held();
@@ -158,10 +163,10 @@ class Worker {
   void finish();
 
   const std::shared_ptr<UcpContext> context_;
+  const std::shared_ptr<base::Gate> gate_;
   ucp_worker_h worker_;
   const int eventFd_;
   base::Poller* poller_ = nullptr;
-  base::Gate gate_; // around what runs for the poller, and what was deferred
 
   std::mutex mutex_; // the lock
   Locked* held_ = nullptr;
