@@ -232,7 +232,12 @@ class Context {
   }
 
   // Closes all connections, waits a bounded time for what was sent to leave,
-  // fires all callbacks. No Handler method runs after it returns. Idempotent.
+  // fires all callbacks. No Handler method runs after it returns: it waits for
+  // the threads that are inside of one, or of a callback, and keeps others
+  // out. So the caller must hold nothing that these wait for. Where the caller
+  // is itself inside of a Handler method or of a callback (not of onAccept() or
+  // onConnected()), stop() does not wait for that one, and returns at once if
+  // another thread stops the context already. Idempotent.
   virtual void stop() = 0;
 };
 

@@ -9,8 +9,11 @@ import pytest
 
 from tests.rules.test_layers import CSRC, sources
 
-# params.cb = &UcxContext::onActiveMessage;   params.err_handler.cb = onEndpointError;
+# params.cb.send = FromUcx<base::Boundary::kSent, &ActiveSend::left, &ActiveSend::failed>::sentLast;
 REGISTRATION = re.compile(r"\.(?:cb|cb\.\w+)\s*=\s*([^;]+);")
+#: The one way in.
+ENTRANCE = CSRC / "transport" / "ucx" / "from_ucx.h"
+ENTERS = re.compile(r"FromUcx<\s*base::Boundary::k\w+,[^;]*>::\s*(\w+)$", re.DOTALL)
 THREAD = re.compile(r"\bstd::thread\(|\bpthread_create\(")
 # fork() is C, and what it calls has no one to tell of an exception.
 AT_FORK = re.compile(r"\bpthread_atfork\((.*?)\);\n", re.DOTALL)
@@ -18,14 +21,12 @@ GUARDS = ("base::guarded(", "base::caughtHere(", "guarded(")
 
 
 def unguarded(text: str) -> list[str]:
-    """The callbacks that a file registers and that are not noexcept, or guard nothing."""
+    """The callbacks that a file registers and that are no functions of FromUcx."""
+    entrances = re.findall(r"static (?:ucs_status_t|void)\s+(\w+)\(", ENTRANCE.read_text())
     wrong = []
     for callback in REGISTRATION.findall(text):
-        name = callback.strip().lstrip("&").split("::")[-1]
-        body = re.search(
-            rf"\b{re.escape(name)}\([^;{{}}]*\)\s*noexcept\s*\{{(.*?)^\}}", text, re.DOTALL | re.M
-        )
-        if body is None or not any(guard in body.group(1) for guard in GUARDS):
+        found = ENTERS.fullmatch(callback.strip())
+        if found is None or found.group(1) not in {*entrances} - {"enter"}:
             wrong.append(callback.strip())
     return wrong
 
@@ -36,10 +37,21 @@ def test_callbacks_of_ucx_let_no_exception_through() -> None:
         text = path.read_text()
         registered += len(REGISTRATION.findall(text)) if "ucp/" in text or "ucp_" in text else 0
         if "ucp_" in text:
-            assert not unguarded(text), (
-                f"{path.relative_to(CSRC)}: through base::guarded(), noexcept"
-            )
+            assert not unguarded(text), f"{path.relative_to(CSRC)}: through FromUcx"
     assert registered >= 7
+
+
+def test_the_entrance_lets_no_exception_through() -> None:
+    text = ENTRANCE.read_text()
+    functions = re.findall(
+        r"static [\w ]+?\s+(\w+)\([^;{}]*\)\s*(noexcept)?\s*\{(.*?)\n  \}", text, re.DOTALL
+    )
+    assert len(functions) >= 5
+    for name, noexcept, body in functions:
+        assert noexcept, name
+        assert (
+            "base::guarded(" in body if name == "enter" else re.search(r"\b(enter|sent)\(", body)
+        ), name
 
 
 def test_threads_let_no_exception_through() -> None:
@@ -63,8 +75,9 @@ def test_handlers_of_fork_throw_nothing() -> None:
     "registration",
     [
         "params.cb.send = [](void*) { f(); };",
-        "params.cb = &A::on;\nvoid A::on(void* p) {\n  base::guarded(b, [] {});\n}",
-        "params.cb = on;\nvoid on(void* p) noexcept {\n  f();\n}\nvoid g() {\n  guarded(b);\n}",
+        "params.cb = &A::on;\nvoid A::on(void* p) noexcept {\n  base::guarded(b, f);\n}",
+        "params.cb.send = FromUcx<base::Boundary::kSent, &A::on>::enter;",
+        "params.cb.send = other::FromUcx<base::Boundary::kSent, &A::on>::sent;",
     ],
 )
 def test_the_rule_finds_what_breaks_it(registration: str) -> None:
@@ -72,6 +85,4 @@ def test_the_rule_finds_what_breaks_it(registration: str) -> None:
 
 
 def test_the_rule_lets_what_keeps_it_pass() -> None:
-    assert not unguarded(
-        "p.cb = &A::on;\nvoid A::on(void* p) noexcept {\n  base::guarded(b, f);\n}"
-    )
+    assert not unguarded("p.cb.send = FromUcx<\n  base::Boundary::kSent,\n  &A::on>::sent;")

@@ -1,4 +1,4 @@
-"""The stress programs: threads on the parts of csrc that need neither torch nor UCX."""
+"""The stress programs: threads on the parts of csrc that need no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support import cxx
+from torch_rpc_ext._build import ucx_root
 
 HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "sanitize"
@@ -16,6 +17,7 @@ BUILD = cxx.ROOT / "build" / "sanitize"
 _POLLER = ("base/boundary.cpp", "base/log.cpp", "base/poller.cpp", "base/timer.cpp")
 _EXECUTOR = ("agent/executor.cpp", *_POLLER)
 _NEEDS = {
+    "gate": ("base/gate.cpp",),
     "boundary": _EXECUTOR,
     "poller": _POLLER,
     "executor": _EXECUTOR,
@@ -35,6 +37,17 @@ PROGRAMS = {
     name: [HERE / f"{name}.cpp", *(cxx.CSRC / source for source in sources)]
     for name, sources in _NEEDS.items()
 }
+#: Those that need UCX: the transport as a whole.
+_UCX_FOLDERS = ("base", "crypto", "memory", "transport/ucx")
+UCX_PROGRAMS = {
+    "stops": [
+        HERE / "stops.cpp",
+        cxx.CSRC / "agent" / "executor.cpp",
+        *(path for name in _UCX_FOLDERS for path in sorted((cxx.CSRC / name).glob("*.cpp"))),
+    ],
+}
+#: Else UCX patches functions that the sanitizers patch, and takes their signals.
+_UCX_ENVIRONMENT = {"UCX_MEM_EVENTS": "n", "UCX_HANDLE_ERRORS": "none"}
 #: What programs are built with -> what that is for.
 SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
 
@@ -52,13 +65,24 @@ def compiler() -> str:
 
 
 def build(sanitizer: str) -> dict[str, Path]:
-    """Build all with one of SANITIZERS; name -> program."""
-    return cxx.build(
-        BUILD / sanitizer,
-        PROGRAMS,
-        compiler=compiler(),
-        flags=("-O1", "-g1", "-pthread", SANITIZERS[sanitizer], "-fno-sanitize-recover=all"),
-    )
+    """Build all with one of SANITIZERS; name -> program. Those with UCX where there is a UCX."""
+    flags = ("-O1", "-g1", "-pthread", SANITIZERS[sanitizer], "-fno-sanitize-recover=all")
+    built = cxx.build(BUILD / sanitizer, PROGRAMS, compiler=compiler(), flags=flags)
+    ucx = ucx_root()
+    if ucx is not None:
+        # Its wheel keeps what it needs itself beside it.
+        found = [ucx / "lib", *ucx.parent.glob("libucx*.libs")]
+        built |= cxx.build(
+            BUILD / f"{sanitizer}_ucx",
+            UCX_PROGRAMS,
+            compiler=compiler(),
+            flags=(*flags, f"-isystem {ucx / 'include'}"),
+            libraries=(
+                *(f"-L{path} -Wl,-rpath,{path}" for path in found),
+                "-l:libucp.so.0 -l:libuct.so.0 -l:libucs.so.0 -lcrypto",
+            ),
+        )
+    return built
 
 
 def run(program: Path, seconds: float) -> str:
@@ -77,6 +101,7 @@ def run(program: Path, seconds: float) -> str:
                 [*_fixed_addresses(), str(program), str(seconds)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **_UCX_ENVIRONMENT},
                 timeout=60 + 10 * seconds,
             ).returncode
         except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
 #include "transport/ucx/bulk_channel.h"
 
-#include "base/boundary.h"
+#include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
 #include <algorithm>
@@ -18,9 +18,41 @@ struct BulkChannel::Group {
   std::vector<base::MutableSpan> chunks; // of receives, by tag
   Incoming::Arrived arrived;
   base::Error error;
+
+  BulkWorker& worker() const {
+    return channel->worker();
+  }
+  void sent(BulkLocked& locked, ucs_status_t status) {
+    channel->chunkDone(locked, this, status);
+  }
+  void sendFailed(BulkLocked& locked, const base::Error& why) {
+    channel->chunkFailed(locked, this, why);
+  }
+  void received(
+      BulkLocked& locked,
+      void* request,
+      ucs_status_t status,
+      const ucp_tag_recv_info_t* info) {
+    std::erase(requests, request);
+    if (status == UCS_OK && !error) {
+      channel->chunkArrived(locked, this, *info);
+    }
+    channel->chunkDone(locked, this, status);
+  }
+  void receiveFailed(
+      BulkLocked& locked,
+      void* request,
+      ucs_status_t /*status*/,
+      const ucp_tag_recv_info_t* /*info*/,
+      const base::Error& why) {
+    std::erase(requests, request);
+    channel->chunkFailed(locked, this, why);
+  }
 };
 
-BulkChannel::BulkChannel(std::shared_ptr<Worker> worker, base::Poller& poller)
+BulkChannel::BulkChannel(
+    std::shared_ptr<BulkWorker> worker,
+    base::Poller& poller)
     : worker_(std::move(worker)),
       address_(worker_->address()),
       // Not to be guessed by somebody who wants to fill our buffers.
@@ -42,7 +74,7 @@ uint64_t BulkChannel::receive(
     Callback callback,
     Incoming::Arrived arrived) {
   uint64_t id = 0;
-  worker_->runLocked([&] {
+  worker_->runLocked([&](BulkLocked& locked) {
     auto group = std::make_unique<Group>();
     id = nextGroup_++;
     group->channel = this;
@@ -65,10 +97,13 @@ uint64_t BulkChannel::receive(
         ucp_request_param_t params{};
         params.op_attr_mask =
             UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-        params.cb.recv = &BulkChannel::onReceived;
+        params.cb.recv = FromUcx<
+            base::Boundary::kBulkReceived,
+            &Group::received,
+            &Group::receiveFailed>::received;
         params.user_data = raw;
         void* request = ucp_tag_recv_nbx(
-            worker_->get(),
+            locked.get(),
             raw->chunks.back().data,
             raw->chunks.back().size,
             tag++,
@@ -84,14 +119,14 @@ uint64_t BulkChannel::receive(
         }
       }
     }
-    chunkDone(raw, UCS_OK);
-    worker_->needProgress();
+    chunkDone(locked, raw, UCS_OK);
+    locked.needProgress();
   });
   return id;
 }
 
 void BulkChannel::cancel(uint64_t id, base::Error why) {
-  worker_->post(base::makeTask([self = shared_from_this(), id, why] {
+  worker_->post([self = shared_from_this(), id, why](BulkLocked& locked) {
     auto it = self->groups_.find(id);
     if (it == self->groups_.end()) {
       return;
@@ -99,13 +134,13 @@ void BulkChannel::cancel(uint64_t id, base::Error why) {
     if (!it->second->error) {
       it->second->error = why;
     }
-    // Each cancelled request still completes through onReceived().
+    // Each cancelled request still completes, see Group::received().
     const auto requests = it->second->requests;
     for (void* request : requests) {
-      ucp_request_cancel(self->worker_->get(), request);
+      ucp_request_cancel(locked.get(), request);
     }
-    self->worker_->needProgress();
-  }));
+    locked.needProgress();
+  });
 }
 
 void BulkChannel::send(
@@ -113,54 +148,55 @@ void BulkChannel::send(
     uint64_t firstTag,
     std::vector<base::ConstSpan> spans,
     Callback callback) {
-  worker_->post(
-      base::makeTask([self = shared_from_this(),
-                      peerAddress,
-                      firstTag,
-                      spans = std::move(spans),
-                      callback = std::move(callback)]() mutable {
-        auto group = std::make_unique<Group>();
-        Group* raw = group.get();
-        raw->channel = self.get();
-        raw->id = self->nextGroup_++;
-        raw->callback = std::move(callback);
-        raw->left = 1;
-        if (self->stopped_) {
-          raw->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+  worker_->post([self = shared_from_this(),
+                 peerAddress,
+                 firstTag,
+                 spans = std::move(spans),
+                 callback = std::move(callback)](BulkLocked& locked) mutable {
+    auto group = std::make_unique<Group>();
+    Group* raw = group.get();
+    raw->channel = self.get();
+    raw->id = self->nextGroup_++;
+    raw->callback = std::move(callback);
+    raw->left = 1;
+    if (self->stopped_) {
+      raw->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+    }
+    self->groups_.emplace(raw->id, std::move(group));
+    ucp_ep_h endpoint =
+        raw->error ? nullptr : self->endpoint(locked, peerAddress, raw->error);
+    uint64_t tag = firstTag;
+    for (const auto& span : spans) {
+      for (size_t at = 0; at < span.size && !raw->error; at += kChunkBytes) {
+        ucp_request_param_t params{};
+        params.op_attr_mask =
+            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+        params.cb.send = FromUcx<
+            base::Boundary::kBulkSent,
+            &Group::sent,
+            &Group::sendFailed>::sent;
+        params.user_data = raw;
+        void* request = ucp_tag_send_nbx(
+            endpoint,
+            static_cast<const char*>(span.data) + at,
+            std::min(kChunkBytes, span.size - at),
+            tag++,
+            &params);
+        if (UCS_PTR_IS_ERR(request)) {
+          raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
+        } else if (request != nullptr) {
+          ++raw->left;
         }
-        self->groups_.emplace(raw->id, std::move(group));
-        ucp_ep_h endpoint =
-            raw->error ? nullptr : self->endpoint(peerAddress, raw->error);
-        uint64_t tag = firstTag;
-        for (const auto& span : spans) {
-          for (size_t at = 0; at < span.size && !raw->error;
-               at += kChunkBytes) {
-            ucp_request_param_t params{};
-            params.op_attr_mask =
-                UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-            params.cb.send = &BulkChannel::onSent;
-            params.user_data = raw;
-            void* request = ucp_tag_send_nbx(
-                endpoint,
-                static_cast<const char*>(span.data) + at,
-                std::min(kChunkBytes, span.size - at),
-                tag++,
-                &params);
-            if (UCS_PTR_IS_ERR(request)) {
-              raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
-            } else if (request != nullptr) {
-              ++raw->left;
-            }
-          }
-        }
-        self->chunkDone(raw, UCS_OK);
-        self->worker_->needProgress();
-      }));
+      }
+    }
+    self->chunkDone(locked, raw, UCS_OK);
+    locked.needProgress();
+  });
 }
 
 void BulkChannel::stop() {
-  worker_->progressUntil([this] { return groups_.empty(); }, 200);
-  worker_->runLocked([&] {
+  worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 200);
+  worker_->runLocked([&](BulkLocked&) {
     for (auto& [address, endpoint] : endpoints_) {
       ucp_request_param_t params{};
       params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
@@ -172,23 +208,21 @@ void BulkChannel::stop() {
     }
     endpoints_.clear();
   });
-  worker_->progressUntil([this] { return groups_.empty(); }, 50);
-  worker_->runLocked([&] {
+  worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 50);
+  worker_->runLocked([&](BulkLocked& locked) {
     stopped_ = true;
     // UCX still holds these; their owners must not wait for it.
     for (auto& [id, group] : groups_) {
-      worker_->defer(
-          base::makeTask([callback = std::exchange(group->callback, nullptr)] {
-            callback({base::ErrorKind::kShutDown, "the transport has ended"});
-          }));
+      locked.defer([callback = std::exchange(group->callback, nullptr)] {
+        callback({base::ErrorKind::kShutDown, "the transport has ended"});
+      });
     }
   });
   worker_->stop();
 }
 
-// ---- under the lock --------------------------------------------------------
-
 ucp_ep_h BulkChannel::endpoint(
+    BulkLocked& locked,
     const std::string& peerAddress,
     base::Error& error) {
   auto it = endpoints_.find(peerAddress);
@@ -200,32 +234,26 @@ ucp_ep_h BulkChannel::endpoint(
       UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(peerAddress.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler.cb = &BulkChannel::onEndpointError;
+  params.err_handler.cb =
+      FromUcx<base::Boundary::kBulkBroken, &BulkChannel::dropEndpoint>::broken;
   params.err_handler.arg = this;
   ucp_ep_h endpoint = nullptr;
   error = toError(
-      ucp_ep_create(worker_->get(), &params, &endpoint), "connecting bulk");
+      ucp_ep_create(locked.get(), &params, &endpoint), "connecting bulk");
   if (!error) {
     endpoints_.emplace(peerAddress, endpoint);
   }
   return endpoint;
 }
 
-void BulkChannel::onEndpointError(
-    void* arg,
+void BulkChannel::dropEndpoint(
+    BulkLocked& locked,
     ucp_ep_h ep,
-    ucs_status_t) noexcept {
-  auto* self = static_cast<BulkChannel*>(arg);
-  const auto drop = [&] { self->dropEndpoint(ep); };
-  base::guarded(
-      base::Boundary::kBulkBroken, drop, [&](const base::Error&) { drop(); });
-}
-
-void BulkChannel::dropEndpoint(ucp_ep_h ep) {
+    ucs_status_t /*status*/) {
   // UCX fails the sends itself; a later send opens a new endpoint.
   std::erase_if(
       endpoints_, [ep](const auto& entry) { return entry.second == ep; });
-  worker_->postAfter(base::makeTask([ep] {
+  locked.postAfter([ep](BulkLocked&) {
     ucp_request_param_t params{};
     params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     params.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -233,66 +261,40 @@ void BulkChannel::dropEndpoint(ucp_ep_h ep) {
     if (UCS_PTR_IS_PTR(request)) {
       ucp_request_free(request);
     }
-  }));
+  });
 }
 
-void BulkChannel::onSent(
-    void* request,
-    ucs_status_t status,
-    void* argument) noexcept {
-  ucp_request_free(request);
-  auto* const group = static_cast<Group*>(argument);
-  base::guarded(
-      base::Boundary::kBulkSent,
-      [&] { group->channel->chunkDone(group, status); },
-      [&](const base::Error& error) {
-        group->channel->chunkFailed(group, error);
-      });
-}
-
-void BulkChannel::onReceived(
-    void* request,
-    ucs_status_t status,
-    const ucp_tag_recv_info_t* info,
-    void* argument) noexcept {
-  auto* const group = static_cast<Group*>(argument);
-  std::erase(group->requests, request);
-  base::guarded(
-      base::Boundary::kBulkReceived,
-      [&] {
-        if (status == UCS_OK && !group->error) {
-          group->channel->chunkArrived(group, *info);
-        }
-        group->channel->chunkDone(group, status);
-      },
-      [&](const base::Error& error) {
-        group->channel->chunkFailed(group, error);
-      });
-  ucp_request_free(request);
-}
-
-void BulkChannel::chunkArrived(Group* group, const ucp_tag_recv_info_t& info) {
+void BulkChannel::chunkArrived(
+    BulkLocked& locked,
+    Group* group,
+    const ucp_tag_recv_info_t& info) {
   const uint64_t index = info.sender_tag - group->firstTag;
   if (index >= group->chunks.size() ||
       info.length != group->chunks[index].size) {
     group->error = {
         base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
   } else if (group->arrived) {
-    worker_->defer(
-        base::makeTask([arrived = group->arrived,
-                        chunk = group->chunks[index]] { arrived(chunk); }));
+    locked.defer([arrived = group->arrived, chunk = group->chunks[index]] {
+      arrived(chunk);
+    });
   }
 }
 
 // What threw was before the chunk was counted, see chunkDone().
-void BulkChannel::chunkFailed(Group* group, const base::Error& error) {
+void BulkChannel::chunkFailed(
+    BulkLocked& locked,
+    Group* group,
+    const base::Error& error) {
   if (!group->error) {
     group->error = error;
   }
-  chunkDone(group, UCS_OK);
+  chunkDone(locked, group, UCS_OK);
 }
 
-void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
+void BulkChannel::chunkDone(
+    BulkLocked& locked,
+    Group* group,
+    ucs_status_t status) {
   if (status != UCS_OK && !group->error) {
     group->error = toError(status, "moving bulk");
   }
@@ -302,10 +304,9 @@ void BulkChannel::chunkDone(Group* group, ucs_status_t status) {
   }
   if (group->callback) {
     // Copied, because until it is there the callback is still the group's.
-    worker_->defer(
-        base::makeTask([callback = group->callback, error = group->error] {
-          callback(error);
-        }));
+    locked.defer([callback = group->callback, error = group->error] {
+      callback(error);
+    });
   }
   groups_.erase(group->id);
 }

@@ -20,7 +20,7 @@ namespace torch_rpc_ext::transport::ucx {
 class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
  public:
   // Takes a worker that has not been started.
-  BulkChannel(std::shared_ptr<Worker> worker, base::Poller& poller);
+  BulkChannel(std::shared_ptr<BulkWorker> worker, base::Poller& poller);
   ~BulkChannel();
 
   const WorkerAddress& address() const {
@@ -47,6 +47,10 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
       std::vector<base::ConstSpan> spans,
       Callback callback);
 
+  BulkWorker& worker() const { // for FromUcx
+    return *worker_;
+  }
+
   void progressSoon() {
     worker_->progressSoon();
   }
@@ -57,25 +61,22 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   // One receive() or send(): counts its chunks down.
   struct Group;
 
-  ucp_ep_h endpoint(const std::string& peerAddress, base::Error& error);
-  void dropEndpoint(ucp_ep_h ep);
-  void chunkArrived(Group* group, const ucp_tag_recv_info_t& info);
-  void chunkDone(Group* group, ucs_status_t status);
-  void chunkFailed(Group* group, const base::Error& error);
-  static void onSent(void* request, ucs_status_t status, void* group) noexcept;
-  static void onReceived(
-      void* request,
-      ucs_status_t status,
-      const ucp_tag_recv_info_t* info,
-      void* group) noexcept;
-  static void
-  onEndpointError(void* arg, ucp_ep_h ep, ucs_status_t status) noexcept;
+  ucp_ep_h endpoint(
+      BulkLocked& locked,
+      const std::string& peerAddress,
+      base::Error& error);
+  void dropEndpoint(BulkLocked& locked, ucp_ep_h ep, ucs_status_t status);
+  void chunkArrived(
+      BulkLocked& locked,
+      Group* group,
+      const ucp_tag_recv_info_t& info);
+  void chunkDone(BulkLocked& locked, Group* group, ucs_status_t status);
+  void chunkFailed(BulkLocked& locked, Group* group, const base::Error& error);
 
-  const std::shared_ptr<Worker> worker_;
+  const std::shared_ptr<BulkWorker> worker_;
   const WorkerAddress address_;
   std::atomic<uint64_t> nextTag_;
 
-  // Under the worker's lock.
   std::unordered_map<std::string, ucp_ep_h> endpoints_;
   std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
   uint64_t nextGroup_ = 1;

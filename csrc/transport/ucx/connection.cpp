@@ -2,6 +2,7 @@
 
 #include "base/boundary.h"
 #include "transport/ucx/context.h"
+#include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
 #include <algorithm>
@@ -10,25 +11,21 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-namespace {
-
 // What an active message needs until UCX has let go of it.
-struct ActiveSend {
+struct UcxConnection::ActiveSend {
   std::shared_ptr<UcxConnection> connection;
   base::Buffer data;
+
+  ControlWorker& worker() const {
+    return connection->worker();
+  }
+  void left(Locked& locked, ucs_status_t status) {
+    connection->onSent(locked, status);
+  }
+  void failed(Locked& locked, const base::Error& error) {
+    connection->fail(locked, error);
+  }
 };
-
-void onActiveSent(void* request, ucs_status_t status, void* argument) noexcept {
-  const std::unique_ptr<ActiveSend> send(static_cast<ActiveSend*>(argument));
-  ucp_request_free(request);
-  UcxConnection& connection = *send->connection;
-  base::guarded(
-      base::Boundary::kSent,
-      [&] { connection.onSent(status); },
-      [&](const base::Error& error) { connection.fail(error); });
-}
-
-} // namespace
 
 UcxConnection::UcxConnection(
     std::shared_ptr<UcxContext> context,
@@ -36,8 +33,7 @@ UcxConnection::UcxConnection(
     bool initiator)
     : context_(std::move(context)),
       localToken_(localToken),
-      initiator_(initiator),
-      transfers_(context_->worker()) {}
+      initiator_(initiator) {}
 
 std::shared_ptr<UcxConnection> UcxConnection::create(
     std::shared_ptr<UcxContext> context,
@@ -48,34 +44,34 @@ std::shared_ptr<UcxConnection> UcxConnection::create(
   connection->watch_ = std::make_shared<PeerWatch>(
       connection->context_->sharedWorker(),
       "connection " + std::to_string(localToken & 0xffff),
-      [weak = std::weak_ptr(connection)](PeerState before) {
+      [weak = std::weak_ptr(connection)](Locked& locked, PeerState before) {
         if (const auto self = weak.lock()) {
-          self->onPeerChanged(before);
+          self->onPeerChanged(locked, before);
         }
       });
   return connection;
 }
 
-// ---- any thread ------------------------------------------------------------
+ControlWorker& UcxConnection::worker() const {
+  return context_->worker();
+}
 
 void UcxConnection::send(
     base::Buffer head,
     std::vector<BulkSpan> bulk,
     Callback callback) {
-  context_->worker().post(
-      base::makeTask([self = shared_from_this(),
-                      frame = Unsent{
-                          std::move(head),
-                          std::move(bulk),
-                          std::move(callback)}]() mutable {
+  worker().post(
+      [self = shared_from_this(),
+       frame = Unsent{std::move(head), std::move(bulk), std::move(callback)}](
+          Locked& locked) mutable {
         base::guarded(
             base::Boundary::kSend,
-            [&] { self->sendOrKeep(frame); },
+            [&] { self->sendOrKeep(locked, frame); },
             [&](const base::Error& error) {
-              self->fail(error);
-              self->deferCallback(std::move(frame.callback), error);
+              self->fail(locked, error);
+              self->deferCallback(locked, std::move(frame.callback), error);
             });
-      }));
+      });
 }
 
 bool UcxConnection::sharesMemory() const {
@@ -90,7 +86,7 @@ bool UcxConnection::sendsPieces() const {
 
 PathInfo UcxConnection::path() const {
   PathInfo info;
-  context_->worker().runLocked([&] {
+  worker().runLocked([&](Locked& locked) {
     if (endpoint_ == nullptr) {
       return;
     }
@@ -114,7 +110,7 @@ PathInfo UcxConnection::path() const {
     for (const auto& name : names) {
       info.control += (info.control.empty() ? "" : ", ") + name;
     }
-    if (encrypted()) {
+    if (encrypted(locked)) {
       info.control += ", encrypted (AES-256-GCM)";
     }
     info.bulk = cmaUsable_ ? "shared memory, else cma" : "ucx: " + info.control;
@@ -126,25 +122,32 @@ PathInfo UcxConnection::path() const {
 void UcxConnection::deliveryEnds() {
   if (deliveries_.fetch_sub(1) == 1) {
     const auto tell = [this] {
-      context_->handler().onClosed(shared_from_this(), ending());
+      context_->withHandler([this](Handler& handler) {
+        handler.onClosed(shared_from_this(), ending());
+      });
     };
     base::guarded(base::Boundary::kDelivery, tell, [&](const base::Error&) {
       tell(); // else its calls would not end
     });
+    context_->connectionTold();
   }
 }
 
-// ---- under the lock --------------------------------------------------------
-
-void UcxConnection::deferCallback(Callback callback, base::Error error) {
+void UcxConnection::deferCallback(
+    Locked& locked,
+    Callback callback,
+    base::Error error) {
   if (callback) {
-    context_->worker().defer(
-        base::makeTask([callback = std::move(callback),
-                        error = std::move(error)] { callback(error); }));
+    locked.defer([callback = std::move(callback), error = std::move(error)] {
+      callback(error);
+    });
   }
 }
 
-void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
+void UcxConnection::sendActive(
+    Locked& locked,
+    FrameHeader header,
+    base::Buffer data) {
   if (endpoint_ == nullptr) {
     return;
   }
@@ -156,7 +159,7 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
     auto sealed =
         channel_->seal(peer_.token, header, {data.data(), data.size()});
     if (!sealed.ok()) {
-      fail(sealed.error());
+      fail(locked, sealed.error());
       return;
     }
     header = sealed.value().header;
@@ -167,7 +170,9 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
   ucp_request_param_t params{};
   params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
       UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-  params.cb.send = onActiveSent;
+  params.cb.send =
+      FromUcx<base::Boundary::kSent, &ActiveSend::left, &ActiveSend::failed>::
+          sentLast;
   params.user_data = send.get();
   params.flags = UCP_AM_SEND_FLAG_EAGER | UCP_AM_SEND_FLAG_COPY_HEADER;
   void* request = ucp_am_send_nbx(
@@ -182,14 +187,14 @@ void UcxConnection::sendActive(FrameHeader header, base::Buffer data) {
     return; // already gone
   }
   if (UCS_PTR_IS_ERR(request)) {
-    onSent(UCS_PTR_STATUS(request));
+    onSent(locked, UCS_PTR_STATUS(request));
     return;
   }
-  (void)send.release(); // onActiveSent owns it now
-  context_->worker().needProgress();
+  (void)send.release(); // UCX calls it, and then it goes
+  locked.needProgress();
 }
 
-void UcxConnection::acknowledge() {
+void UcxConnection::acknowledge(Locked& locked) {
   acknowledgesSoon_ = false;
   acknowledgements_.insert(
       acknowledgements_.end(), adopted_.begin(), adopted_.end());
@@ -198,15 +203,17 @@ void UcxConnection::acknowledge() {
     const uint64_t transfer = acknowledgements_.back();
     acknowledgements_.pop_back();
     sendActive(
+        locked,
         {.kind = FrameKind::kDone, .token = peer_.token, .transfer = transfer},
         {});
   }
 }
 
-void UcxConnection::onSent(ucs_status_t status) {
+void UcxConnection::onSent(Locked& locked, ucs_status_t status) {
   if (status != UCS_OK && status != UCS_ERR_CANCELED) {
     // Before the answer to the handshake, what fails is to get there.
     hear(
+        locked,
         PeerWord::kPathLost,
         toError(
             status,
@@ -214,25 +221,25 @@ void UcxConnection::onSent(ucs_status_t status) {
   }
 }
 
-void UcxConnection::sendOrKeep(Unsent& frame) {
+void UcxConnection::sendOrKeep(Locked& locked, Unsent& frame) {
   if (open()) {
-    sendNow(std::move(frame));
+    sendNow(locked, std::move(frame));
   } else if (closed()) {
-    deferCallback(std::move(frame.callback), ending());
+    deferCallback(locked, std::move(frame.callback), ending());
   } else {
     unsent_.push_back(std::move(frame));
   }
 }
 
-void UcxConnection::sendNow(Unsent frame) {
+void UcxConnection::sendNow(Locked& locked, Unsent frame) {
   FrameHeader header;
   header.token = peer_.token;
   header.count = static_cast<uint32_t>(frame.bulk.size());
   const size_t tableBytes = frame.bulk.size() * sizeof(BulkEntry);
   const bool big = tableBytes + frame.head.size() > kMaxEagerBytes;
   if (frame.bulk.empty() && !big) {
-    sendActive(header, std::move(frame.head));
-    deferCallback(std::move(frame.callback), {});
+    sendActive(locked, header, std::move(frame.head));
+    deferCallback(locked, std::move(frame.callback), {});
     return;
   }
   const auto entryOf = [this](const BulkSpan& span) {
@@ -267,8 +274,8 @@ void UcxConnection::sendNow(Unsent frame) {
     std::memcpy(data.data(), &entry, sizeof(entry));
   }
   header.transfer = transfers_.add(
-      std::move(bigFrame), frame.bulk, std::move(frame.callback));
-  sendActive(header, std::move(data));
+      locked, std::move(bigFrame), frame.bulk, std::move(frame.callback));
+  sendActive(locked, header, std::move(data));
 }
 
 } // namespace torch_rpc_ext::transport::ucx

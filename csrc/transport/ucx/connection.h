@@ -22,8 +22,7 @@ class UcxContext;
 // One UCX endpoint and what is under way on it.
 //
 // Owns: the endpoint, unsent frames, bulk that the peer has not yet taken.
-// Thread: send(), close(), lose(), path(), fetch(), done() any; the rest under
-//   the control worker's lock.
+// Thread: any.
 // Outlives: nothing; UcxContext keeps it until its endpoint is closed.
 class UcxConnection final : public Connection,
                             public std::enable_shared_from_this<UcxConnection> {
@@ -65,109 +64,121 @@ class UcxConnection final : public Connection,
   std::shared_ptr<memory::SharedMap> takeBack(const BulkEntry& entry);
 
   // Passes `error` on to `callback`; one that says that the peer is lost only
-  // once it is known what has become of the peer, as the reason for that. Any
-  // thread.
+  // once it is known what has become of the peer, as the reason for that.
   void whenJudged(base::Error error, Callback callback);
-  // Why it is over, once it is. Any thread.
+  // Why it is over, once it is.
   const base::Error& ending() const {
     return watch_->why();
   }
 
-  void deliveryEnds(); // any thread
+  // Around the delivery of each frame: a thread may still carry one to the
+  // Handler while another sees the end of the connection. What ends last tells
+  // the Handler of the end.
+  void deliveryBegins() {
+    deliveries_.fetch_add(1);
+  }
+  void deliveryEnds();
+  bool initiator() const {
+    return initiator_;
+  }
+  ControlWorker& worker() const;
 
-  // ---- under the lock ----
   // The handshake, in the order of its messages: we open, ...
-  base::Error open(const ContextAddress& peer, const std::string& hello);
+  base::Error
+  open(Locked& locked, const ContextAddress& peer, const std::string& hello);
   // ... the peer has opened, and may, ...
   base::Error accept(
+      Locked& locked,
       uint64_t door,
       std::string opener,
       Preamble peer,
       const std::string& hello);
   // ... the peer has accepted, ...
-  base::Error onAccepted(const Signed& accepter);
+  base::Error onAccepted(Locked& locked, const Signed& accepter);
   // ... the peer has confirmed. From the last two on frames flow.
-  base::Error onConfirm(base::ConstSpan proof);
-  void sendRefusal(uint64_t token, const std::string& why);
+  base::Error onConfirm(Locked& locked, base::ConstSpan proof);
+  void sendRefusal(Locked& locked, uint64_t token, const std::string& why);
   // To the peer of a connection that broke here, and that may go on sending.
   // Returns whether there was a way to tell it.
-  bool tellThatItBroke();
+  bool tellThatItBroke(Locked& locked);
   // Its endpoint is kept open no longer: see UcxContext::park().
-  void leavePark();
+  void leavePark(Locked& locked);
   // The message inside of one that is encrypted.
-  base::Result<SecureChannel::Opened> unseal(
-      const FrameHeader& header,
-      base::ConstSpan data);
-  bool encrypted() const {
+  base::Result<SecureChannel::Opened>
+  unseal(Locked& locked, const FrameHeader& header, base::ConstSpan data);
+  bool encrypted(Locked&) const {
     return channel_ != nullptr;
   }
   // Messages that overtook the end of the handshake, in their order.
   using EarlyMessages = std::vector<std::pair<FrameHeader, base::Buffer>>;
-  void keepEarly(const FrameHeader& header, base::ConstSpan data);
-  EarlyMessages takeEarly() {
+  void
+  keepEarly(Locked& locked, const FrameHeader& header, base::ConstSpan data);
+  EarlyMessages takeEarly(Locked&) {
     return std::move(early_);
   }
-  void onPull(uint64_t transfer, base::ConstSpan data);
-  void onDone(uint64_t transfer, base::Error error);
+  void onPull(Locked& locked, uint64_t transfer, base::ConstSpan data);
+  void onDone(Locked& locked, uint64_t transfer, base::Error error);
   // Bulk that was asked for does not come.
-  void onAbort(uint64_t transfer, const base::Error& why);
+  void onAbort(Locked& locked, uint64_t transfer, const base::Error& why);
   // What somebody has to say about the peer; see PeerWatch. When it ends the
   // connection, all is released that the peer cannot read any more, and the
   // Handler is told when it has seen all frames.
-  void hear(PeerWord word, base::Error why = {}) {
-    watch_->hear(word, std::move(why));
+  void hear(Locked& locked, PeerWord word, base::Error why = {}) {
+    watch_->hear(locked, word, std::move(why));
   }
+  void closeNow(Locked& locked);
   // This worker ends it, for `error`. With `flush`, what was sent leaves first.
-  void fail(base::Error error, bool flush = false);
+  void fail(Locked& locked, base::Error error, bool flush = false);
   // UCX says so, of its endpoint.
-  void onPathLost(ucs_status_t status);
+  void onPathLost(Locked& locked, ucp_ep_h endpoint, ucs_status_t status);
   // The peer's process has had its time to be seen to end.
-  void onDoubtOver();
-  // Around the delivery of each frame: a thread may still carry one to the
-  // Handler while another sees the end of the connection.
-  void deliveryBegins() {
-    deliveries_.fetch_add(1);
-  }
-  void onSent(ucs_status_t status);
+  void onDoubtOver(Locked& locked);
+  // UCX says whether a message has left.
+  void onSent(Locked& locked, ucs_status_t status);
   // Sends what done() has put off.
-  void acknowledge();
+  void acknowledge(Locked& locked);
 
-  bool initiator() const {
-    return initiator_;
-  }
   // The handshake is over: whoever sends is known.
-  bool established() const {
+  bool established(Locked&) const {
     return established_;
   }
   // The peer may still be reading our memory.
-  bool lending() const {
-    return transfers_.lending();
+  bool lending(Locked& locked) const {
+    return transfers_.lending(locked);
   }
 
  private:
+  struct ActiveSend;
+  struct Closing;
   struct Unsent {
     base::Buffer head;
     std::vector<BulkSpan> bulk;
     Callback callback;
   };
 
-  void meet(const ProcessIdentity& peer);
-  void partWays();
-  base::Error openEndpoint(const WorkerAddress& address);
-  std::string introduce(const std::string& hello);
-  base::Error prepareKeys();
-  base::Error agreeOnEncryption(std::unique_ptr<SecureChannel>& channel);
-  void establish();
-  void sendOrKeep(Unsent& frame);
-  void sendNow(Unsent frame);
-  void sendActive(FrameHeader header, base::Buffer data);
-  void deferCallback(Callback callback, base::Error error);
+  void meet(Locked& locked, const ProcessIdentity& peer);
+  void partWays(Locked& locked);
+  base::Error openEndpoint(Locked& locked, const WorkerAddress& address);
+  std::string introduce(Locked& locked, const std::string& hello);
+  base::Error prepareKeys(Locked& locked);
+  base::Error agreeOnEncryption(
+      Locked& locked,
+      std::unique_ptr<SecureChannel>& channel);
+  void establish(Locked& locked);
+  void sendOrKeep(Locked& locked, Unsent& frame);
+  void sendNow(Locked& locked, Unsent frame);
+  void sendActive(Locked& locked, FrameHeader header, base::Buffer data);
+  void deferCallback(Locked& locked, Callback callback, base::Error error);
   void sendBulk(
       const PullRequest& pull,
       const std::vector<BulkSpan>& spans,
       Callback callback);
-  void sendEnded(uint64_t transfer, const base::Error& error);
-  void sendReason(FrameKind kind, uint64_t transfer, const base::Error& error);
+  void sendEnded(Locked& locked, uint64_t transfer, const base::Error& error);
+  void sendReason(
+      Locked& locked,
+      FrameKind kind,
+      uint64_t transfer,
+      const base::Error& error);
   void pull(
       uint64_t transfer,
       uint32_t first,
@@ -181,11 +192,9 @@ class UcxConnection final : public Connection,
   bool open() const {
     return peer() == PeerState::kOpen;
   }
-  void onPeerChanged(PeerState before);
-  void end();
-  void closeEndpoint(bool flush);
-  static void
-  onEndpointClosed(void* request, ucs_status_t, void* argument) noexcept;
+  void onPeerChanged(Locked& locked, PeerState before);
+  void end(Locked& locked);
+  void closeEndpoint(Locked& locked, bool flush);
 
   const std::shared_ptr<UcxContext> context_;
   const uint64_t localToken_;

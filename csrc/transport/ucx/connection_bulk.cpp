@@ -27,8 +27,6 @@ uint64_t plainChunkCount(const std::vector<base::MutableSpan>& into) {
 
 } // namespace
 
-// ---- any thread ------------------------------------------------------------
-
 void UcxConnection::fetch(
     uint64_t transfer,
     uint32_t first,
@@ -70,8 +68,9 @@ std::shared_ptr<memory::SharedMap> UcxConnection::map(const BulkEntry& entry) {
 std::shared_ptr<memory::SharedMap> UcxConnection::takeBack(
     const BulkEntry& entry) {
   std::shared_ptr<memory::SharedMap> memory;
-  context_->worker().runLocked(
-      [&] { memory = transfers_.takeBack(entry.region, entry.size); });
+  worker().runLocked([&](Locked& locked) {
+    memory = transfers_.takeBack(locked, entry.region, entry.size);
+  });
   return memory;
 }
 
@@ -99,8 +98,8 @@ void UcxConnection::pull(
   auto self = shared_from_this();
   Callback ended =
       [self, id, callback = std::move(callback)](const base::Error& error) {
-        self->context_->worker().post(
-            base::makeTask([self, id] { self->pulls_.erase(id->load()); }));
+        self->worker().post(
+            [self, id](Locked&) { self->pulls_.erase(id->load()); });
         self->whenJudged(error, callback);
       };
   const uint64_t receive = sealed
@@ -114,31 +113,30 @@ void UcxConnection::pull(
       : bulk.value()->receive(
             request.tag, into, std::move(ended), std::move(arrived));
   id->store(receive);
-  context_->worker().post(
-      base::makeTask(
-          [self, bulk = bulk.value(), receive, transfer, request]() mutable {
-            if (self->closed()) {
-              self->context_->worker().defer(
-                  base::makeTask([bulk, receive, why = self->ending()] {
-                    bulk->cancel(receive, why);
-                  }));
-              return;
-            }
-            self->pulls_.emplace(receive, transfer);
-            self->sendActive(
-                {.kind = FrameKind::kPull,
-                 .token = self->peer_.token,
-                 .transfer = transfer},
-                encode(request));
-          }));
+  worker().post(
+      [self, bulk = bulk.value(), receive, transfer, request](Locked& locked) {
+        if (self->closed()) {
+          locked.defer([bulk, receive, why = self->ending()] {
+            bulk->cancel(receive, why);
+          });
+          return;
+        }
+        self->pulls_.emplace(receive, transfer);
+        self->sendActive(
+            locked,
+            {.kind = FrameKind::kPull,
+             .token = self->peer_.token,
+             .transfer = transfer},
+            encode(request));
+      });
 }
 
 void UcxConnection::done(
     uint64_t transfer,
     uint64_t bytes,
     const base::Error& error) {
-  context_->worker().post(
-      base::makeTask([self = shared_from_this(), transfer, bytes, error] {
+  worker().post(
+      [self = shared_from_this(), transfer, bytes, error](Locked& locked) {
         if (!self->open()) {
           return;
         }
@@ -153,17 +151,16 @@ void UcxConnection::done(
             self->acknowledgements_.push_back(transfer);
           }
           if (!std::exchange(self->acknowledgesSoon_, true)) {
-            self->context_->acknowledgeSoon(self);
+            self->context_->acknowledgeSoon(locked, self);
           }
           return;
         }
-        self->sendReason(FrameKind::kDone, transfer, error);
-      }));
+        self->sendReason(locked, FrameKind::kDone, transfer, error);
+      });
 }
 
-// ---- under the lock --------------------------------------------------------
-
 void UcxConnection::sendReason(
+    Locked& locked,
     FrameKind kind,
     uint64_t transfer,
     const base::Error& error) {
@@ -172,6 +169,7 @@ void UcxConnection::sendReason(
     std::memcpy(text.data(), error.message.data(), text.size());
   }
   sendActive(
+      locked,
       {.kind = kind,
        .count = static_cast<uint32_t>(error.kind),
        .token = peer_.token,
@@ -179,11 +177,12 @@ void UcxConnection::sendReason(
       std::move(text));
 }
 
-void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
+void UcxConnection::onPull(Locked& locked, uint64_t id, base::ConstSpan data) {
   auto request = parsePullRequest(data);
-  const Transfers::Spans* const all = transfers_.find(id);
+  const Transfers::Spans* const all = transfers_.find(locked, id);
   if (!request.ok() || all == nullptr) {
     fail(
+        locked,
         {base::ErrorKind::kInvalid,
          "the peer asked for bulk that does not exist"});
     return;
@@ -192,28 +191,30 @@ void UcxConnection::onPull(uint64_t id, base::ConstSpan data) {
   if (pull.firstSpan > all->size() ||
       pull.spanCount > all->size() - pull.firstSpan) {
     fail(
+        locked,
         {base::ErrorKind::kInvalid,
          "the peer asked for bulk spans that do not exist"});
     return;
   }
-  if (!transfers_.sendBegins(id)) {
-    fail({base::ErrorKind::kInvalid, "the peer asked for the same bulk again"});
+  if (!transfers_.sendBegins(locked, id)) {
+    fail(
+        locked,
+        {base::ErrorKind::kInvalid, "the peer asked for the same bulk again"});
     return;
   }
   const auto begin = all->begin() + pull.firstSpan;
-  context_->worker().defer(
-      base::makeTask([self = shared_from_this(),
-                      id,
-                      pull,
-                      spans = Transfers::Spans(begin, begin + pull.spanCount)] {
-        self->sendBulk(pull, spans, [self, id](const base::Error& failure) {
-          self->whenJudged(failure, [self, id](const base::Error& error) {
-            self->context_->worker().post(base::makeTask([self, id, error] {
-              self->sendEnded(id, error);
-            }));
-          });
+  locked.defer([self = shared_from_this(),
+                id,
+                pull,
+                spans = Transfers::Spans(begin, begin + pull.spanCount)] {
+    self->sendBulk(pull, spans, [self, id](const base::Error& failure) {
+      self->whenJudged(failure, [self, id](const base::Error& error) {
+        self->worker().post([self, id, error](Locked& later) {
+          self->sendEnded(later, id, error);
         });
-      }));
+      });
+    });
+  });
 }
 
 void UcxConnection::sendBulk(
@@ -250,44 +251,48 @@ void UcxConnection::sendBulk(
 // UCX has let go of all that was sent: what the peer still waits for, it can
 // cancel. It answers a call with an error then, which must not overtake the
 // reason: so the callback of the transfer has it first.
-void UcxConnection::sendEnded(uint64_t id, const base::Error& error) {
-  transfers_.sendEnds(id, error); // defers the callback
+void UcxConnection::sendEnded(
+    Locked& locked,
+    uint64_t id,
+    const base::Error& error) {
+  transfers_.sendEnds(locked, id, error); // defers the callback
   if (!error) {
     return;
   }
-  context_->worker().defer(
-      base::makeTask([self = shared_from_this(), id, error] {
-        self->context_->worker().post(base::makeTask([self, id, error] {
-          if (self->open()) {
-            self->sendReason(FrameKind::kAbort, id, error);
-          }
-        }));
-      }));
+  locked.defer([self = shared_from_this(), id, error] {
+    self->worker().post([self, id, error](Locked& later) {
+      if (self->open()) {
+        self->sendReason(later, FrameKind::kAbort, id, error);
+      }
+    });
+  });
 }
 
-void UcxConnection::onAbort(uint64_t transfer, const base::Error& why) {
+void UcxConnection::onAbort(
+    Locked& locked,
+    uint64_t transfer,
+    const base::Error& why) {
   for (const auto& [id, of] : pulls_) {
     if (of == transfer) {
-      context_->worker().defer(
-          base::makeTask([self = shared_from_this(), id = id, why] {
-            auto bulk = self->context_->bulk();
-            if (bulk.ok()) {
-              bulk.value()->cancel(id, why);
-            }
-          }));
+      locked.defer([self = shared_from_this(), id = id, why] {
+        auto bulk = self->context_->bulk();
+        if (bulk.ok()) {
+          bulk.value()->cancel(id, why);
+        }
+      });
     }
   }
 }
 
-void UcxConnection::onDone(uint64_t id, base::Error error) {
+void UcxConnection::onDone(Locked& locked, uint64_t id, base::Error error) {
   const uint64_t number = id & ~(kAdopted | kForked);
   if ((id & kForked) != 0) {
-    transfers_.forked(number);
+    transfers_.forked(locked, number);
   }
   if ((id & kAdopted) != 0) {
-    transfers_.adopted(number);
+    transfers_.adopted(locked, number);
   } else {
-    transfers_.done(number, std::move(error));
+    transfers_.done(locked, number, std::move(error));
   }
 }
 

@@ -1,9 +1,9 @@
 // UcxConnection, its beginning: the endpoint and the handshake.
 
-#include "base/boundary.h"
 #include "base/log.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
+#include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
 #include <unistd.h>
@@ -20,12 +20,9 @@ namespace {
 constexpr size_t kMaxEarlyMessages = 4096;
 constexpr size_t kMaxEarlyBytes = 16u << 20;
 
-void onEndpointError(void* argument, ucp_ep_h, ucs_status_t status) noexcept {
-  const auto tell = [&] {
-    static_cast<UcxConnection*>(argument)->onPathLost(status);
-  };
-  base::guarded(
-      base::Boundary::kBroken, tell, [&](const base::Error&) { tell(); });
+// What the peer hears when the Handler does not answer any more.
+base::Error stopping() {
+  return {base::ErrorKind::kShutDown, "the worker shuts down"};
 }
 
 bool wants(Encryption policy, bool sameHost) {
@@ -36,27 +33,29 @@ bool wants(Encryption policy, bool sameHost) {
 } // namespace
 
 // What the peer has of this host, as far as this end can tell.
-void UcxConnection::meet(const ProcessIdentity& peer) {
+void UcxConnection::meet(Locked& locked, const ProcessIdentity& peer) {
   // Before the proof: then the pidfd is of the process that the proof is about,
   // and not of one that has its pid since.
   const int pidFd = PeerWatch::openProcess(peer.pid);
   nearness_ = prove(context_->process(), peer);
   if (nearness_.samePids) {
     // UCX does not notice the death of a peer whose parent has not reaped it.
-    watch_->watch(context_->poller(), peer.pid, pidFd);
+    watch_->watch(locked, context_->poller(), peer.pid, pidFd);
   } else if (pidFd >= 0) {
     ::close(pidFd);
   }
 }
 
 // The other end could not tell: to both it is another host.
-void UcxConnection::partWays() {
+void UcxConnection::partWays(Locked& locked) {
   nearness_ = {};
   nearness_.whyNoCma = "the other end has no proof that it is of this host";
-  watch_->unwatch();
+  watch_->unwatch(locked);
 }
 
-base::Error UcxConnection::openEndpoint(const WorkerAddress& address) {
+base::Error UcxConnection::openEndpoint(
+    Locked& locked,
+    const WorkerAddress& address) {
   const std::string& workerAddress = address.to(nearness_);
   if (workerAddress.empty()) {
     return {
@@ -70,11 +69,11 @@ base::Error UcxConnection::openEndpoint(const WorkerAddress& address) {
       UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(workerAddress.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler.cb = onEndpointError;
+  params.err_handler.cb =
+      FromUcx<base::Boundary::kBroken, &UcxConnection::onPathLost>::broken;
   params.err_handler.arg = this;
-  const ucs_status_t status =
-      ucp_ep_create(context_->worker().get(), &params, &endpoint_);
-  context_->worker().needProgress();
+  const ucs_status_t status = ucp_ep_create(locked.get(), &params, &endpoint_);
+  locked.needProgress();
   if (status == UCS_OK) {
     return {};
   }
@@ -88,7 +87,7 @@ base::Error UcxConnection::openEndpoint(const WorkerAddress& address) {
                : " (has the worker ended?)")};
 }
 
-std::string UcxConnection::introduce(const std::string& hello) {
+std::string UcxConnection::introduce(Locked&, const std::string& hello) {
   Preamble preamble;
   preamble.token = localToken_;
   preamble.process = context_->process();
@@ -104,7 +103,7 @@ std::string UcxConnection::introduce(const std::string& hello) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-base::Error UcxConnection::prepareKeys() {
+base::Error UcxConnection::prepareKeys(Locked&) {
   if (context_->options().encryption == Encryption::kOff) {
     return {};
   }
@@ -117,61 +116,67 @@ base::Error UcxConnection::prepareKeys() {
 }
 
 base::Error UcxConnection::open(
+    Locked& locked,
     const ContextAddress& peer,
     const std::string& hello) {
-  if (base::Error error = prepareKeys()) {
+  if (base::Error error = prepareKeys(locked)) {
     return error;
   }
-  meet(peer.process);
+  meet(locked, peer.process);
   peer_.process = peer.process;
-  if (base::Error error = openEndpoint(peer.worker)) {
+  if (base::Error error = openEndpoint(locked, peer.worker)) {
     return error;
   }
   transcript_.door = peer.door;
-  transcript_.opener = introduce(hello);
+  transcript_.opener = introduce(locked, hello);
   sendActive(
+      locked,
       {.kind = FrameKind::kOpen, .token = peer.door},
       withProof(
-          transcript_.opener, proof(context_->groupKey(), 1, transcript_)));
+          transcript_.opener,
+          proof(context_->groupKey(locked), 1, transcript_)));
   return {};
 }
 
 base::Error UcxConnection::accept(
+    Locked& locked,
     uint64_t door,
     std::string opener,
     Preamble peer,
     const std::string& hello) {
-  if (base::Error error = prepareKeys()) {
+  if (base::Error error = prepareKeys(locked)) {
     return error;
   }
   peer_ = std::move(peer);
-  meet(peer_.process);
+  meet(locked, peer_.process);
   if (!peer_.sameHost) {
-    partWays();
+    partWays(locked);
   }
-  if (base::Error error = openEndpoint(peer_.address)) {
+  if (base::Error error = openEndpoint(locked, peer_.address)) {
     return error;
   }
   transcript_.door = door;
   transcript_.opener = std::move(opener);
-  transcript_.accepter = introduce(hello);
+  transcript_.accepter = introduce(locked, hello);
   std::unique_ptr<SecureChannel> channel;
-  if (base::Error error = agreeOnEncryption(channel)) {
+  if (base::Error error = agreeOnEncryption(locked, channel)) {
     return error;
   }
   sendActive(
+      locked,
       {.kind = FrameKind::kOpened, .token = peer_.token},
       withProof(
-          transcript_.accepter, proof(context_->groupKey(), 2, transcript_)));
+          transcript_.accepter,
+          proof(context_->groupKey(locked), 2, transcript_)));
   channel_ = std::move(channel);
   peerMayThinkItOpen_ = true;
   return {};
 }
 
-base::Error UcxConnection::onAccepted(const Signed& accepter) {
+base::Error UcxConnection::onAccepted(Locked& locked, const Signed& accepter) {
   transcript_.accepter = accepter.preamble;
   if (!crypto::equal(
-          accepter.proof, proof(context_->groupKey(), 2, transcript_))) {
+          accepter.proof, proof(context_->groupKey(locked), 2, transcript_))) {
     return {
         base::ErrorKind::kRefused,
         "the other end does not know this group's secret"};
@@ -183,41 +188,50 @@ base::Error UcxConnection::onAccepted(const Signed& accepter) {
   }
   const ProcessIdentity met = std::exchange(peer_, preamble.value()).process;
   if (!peer_.sameHost || peer_.process != met) {
-    partWays();
+    partWays(locked);
   }
   std::unique_ptr<SecureChannel> channel;
-  if (base::Error error = agreeOnEncryption(channel)) {
+  if (base::Error error = agreeOnEncryption(locked, channel)) {
     return error;
   }
-  if (base::Error error =
-          context_->handler().onConnected(shared_from_this(), peer_.hello)) {
-    return error;
+  base::Error refusal = stopping();
+  context_->withHandler([&](Handler& handler) {
+    refusal = handler.onConnected(shared_from_this(), peer_.hello);
+  });
+  if (refusal) {
+    return refusal;
   }
   sendActive(
+      locked,
       {.kind = FrameKind::kConfirm, .token = peer_.token},
-      withProof({}, proof(context_->groupKey(), 3, transcript_)));
+      withProof({}, proof(context_->groupKey(locked), 3, transcript_)));
   channel_ = std::move(channel);
-  establish();
+  establish(locked);
   return {};
 }
 
-base::Error UcxConnection::onConfirm(base::ConstSpan bytes) {
+base::Error UcxConnection::onConfirm(Locked& locked, base::ConstSpan bytes) {
   const std::string given(static_cast<const char*>(bytes.data), bytes.size);
-  if (!crypto::equal(given, proof(context_->groupKey(), 3, transcript_))) {
+  if (!crypto::equal(
+          given, proof(context_->groupKey(locked), 3, transcript_))) {
     return {
         base::ErrorKind::kRefused,
         "the other end does not know this group's secret"};
   }
-  if (base::Error error =
-          context_->handler().onAccept(shared_from_this(), peer_.hello)) {
-    sendRefusal(peer_.token, error.message);
-    return error;
+  base::Error refusal = stopping();
+  context_->withHandler([&](Handler& handler) {
+    refusal = handler.onAccept(shared_from_this(), peer_.hello);
+  });
+  if (refusal) {
+    sendRefusal(locked, peer_.token, refusal.message);
+    return refusal;
   }
-  establish();
+  establish(locked);
   return {};
 }
 
 base::Error UcxConnection::agreeOnEncryption(
+    Locked& locked,
     std::unique_ptr<SecureChannel>& channel) {
   const bool mine = wants(context_->options().encryption, nearness_.sameHost);
   const bool theirs = wants(peer_.encryption, nearness_.sameHost);
@@ -239,14 +253,14 @@ base::Error UcxConnection::agreeOnEncryption(
     return shared.error();
   }
   const SessionKeys keys =
-      deriveKeys(context_->groupKey(), transcript_, shared.value());
+      deriveKeys(context_->groupKey(locked), transcript_, shared.value());
   channel = std::make_unique<SecureChannel>(keys, initiator_);
   bulkSendKey_ = initiator_ ? keys.bulkFromOpener : keys.bulkFromAccepter;
   bulkReceiveKey_ = initiator_ ? keys.bulkFromAccepter : keys.bulkFromOpener;
   return {};
 }
 
-void UcxConnection::establish() {
+void UcxConnection::establish(Locked& locked) {
   if (closed()) {
     return; // the last message of the handshake could not be sent
   }
@@ -263,26 +277,35 @@ void UcxConnection::establish() {
   transcript_ = {};
   established_ = true;
   peerMayThinkItOpen_ = true;
-  hear(PeerWord::kEstablished);
+  hear(locked, PeerWord::kEstablished);
   while (!unsent_.empty() && open()) {
     Unsent frame = std::move(unsent_.front());
     unsent_.pop_front();
-    sendNow(std::move(frame));
+    sendNow(locked, std::move(frame));
   }
 }
 
-void UcxConnection::sendRefusal(uint64_t token, const std::string& why) {
+void UcxConnection::sendRefusal(
+    Locked& locked,
+    uint64_t token,
+    const std::string& why) {
   channel_.reset(); // the handshake is not over
   peerMayThinkItOpen_ = false; // the refusal says otherwise
   base::Buffer text(std::min<size_t>(why.size(), 512));
   std::memcpy(text.data(), why.data(), text.size());
-  sendActive({.kind = FrameKind::kRefused, .token = token}, std::move(text));
+  sendActive(
+      locked, {.kind = FrameKind::kRefused, .token = token}, std::move(text));
 }
 
-void UcxConnection::keepEarly(const FrameHeader& header, base::ConstSpan data) {
+void UcxConnection::keepEarly(
+    Locked& locked,
+    const FrameHeader& header,
+    base::ConstSpan data) {
   earlyBytes_ += data.size;
   if (early_.size() >= kMaxEarlyMessages || earlyBytes_ > kMaxEarlyBytes) {
-    fail({base::ErrorKind::kInvalid, "the peer speaks before it is known"});
+    fail(
+        locked,
+        {base::ErrorKind::kInvalid, "the peer speaks before it is known"});
     return;
   }
   base::Buffer bytes(data.size);
@@ -293,6 +316,7 @@ void UcxConnection::keepEarly(const FrameHeader& header, base::ConstSpan data) {
 }
 
 base::Result<SecureChannel::Opened> UcxConnection::unseal(
+    Locked&,
     const FrameHeader& header,
     base::ConstSpan data) {
   if (channel_ == nullptr) {

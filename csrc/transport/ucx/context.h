@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/gate.h"
 #include "base/log.h"
 #include "base/timer.h"
 #include "transport/transport.h"
@@ -49,10 +50,10 @@ class UcxContext final : public Context,
   const Options& options() const {
     return options_;
   }
-  Worker& worker() const {
+  ControlWorker& worker() const {
     return *control_;
   }
-  const std::shared_ptr<Worker>& sharedWorker() const {
+  const std::shared_ptr<ControlWorker>& sharedWorker() const {
     return control_;
   }
   base::Poller& poller() const {
@@ -61,14 +62,24 @@ class UcxContext final : public Context,
   base::TaskRunner& runner() const {
     return *runner_;
   }
-  Handler& handler() const {
-    return *handler_;
+  // Runs `use`, a void(Handler&), unless stop() is about to return or has. The
+  // only way to the Handler: stop() waits for who is in here.
+  template <typename F>
+  void withHandler(F&& use) {
+    const base::Gate::Inside inside(*gate_);
+    if (inside.counted()) {
+      use(*handler_);
+    }
+  }
+  // The Handler has had the last word about a connection.
+  void connectionTold() {
+    untold_.fetch_sub(1);
   }
   SharedMaps& maps() {
     return maps_;
   }
-  // Under the lock; empty before there is a group.
-  const std::string& groupKey() const {
+  // Empty before there is a group.
+  const std::string& groupKey(Locked&) const {
     return groupKey_;
   }
   const ProcessIdentity& process() const {
@@ -80,41 +91,44 @@ class UcxContext final : public Context,
   // Made at the first use: most groups never need it. Its port is taken before
   // where ports are few.
   base::Result<std::shared_ptr<BulkChannel>> bulk();
-  // Under the lock: has the connection's onDoubtOver() run in a while.
-  void doubt(const std::shared_ptr<UcxConnection>& connection) {
-    doubts_->add(connection);
+  // Has the connection's onDoubtOver() run in a while.
+  void doubt(Locked& locked, const std::shared_ptr<UcxConnection>& connection) {
+    doubts_->add(locked, connection);
   }
-  // Under the lock: a connection has ended, and its peer may still be reading
-  // memory of ours, which `watch` holds until it cannot.
-  void keep(std::shared_ptr<PeerWatch> watch);
-  // Under the lock: has the connection acknowledge() in a moment.
-  void acknowledgeSoon(std::shared_ptr<UcxConnection> connection);
-  // Under the lock: forgets a connection that has ended; `broken` is the same
-  // one, where the peer may not know of it.
+  // A connection has ended, and its peer may still be reading memory of ours,
+  // which `watch` holds until it cannot.
+  void keep(Locked& locked, std::shared_ptr<PeerWatch> watch);
+  // Has the connection acknowledge() in a moment.
+  void acknowledgeSoon(
+      Locked& locked,
+      std::shared_ptr<UcxConnection> connection);
+  // Forgets a connection that has ended; `broken` is the same one, where the
+  // peer may not know of it.
   void forget(
+      Locked& locked,
       uint64_t localToken,
       const std::shared_ptr<UcxConnection>& broken);
-  // Under the lock: keeps the endpoint of a connection that has ended open, for
-  // as long as the peer's process lives. UCX pairs the endpoints of two workers
-  // in the order in which they are made, and not by connection: the peer may
-  // send what belongs to another connection to this endpoint, and UCX drops,
-  // in silence, messages in several parts to one that is closed. False once
-  // this worker ends.
-  bool park(std::shared_ptr<UcxConnection> connection);
-  // Under the lock: closes it, if it is kept open.
-  void unpark(const UcxConnection& connection);
-  // Under the lock: tells the peer of a connection that broke here, once, and
-  // unless it broke long ago.
-  void tellThatItBroke(uint64_t localToken);
+  // Keeps the endpoint of a connection that has ended open, for as long as the
+  // peer's process lives. UCX pairs the endpoints of two workers in the order
+  // in which they are made, and not by connection: the peer may send what
+  // belongs to another connection to this endpoint, and UCX drops, in silence,
+  // messages in several parts to one that is closed. False once this worker
+  // ends.
+  bool park(Locked& locked, std::shared_ptr<UcxConnection> connection);
+  // Closes it, if it is kept open.
+  void unpark(Locked& locked, const UcxConnection& connection);
+  // Tells the peer of a connection that broke here, once, and unless it broke
+  // long ago.
+  void tellThatItBroke(Locked& locked, uint64_t localToken);
   // Maybe it died while it was writing to this worker.
   void peerLost() {
     slots_->lookSoon();
   }
-  // Under the lock: endpoints that UCX has not yet closed.
-  void endpointClosing() {
+  // Endpoints that UCX has not yet closed.
+  void endpointClosing(Locked&) {
     ++closing_;
   }
-  void endpointClosed() {
+  void endpointClosed(Locked&) {
     --closing_;
   }
 
@@ -122,43 +136,44 @@ class UcxContext final : public Context,
   UcxContext(
       Options options,
       std::shared_ptr<UcpContext> ucp,
-      std::shared_ptr<Worker> control,
-      std::shared_ptr<Worker> bulk);
+      std::shared_ptr<base::Gate> gate,
+      std::shared_ptr<ControlWorker> control,
+      std::shared_ptr<BulkWorker> bulk);
 
-  static ucs_status_t onActiveMessage(
-      void* self,
-      const void* header,
-      size_t headerLength,
-      void* data,
-      size_t length,
-      const ucp_am_recv_param_t* param) noexcept;
-  void onMessage(base::ConstSpan header, base::ConstSpan data);
+  void onMessage(Locked& locked, base::ConstSpan header, base::ConstSpan data);
+  // What took it has thrown.
   void onLostMessage(
+      Locked& locked,
       base::ConstSpan header,
       base::ConstSpan data,
       const base::Error& error);
   void onFrameOf(
+      Locked& locked,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
   void onConnectionMessage(
+      Locked& locked,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
-  void onOpen(const FrameHeader& header, base::ConstSpan data);
+  void onOpen(Locked& locked, const FrameHeader& header, base::ConstSpan data);
   void onHandshake(
+      Locked& locked,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
   void onFrame(
+      Locked& locked,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
   void onBigFrame(
+      Locked& locked,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
-  // Any thread; ends the delivery.
+  // Ends the delivery.
   void deliver(
       const std::shared_ptr<UcxConnection>& connection,
       std::unique_ptr<Incoming> incoming);
@@ -167,14 +182,18 @@ class UcxContext final : public Context,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries);
   void progressSoon();
-  void acknowledgeNow();
-  std::shared_ptr<UcxConnection> find(uint64_t token) const;
-  void onLateMessage(const FrameHeader& header);
-  std::shared_ptr<UcxConnection> makeConnection(bool initiator);
+  void waitUntilTold();
+  void acknowledgeNow(Locked& locked);
+  std::shared_ptr<UcxConnection> find(Locked& locked, uint64_t token) const;
+  // Of a connection that has ended here, or a stranger's.
+  void onLateMessage(Locked& locked, const FrameHeader& header);
+  std::shared_ptr<UcxConnection> makeConnection(Locked& locked, bool initiator);
 
   const Options options_;
   const std::shared_ptr<UcpContext> ucp_;
-  const std::shared_ptr<Worker> control_;
+  // Around Handler methods, and what both workers call.
+  const std::shared_ptr<base::Gate> gate_;
+  const std::shared_ptr<ControlWorker> control_;
   const WorkerAddress workerAddress_;
   const uint64_t doorToken_; // who does not know it cannot connect
   const HostMark mark_;
@@ -183,13 +202,14 @@ class UcxContext final : public Context,
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr;
   std::atomic<bool> stopped_{false};
+  // Connections of whose end the Handler has not heard.
+  std::atomic<size_t> untold_{0};
   std::optional<AbandonedSlots> slots_; // once started
 
   std::mutex bulkMutex_;
-  std::shared_ptr<Worker> bulkWorker_; // until there is a channel
+  std::shared_ptr<BulkWorker> bulkWorker_; // until there is a channel
   std::shared_ptr<BulkChannel> bulk_;
 
-  // Under the control worker's lock.
   std::string groupKey_;
   // Those that broke last and whose peers were not told, the oldest first: UCX
   // lets the peer go on sending on what is closed here.

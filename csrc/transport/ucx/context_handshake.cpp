@@ -17,21 +17,25 @@ constexpr size_t kMaxOpening = 4096;
 
 } // namespace
 
-std::shared_ptr<UcxConnection> UcxContext::makeConnection(bool initiator) {
+std::shared_ptr<UcxConnection> UcxContext::makeConnection(
+    Locked& locked,
+    bool initiator) {
   const uint64_t token = randomToken();
   auto connection = UcxConnection::create(shared_from_this(), token, initiator);
+  untold_.fetch_add(1);
   connections_.emplace(token, connection);
-  openings_->add(connection);
+  openings_->add(locked, connection);
   return connection;
 }
 
 void UcxContext::setSecret(const std::string& secret) {
-  control_->runLocked([&] { groupKey_ = ucx::groupKey(secret); });
+  control_->runLocked([&](Locked&) { groupKey_ = ucx::groupKey(secret); });
 }
 
-// ---- under the lock --------------------------------------------------------
-
-void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
+void UcxContext::onOpen(
+    Locked& locked,
+    const FrameHeader& header,
+    base::ConstSpan data) {
   const auto refuse = [this](const std::string& why) {
     refusals_(
         base::LogLevel::kWarning, "refused a connection: the other end " + why);
@@ -62,29 +66,29 @@ void UcxContext::onOpen(const FrameHeader& header, base::ConstSpan data) {
     refuse("sent a " + preamble.error().message);
     return;
   }
-  if (openings_->size() >= kMaxOpening) {
+  if (openings_->size(locked) >= kMaxOpening) {
     refuse("is one of too many at once");
     return;
   }
-  auto connection = makeConnection(/*initiator=*/false);
+  auto connection = makeConnection(locked, /*initiator=*/false);
   const uint64_t token = preamble.value().token;
+  std::string introduction;
+  withHandler([&](Handler& handler) { introduction = handler.introduction(); });
   base::Error error = connection->accept(
-      header.token,
-      bytes,
-      std::move(preamble.value()),
-      handler_->introduction());
+      locked, header.token, bytes, std::move(preamble.value()), introduction);
   if (error) {
-    connection->sendRefusal(token, error.message);
-    connection->fail(std::move(error), /*flush=*/true);
+    connection->sendRefusal(locked, token, error.message);
+    connection->fail(locked, std::move(error), /*flush=*/true);
   }
 }
 
 void UcxContext::onHandshake(
+    Locked& locked,
     const std::shared_ptr<UcxConnection>& connection,
     const FrameHeader& header,
     base::ConstSpan data) {
   if (header.kind == FrameKind::kRefused) {
-    connection->fail({base::ErrorKind::kRefused, toText(data)});
+    connection->fail(locked, {base::ErrorKind::kRefused, toText(data)});
     return;
   }
   const bool accepted = header.kind == FrameKind::kOpened;
@@ -95,19 +99,19 @@ void UcxContext::onHandshake(
   base::Error error;
   if (accepted) {
     auto accepter = parseSigned(data);
-    error = accepter.ok() ? connection->onAccepted(accepter.value())
+    error = accepter.ok() ? connection->onAccepted(locked, accepter.value())
                           : accepter.error();
   } else {
-    error = connection->onConfirm(data);
+    error = connection->onConfirm(locked, data);
   }
   if (error) {
     refusals_(
         base::LogLevel::kWarning, "refused a connection: " + error.message);
-    connection->fail(std::move(error), /*flush=*/true);
+    connection->fail(locked, std::move(error), /*flush=*/true);
     return;
   }
-  for (auto& [early, bytes] : connection->takeEarly()) {
-    onFrameOf(connection, early, {bytes.data(), bytes.size()});
+  for (auto& [early, bytes] : connection->takeEarly(locked)) {
+    onFrameOf(locked, connection, early, {bytes.data(), bytes.size()});
   }
 }
 

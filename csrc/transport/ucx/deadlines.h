@@ -15,34 +15,34 @@ namespace torch_rpc_ext::transport::ucx {
 // Objects that all have the same time for something.
 //
 // Owns: one timer, and weak references.
-// Thread: construction and stop() any; the rest under the worker's lock.
+// Thread: any.
 // Outlives: nothing; the poller and the worker outlive it.
 template <typename T>
 class Deadlines {
  public:
   using Clock = base::Timer::Clock;
-  // Runs under the lock, for those that are still there.
-  using Expired = std::function<void(const std::shared_ptr<T>&)>;
+  // Runs for those that are still there.
+  using Expired = std::function<void(Locked&, const std::shared_ptr<T>&)>;
 
   Deadlines(
       base::Poller& poller,
-      Worker& worker,
+      ControlWorker& worker,
       Clock::duration time,
       Expired expired)
       : time_(time),
         expired_(std::move(expired)),
         timer_(poller, [this, &worker] {
-          worker.post(base::makeTask([this] { expire(); }));
+          worker.post([this](Locked& locked) { expire(locked); });
         }) {}
 
-  void add(const std::shared_ptr<T>& object) {
+  void add(Locked&, const std::shared_ptr<T>& object) {
     waiting_.emplace_back(Clock::now() + time_, object);
     if (waiting_.size() == 1) {
       timer_.set(waiting_.front().first);
     }
   }
   // Those that are not expired, the ended ones too.
-  size_t size() const {
+  size_t size(Locked&) const {
     return waiting_.size();
   }
   void stop() {
@@ -50,13 +50,13 @@ class Deadlines {
   }
 
  private:
-  void expire() {
+  void expire(Locked& locked) {
     const auto now = Clock::now();
     while (!waiting_.empty() && waiting_.front().first <= now) {
       const auto object = waiting_.front().second.lock();
       waiting_.pop_front();
       if (object != nullptr) {
-        expired_(object);
+        expired_(locked, object);
       }
     }
     if (!waiting_.empty()) {

@@ -64,14 +64,14 @@ PeerState next(PeerState state, PeerWord word, bool watched) {
 }
 
 PeerWatch::~PeerWatch() {
-  unwatch();
+  closePidFd();
 }
 
 int PeerWatch::openProcess(int32_t pid) {
   return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 }
 
-void PeerWatch::watch(base::Poller& poller, int32_t pid, int pidFd) {
+void PeerWatch::watch(Locked&, base::Poller& poller, int32_t pid, int pidFd) {
   pid_ = pid;
   pidFd_ = pidFd;
   if (pidFd_ < 0) {
@@ -80,18 +80,18 @@ void PeerWatch::watch(base::Poller& poller, int32_t pid, int pidFd) {
   poller_ = &poller;
   poller.add(pidFd_, [weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
-      self->worker_->post(base::makeTask([self] {
+      self->worker_->post([self](Locked& locked) {
         if (!isOver(self->state())) {
           // What it said before it ended counts: answers, and its goodbye.
-          self->worker_->progressAll();
+          locked.progressAll();
         }
-        self->hear(PeerWord::kProcessEnded);
-      }));
+        self->hear(locked, PeerWord::kProcessEnded);
+      });
     }
   });
 }
 
-void PeerWatch::unwatch() {
+void PeerWatch::closePidFd() {
   if (pidFd_ >= 0) {
     poller_->remove(pidFd_);
     ::close(pidFd_);
@@ -99,14 +99,14 @@ void PeerWatch::unwatch() {
   }
 }
 
-bool PeerWatch::processEnded() const {
+bool PeerWatch::processEnded(Locked&) const {
   pollfd state{pidFd_, POLLIN, 0};
   return pidFd_ >= 0 && ::poll(&state, 1, 0) == 1;
 }
 
-void PeerWatch::hear(PeerWord word, base::Error why) {
+void PeerWatch::hear(Locked& locked, PeerWord word, base::Error why) {
   const PeerState before = state_.load();
-  const PeerState after = next(before, word, watched());
+  const PeerState after = next(before, word, watched(locked));
   if (after == before) {
     return;
   }
@@ -125,12 +125,12 @@ void PeerWatch::hear(PeerWord word, base::Error why) {
     }
   }
   state_ = after;
-  if (after == PeerState::kDead && holds()) {
-    // Without the lock: it may hold the last reference to a tensor.
-    worker_->defer(base::makeTask([held = std::exchange(held_, {})] {}));
-    unwatch();
+  if (after == PeerState::kDead && holds(locked)) {
+    // Later: it may hold the last reference to a tensor.
+    locked.defer([held = std::exchange(held_, {})] {});
+    unwatch(locked);
   }
-  changed_(before);
+  changed_(locked, before);
 }
 
 } // namespace torch_rpc_ext::transport::ucx

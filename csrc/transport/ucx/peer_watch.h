@@ -42,14 +42,17 @@ PeerState next(PeerState state, PeerWord word, bool watched);
 //
 // Owns: the state, the pidfd, memory that the peer may go on reading after the
 //   connection has ended, until its process has ended too.
-// Thread: state() and why() any; the rest under the control worker's lock.
+// Thread: any.
 class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
  public:
-  // Runs under the lock after each change.
-  using Changed = std::function<void(PeerState before)>;
+  // Runs after each change.
+  using Changed = std::function<void(Locked&, PeerState before)>;
 
   // `name` is for the log.
-  PeerWatch(std::shared_ptr<Worker> worker, std::string name, Changed changed)
+  PeerWatch(
+      std::shared_ptr<ControlWorker> worker,
+      std::string name,
+      Changed changed)
       : worker_(std::move(worker)),
         name_(std::move(name)),
         changed_(std::move(changed)) {}
@@ -68,28 +71,32 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   // A pidfd, or -1: there is no such process, or the kernel has no pidfds.
   static int openProcess(int32_t pid);
   // Hears from now on when the process ends; owns its pidfd, which may be -1.
-  void watch(base::Poller& poller, int32_t pid, int pidFd);
-  void unwatch();
-  bool watched() const {
+  void watch(Locked&, base::Poller& poller, int32_t pid, int pidFd);
+  void unwatch(Locked&) {
+    closePidFd();
+  }
+  bool watched(Locked&) const {
     return pidFd_ >= 0;
   }
   // Whether the process has ended, a zombie's too; false if it is not watched.
-  bool processEnded() const;
+  bool processEnded(Locked&) const;
 
   // `why` is what the connection ends with, if the word ends it.
-  void hear(PeerWord word, base::Error why = {});
+  void hear(Locked&, PeerWord word, base::Error why = {});
 
   // Memory that the peer may be reading: held by the callback until the process
   // has ended, or, where that cannot be noticed, for as long as this lives.
-  void hold(Callback memory) {
+  void hold(Locked&, Callback memory) {
     held_.push_back(std::move(memory));
   }
-  bool holds() const {
+  bool holds(Locked&) const {
     return !held_.empty();
   }
 
  private:
-  const std::shared_ptr<Worker> worker_;
+  void closePidFd();
+
+  const std::shared_ptr<ControlWorker> worker_;
   const std::string name_;
   const Changed changed_;
   std::atomic<PeerState> state_{PeerState::kConnecting};

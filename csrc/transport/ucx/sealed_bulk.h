@@ -17,7 +17,7 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Sends `spans` as the answer to `pull`. `callback` may run under a lock.
+// Sends `spans` as the answer to `pull`. `callback` may run on any thread.
 void sendSealed(
     std::shared_ptr<BulkChannel> bulk,
     base::TaskRunner& runner,

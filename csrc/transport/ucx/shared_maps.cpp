@@ -45,13 +45,13 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       const auto map = found->map;
       idleBytes_ -= map->size();
       idle_.erase(found);
-      return use(pid, map);
+      return use(lock, pid, map);
     }
     if (idle_.size() + used_.size() >= kMaxMaps) {
       if (idle_.empty()) {
         return nullptr;
       }
-      dropOldest(surplus, 1);
+      dropOldest(lock, surplus, 1);
     }
     lock.unlock();
     const auto map = SharedMap::open(pid, entry.fd, entry.region, entry.size);
@@ -59,7 +59,7 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       return nullptr;
     }
     lock.lock();
-    return use(pid, map);
+    return use(lock, pid, map);
   }
 
   // Returns how many are left.
@@ -86,16 +86,15 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
   };
 
  private:
+  using Locked = std::unique_lock<std::mutex>; // of mutex_
   struct Used {
     int32_t pid;
     const SharedMap* map; // lives until its last user has given it back
     std::weak_ptr<SharedMap> users;
   };
 
-  // Under the lock.
-  std::shared_ptr<SharedMap> use(
-      int32_t pid,
-      const std::shared_ptr<SharedMap>& map) {
+  std::shared_ptr<SharedMap>
+  use(const Locked&, int32_t pid, const std::shared_ptr<SharedMap>& map) {
     std::shared_ptr<SharedMap> users(
         map.get(), [self = shared_from_this(), pid, map](SharedMap*) {
           self->giveBack(pid, map);
@@ -109,7 +108,7 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       return; // the lock may be that of a thread of the parent's
     }
     std::vector<Idle> surplus; // goes after the lock
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     std::erase_if(
         used_, [&map](const Used& used) { return used.map == map.get(); });
     if (map->discarded()) {
@@ -121,11 +120,10 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
     for (uint64_t left = idleBytes_; left > kMaxIdleBytes; ++count) {
       left -= idle_[count].map->size();
     }
-    dropOldest(surplus, count);
+    dropOldest(lock, surplus, count);
   }
 
-  // Under the lock.
-  void dropOldest(std::vector<Idle>& surplus, size_t count) {
+  void dropOldest(const Locked&, std::vector<Idle>& surplus, size_t count) {
     const auto end = idle_.begin() + static_cast<ptrdiff_t>(count);
     surplus.assign(idle_.begin(), end);
     idle_.erase(idle_.begin(), end);

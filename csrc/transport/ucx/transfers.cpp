@@ -6,6 +6,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 uint64_t Transfers::add(
+    Locked&,
     base::Buffer frame,
     const std::vector<BulkSpan>& bulk,
     Callback callback) {
@@ -27,9 +28,8 @@ uint64_t Transfers::add(
   return id;
 }
 
-std::shared_ptr<memory::SharedMap> Transfers::takeBack(
-    uint64_t region,
-    uint64_t size) {
+std::shared_ptr<memory::SharedMap>
+Transfers::takeBack(Locked& locked, uint64_t region, uint64_t size) {
   const auto lent = lent_.find(region);
   if (lent == lent_.end() || lent->second.size != size) {
     return nullptr;
@@ -45,17 +45,17 @@ std::shared_ptr<memory::SharedMap> Transfers::takeBack(
       });
   if (transfer.regions.empty() && regionsOnly) {
     transfer.done = true;
-    finish(it);
+    finish(locked, it);
   }
   return owner;
 }
 
-const Transfers::Spans* Transfers::find(uint64_t id) const {
+const Transfers::Spans* Transfers::find(Locked&, uint64_t id) const {
   auto it = transfers_.find(id);
   return it == transfers_.end() ? nullptr : &it->second.spans;
 }
 
-bool Transfers::sendBegins(uint64_t id) {
+bool Transfers::sendBegins(Locked&, uint64_t id) {
   Transfer& transfer = transfers_.at(id);
   if (transfer.asked == 2) {
     return false;
@@ -65,7 +65,10 @@ bool Transfers::sendBegins(uint64_t id) {
   return true;
 }
 
-void Transfers::sendEnds(uint64_t id, const base::Error& error) {
+void Transfers::sendEnds(
+    Locked& locked,
+    uint64_t id,
+    const base::Error& error) {
   auto it = transfers_.find(id);
   if (it == transfers_.end()) {
     return;
@@ -75,18 +78,18 @@ void Transfers::sendEnds(uint64_t id, const base::Error& error) {
     it->second.done = true;
     it->second.error = error;
   }
-  finish(it);
+  finish(locked, it);
 }
 
-void Transfers::adopted(uint64_t id) {
+void Transfers::adopted(Locked&, uint64_t id) {
   auto it = transfers_.find(id);
   if (it != transfers_.end()) {
     it->second.adopted = true;
   }
 }
 
-void Transfers::forked(uint64_t id) {
-  if (const Spans* const spans = find(id)) {
+void Transfers::forked(Locked& locked, uint64_t id) {
+  if (const Spans* const spans = find(locked, id)) {
     for (const BulkSpan& span : *spans) {
       if (span.owner != nullptr) {
         span.owner->discard();
@@ -95,16 +98,17 @@ void Transfers::forked(uint64_t id) {
   }
 }
 
-void Transfers::done(uint64_t id, base::Error error) {
+void Transfers::done(Locked& locked, uint64_t id, base::Error error) {
   auto it = transfers_.find(id);
   if (it != transfers_.end()) {
     it->second.done = true;
     it->second.error = std::move(error);
-    finish(it);
+    finish(locked, it);
   }
 }
 
 void Transfers::fail(
+    Locked& locked,
     const base::Error& error,
     const std::function<void(Callback)>& hold) {
   for (auto it = transfers_.begin(); it != transfers_.end();) {
@@ -114,18 +118,18 @@ void Transfers::fail(
       // A reader that is half-way must not see what comes there next.
       hold(it->second.callback);
     }
-    finish(it++);
+    finish(locked, it++);
   }
 }
 
-bool Transfers::lending() const {
+bool Transfers::lending(Locked&) const {
   return std::any_of(
       transfers_.begin(), transfers_.end(), [](const auto& entry) {
         return !entry.second.adopted;
       });
 }
 
-void Transfers::finish(Map::iterator it) {
+void Transfers::finish(Locked& locked, Map::iterator it) {
   Transfer& transfer = it->second;
   if (!transfer.done || transfer.sends != 0) {
     return;
@@ -134,10 +138,8 @@ void Transfers::finish(Map::iterator it) {
     lent_.erase(region);
   }
   if (transfer.callback) {
-    worker_.defer(
-        base::makeTask(
-            [callback = std::move(transfer.callback),
-             error = std::move(transfer.error)] { callback(error); }));
+    locked.defer([callback = std::move(transfer.callback),
+                  error = std::move(transfer.error)] { callback(error); });
   }
   transfers_.erase(it);
 }

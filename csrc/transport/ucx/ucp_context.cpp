@@ -77,9 +77,9 @@ void configure(ucp_config_t* config, const Options& options) {
   // memory. Bulk between hosts is as fast without it (1.05 and 1.20 GB/s with,
   // 1.12 and 1.10 without, by turns), at 20 % less CPU time.
   set(config, "TCP_PUT_ENABLE", "n");
-  // Else it connects in a blocking system call, under the worker's lock: calls
-  // to all others wait for a host that does not answer. And each attempt that
-  // fails there leaves its socket behind.
+  // Else it connects in a blocking system call and keeps the worker locked:
+  // calls to all others wait for a host that does not answer. And each attempt
+  // that fails there leaves its socket behind.
   set(config, "TCP_CONN_NB", "y");
   // What one system call moves at most, of bulk between hosts. UCX's 64 KiB
   // make both sides sleep and wake at each: 300 ms for 200 MB there and back

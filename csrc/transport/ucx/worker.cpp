@@ -1,11 +1,14 @@
 #include "transport/ucx/worker.h"
 
-#include "base/boundary.h"
+#include "base/log.h"
 #include "transport/ucx/status.h"
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <ctime>
+#include <optional>
+#include <string>
 
 namespace torch_rpc_ext::transport::ucx {
 
@@ -19,23 +22,16 @@ constexpr int kMostProgress = 10'000;
 
 } // namespace
 
-namespace {
-
-// What throws under the lock must not leave it locked.
-void runUnderLock(base::Task& operation) {
-  base::caughtHere(base::Boundary::kOperation, [&] { operation.run(); });
-}
-
-} // namespace
-
 int64_t monotonicMilliseconds() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
   return now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-base::Result<std::shared_ptr<Worker>> Worker::create(
-    std::shared_ptr<UcpContext> context) {
+template <WorkerRole role>
+base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
+    std::shared_ptr<UcpContext> context,
+    std::shared_ptr<base::Gate> gate) {
   ucp_worker_params_t params{};
   params.field_mask =
       UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_EVENTS;
@@ -54,25 +50,38 @@ base::Result<std::shared_ptr<Worker>> Worker::create(
     ucp_worker_destroy(worker);
     return toError(status, "getting the event descriptor of a UCX worker");
   }
-  return std::shared_ptr<Worker>(new Worker(std::move(context), worker, fd));
+  return std::shared_ptr<Worker>(
+      new Worker(std::move(context), std::move(gate), worker, fd));
 }
 
-Worker::Worker(std::shared_ptr<UcpContext> context, ucp_worker_h worker, int fd)
-    : context_(std::move(context)), worker_(worker), eventFd_(fd) {}
+template <WorkerRole role>
+Worker<role>::Worker(
+    std::shared_ptr<UcpContext> context,
+    std::shared_ptr<base::Gate> gate,
+    ucp_worker_h worker,
+    int fd)
+    : context_(std::move(context)),
+      gate_(std::move(gate)),
+      worker_(worker),
+      eventFd_(fd) {}
 
-Worker::~Worker() {
+template <WorkerRole role>
+Worker<role>::~Worker() {
   stop();
+  Locked locked(*this); // UCX may call back
   ucp_worker_destroy(worker_);
 }
 
-void Worker::start(base::Poller& poller, bool main) {
+template <WorkerRole role>
+void Worker<role>::start(base::Poller& poller, bool main) {
   poller_ = &poller;
   auto handler = [this] { onEvent(); };
   main ? poller.addMain(eventFd_, handler) : poller.add(eventFd_, handler);
   progressSoon(); // the first arm happens on a polling thread too
 }
 
-WorkerAddress Worker::address() const {
+template <WorkerRole role>
+WorkerAddress Worker<role>::address() const {
   const auto query = [this](uint32_t flags) {
     ucp_worker_attr_t attr{};
     attr.field_mask =
@@ -89,65 +98,72 @@ WorkerAddress Worker::address() const {
   return {query(0), query(UCP_WORKER_ADDRESS_FLAG_NET_ONLY)};
 }
 
-void Worker::post(base::TaskPtr operation) {
-  if (mutex_.try_lock()) {
-    runUnderLock(*operation);
-    operation.reset();
-    finish();
-    return;
+template <WorkerRole role>
+typename Worker<role>::Locked& Worker<role>::held() {
+  if (held_ == nullptr) {
+    // Going on would corrupt what the lock guards.
+    base::log(
+        base::LogLevel::kError,
+        "UCX calls back while no thread holds its worker's lock");
+    std::abort();
   }
-  postAfter(std::move(operation));
-  // The holder looks at the queue after it has released the lock. If it has
-  // already looked, the lock is free now and the queue is ours to drain.
-  if (mutex_.try_lock()) {
-    finish();
-  }
+  return *held_;
 }
 
-void Worker::postAfter(base::TaskPtr operation) {
+template <WorkerRole role>
+void Worker<role>::enqueue(std::unique_ptr<Operation> operation) {
   std::lock_guard lock(operationsMutex_);
   operations_.push_back(std::move(operation));
   hasOperations_.store(true, std::memory_order_release);
 }
 
-void Worker::drainOperations() {
+template <WorkerRole role>
+void Worker<role>::drainOperations(Locked& locked) {
   while (hasOperations_.load(std::memory_order_acquire)) {
-    std::vector<base::TaskPtr> operations;
+    std::vector<std::unique_ptr<Operation>> operations;
     {
       std::lock_guard lock(operationsMutex_);
       operations.swap(operations_);
       hasOperations_.store(false, std::memory_order_release);
     }
     for (auto& operation : operations) {
-      runUnderLock(*operation);
+      base::caughtHere(
+          base::Boundary::kOperation, [&] { operation->run(locked); });
     }
   }
 }
 
-void Worker::finish() {
-  for (;;) {
-    drainOperations();
+template <WorkerRole role>
+void Worker<role>::finish() {
+  do {
     std::vector<base::TaskPtr> deferred;
-    deferred.swap(deferred_);
-    const bool signal = std::exchange(needProgress_, false);
-    if (signal && !stopped_.load(std::memory_order_relaxed)) {
-      ucp_worker_signal(worker_);
+    {
+      Locked locked(*this);
+      drainOperations(locked);
+      deferred.swap(deferred_);
+      const bool signal = std::exchange(needProgress_, false);
+      if (signal && !stopped_.load(std::memory_order_relaxed)) {
+        ucp_worker_signal(worker_);
+      }
+    }
+    std::optional<base::Gate::Inside> inside;
+    if (!deferred.empty()) {
+      inside.emplace(*gate_); // before another thread can have the lock
     }
     mutex_.unlock();
     for (auto& task : deferred) {
       base::caughtHere(base::Boundary::kDeferred, [&] { task->run(); });
-      // Here and not under the lock: what it held may be the last reference to
-      // a tensor, and run any code.
+      // Here and not before: what the task held may be the last reference to a
+      // tensor, and run any code.
       task.reset();
     }
-    if (!hasOperations_.load(std::memory_order_acquire) || !mutex_.try_lock()) {
-      return;
-    }
-  }
+  } while (hasOperations_.load(std::memory_order_acquire) && mutex_.try_lock());
 }
 
-void Worker::onEvent() {
-  // The one-shot event is consumed, so this thread has to take the lock and
+template <WorkerRole role>
+void Worker<role>::onEvent() {
+  const base::Gate::Inside inside(*gate_);
+  // The one-shot event is consumed, so this thread has to wait for the lock and
   // re-arm: giving up here would lose the wake-up for ever.
   mutex_.lock();
   if (stopped_.load(std::memory_order_relaxed)) {
@@ -156,12 +172,15 @@ void Worker::onEvent() {
   }
   bool armed = false;
   bool progressed = false;
-  for (int round = 0; round < kProgressRounds && !armed; ++round) {
-    drainOperations();
-    while (ucp_worker_progress(worker_) != 0) {
-      progressed = true;
+  {
+    Locked locked(*this);
+    for (int round = 0; round < kProgressRounds && !armed; ++round) {
+      drainOperations(locked);
+      while (ucp_worker_progress(worker_) != 0) {
+        progressed = true;
+      }
+      armed = ucp_worker_arm(worker_) == UCS_OK;
     }
-    armed = ucp_worker_arm(worker_) == UCS_OK;
   }
   // What is in flight will raise an event now that the worker is armed; when
   // it cannot be armed, signal() makes some thread go on at once.
@@ -175,19 +194,23 @@ void Worker::onEvent() {
   poller_->rearm(eventFd_);
 }
 
-void Worker::progressAll() {
+template <WorkerRole role>
+void Worker<role>::Locked::progressAll() {
   // Others may go on sending.
-  for (int i = 0; i < kMostProgress && ucp_worker_progress(worker_) != 0; ++i) {
+  for (int i = 0; i < kMostProgress && ucp_worker_progress(get()) != 0; ++i) {
   }
 }
 
-void Worker::stop() {
-  if (stopped_.exchange(true)) {
-    return;
-  }
-  if (poller_ != nullptr) {
+template <WorkerRole role>
+void Worker<role>::stop() {
+  if (!stopped_.exchange(true) && poller_ != nullptr) {
     poller_->remove(eventFd_);
+    // Whoever progresses now has the lock; nobody progresses after this.
+    runLocked([](Locked&) {});
   }
 }
+
+template class Worker<WorkerRole::kControl>;
+template class Worker<WorkerRole::kBulk>;
 
 } // namespace torch_rpc_ext::transport::ucx

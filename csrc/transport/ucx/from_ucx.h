@@ -1,0 +1,115 @@
+#pragma once
+
+// How UCX calls: every callback that is registered with UCX is a function of
+// FromUcx, and there is no other way in.
+
+#include "base/boundary.h"
+#include "base/buffer.h"
+
+#include <ucp/api/ucp.h>
+
+#include <functional>
+#include <memory>
+#include <type_traits>
+
+namespace torch_rpc_ext::transport::ucx {
+
+template <typename Member>
+struct ClassOfMember;
+template <typename T, typename Result, typename... Arguments>
+struct ClassOfMember<Result (T::*)(Arguments...)> {
+  using Type = T;
+};
+
+// Calls `run`, a member function of the object that UCX was given with the
+// callback, with the token and what UCX says. The object has a worker(): UCX
+// calls only while this thread holds the lock of that worker, because it is
+// inside of an operation or of progress. UCX is C: an exception ends here, and
+// `failed` is called in place of what was not done, with the token and either
+// the error, or what UCX says and the error. Without `failed`, `run` is called
+// once more.
+template <base::Boundary boundary, auto run, auto failed = run>
+class FromUcx {
+  using Target = typename ClassOfMember<decltype(run)>::Type;
+
+ public:
+  // ucp_am_recv_callback_t; run(Locked&, header, data)
+  static ucs_status_t message(
+      void* target,
+      const void* header,
+      size_t headerLength,
+      void* data,
+      size_t length,
+      const ucp_am_recv_param_t* param) noexcept {
+    // We send nothing by UCX's rendezvous: whoever does is no peer of ours.
+    if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0) {
+      enter(
+          target,
+          base::ConstSpan{header, headerLength},
+          base::ConstSpan{data, length});
+    }
+    return UCS_OK;
+  }
+
+  // ucp_send_nbx_callback_t; run(Locked&, status)
+  static void sent(void* request, ucs_status_t status, void* target) noexcept {
+    ucp_request_free(request);
+    enter(target, status);
+  }
+
+  // The same, where the target was made for this call, and ends with it.
+  static void
+  sentLast(void* request, ucs_status_t status, void* target) noexcept {
+    const std::unique_ptr<Target> owned(static_cast<Target*>(target));
+    sent(request, status, target);
+  }
+
+  // ucp_tag_recv_nbx_callback_t; run(Locked&, request, status, info)
+  static void received(
+      void* request,
+      ucs_status_t status,
+      const ucp_tag_recv_info_t* info,
+      void* target) noexcept {
+    enter(target, request, status, info);
+    ucp_request_free(request);
+  }
+
+  // ucp_err_handler_cb_t; run(Locked&, endpoint, status)
+  static void
+  broken(void* target, ucp_ep_h endpoint, ucs_status_t status) noexcept {
+    enter(target, endpoint, status);
+  }
+
+ private:
+  template <typename... Said>
+  static void enter(void* argument, Said... said) noexcept {
+    auto& target = *static_cast<Target*>(argument);
+    auto& locked = target.worker().held();
+    using Token = decltype(locked);
+    base::guarded(
+        boundary,
+        [&] { std::invoke(run, target, locked, said...); },
+        [&]([[maybe_unused]] const base::Error& error) {
+          if constexpr (
+              std::is_invocable_v<
+                  decltype(failed),
+                  Target&,
+                  Token,
+                  const base::Error&>) {
+            std::invoke(failed, target, locked, error);
+          } else if constexpr (
+              std::is_invocable_v<
+                  decltype(failed),
+                  Target&,
+                  Token,
+                  Said...,
+                  const base::Error&>) {
+            std::invoke(failed, target, locked, said..., error);
+          } else {
+            std::invoke(failed, target, locked, said...);
+          }
+        });
+  }
+};
+
+} // namespace torch_rpc_ext::transport::ucx
