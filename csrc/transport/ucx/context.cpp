@@ -52,7 +52,7 @@ base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
     return worker.error();
   }
   std::shared_ptr<Worker> bulk;
-  if (options.portLow != 0) {
+  if (options.ports.first != 0) {
     // Else the first large tensor would find that the range has no port left.
     auto created = Worker::create(ucp.value());
     if (!created.ok()) {
