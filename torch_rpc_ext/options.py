@@ -101,6 +101,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     )
     rpc_timeout: float = attrs.field(
         default=checks.DEFAULT_RPC_TIMEOUT,
+        converter=checks.as_float,
         validator=checks.rpc_timeout,
         metadata=_about("Time-out of a call that names none itself; 0 for none.", "s"),
     )
@@ -135,6 +136,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     )
     init_timeout: float = attrs.field(
         default=0.0,
+        converter=checks.as_float,
         validator=checks.duration,
         metadata=_about(
             "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
@@ -184,6 +186,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     )
     keepalive: float = attrs.field(
         default=2.0,
+        converter=checks.as_float,
         validator=checks.at_least_100_ms,
         metadata=_about(
             "After how long a silent worker on another host is suspected to be dead.", "s"
@@ -227,6 +230,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     )
     receive_cache_idle: float = attrs.field(
         default=30.0,
+        converter=checks.as_float,
         validator=checks.at_least_100_ms,
         metadata=_about(
             "After how long unused some of that memory is given back to the system. When less "

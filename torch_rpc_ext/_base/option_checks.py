@@ -69,6 +69,11 @@ def _seconds(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number of seconds, got nan")
 
 
+def as_float(value: float) -> float:
+    """Convert an int, and nothing else: float() would take a text too."""
+    return float(value) if _is_int(value) else value
+
+
 def rpc_timeout(_: Any, option: Attribute[float], value: Any) -> None:
     """Accept seconds, 0 for none."""
     require_rpc_timeout(value)
