@@ -151,7 +151,7 @@ def _open(
     agent_options.set_values(of_agent(options))
     agent_options.set_interfaces(
         list(interface.names),
-        explicit=options.interface is not None,
+        explicit=bool(options.interface),
         prefer_ipv6=interface.prefer_ipv6,
     )
     agent_options.set_encryption(ENCRYPTION.index(options.encryption))
