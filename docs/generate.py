@@ -10,13 +10,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
 from figures import FIGURES  # noqa: E402  the path comes first
 
-from torch_rpc_ext._base import option_table  # noqa: E402
 from torch_rpc_ext._base.environment import VARIABLES  # noqa: E402
 
 _NOTE = "<!-- Written by docs/generate.py from {source}: change that file, then run the script. -->"
@@ -61,12 +61,11 @@ def environment() -> str:
 
 def options() -> str:
     """Return the text of options.md."""
-    table = option_table.OPTIONS
-    public = [option for option in table if not option.keyword]
-    for_tests = [option for option in table if option.keyword]
+    from torch_rpc_ext.options import OPTIONS, public
+
     return "\n".join(
         [
-            _NOTE.format(source="torch_rpc_ext/_base/option_table.py"),
+            _NOTE.format(source="torch_rpc_ext/options.py"),
             "",
             "# Options",
             "",
@@ -77,27 +76,27 @@ def options() -> str:
             "",
             *_table(
                 ("option", "default", "meaning"),
-                ((f"`{o.name}`", _default(o), o.doc) for o in public),
+                (_row(option) for name, option in OPTIONS.items() if name in public()),
             ),
-            "",
-            "`device_maps`, `devices`, `set_device_map()` and `set_devices()` are those of torch's "
-            "`TensorPipeRpcBackendOptions`.",
             "",
             "## For tests only",
             "",
+            "They inject faults.",
+            "",
             *_table(
                 ("keyword", "default", "meaning"),
-                ((f"`{o.keyword}`", _default(o), o.doc) for o in for_tests),
+                (_row(option) for name, option in OPTIONS.items() if name not in public()),
             ),
             "",
         ]
     )
 
 
-def _default(option: option_table.Option) -> str:
-    if option.default is None:
-        return f"see right ({option.unit})" if option.unit else "see right"
-    return f"`{option.default!r}` {option.unit}".rstrip()
+def _row(option: Any) -> tuple[str, ...]:
+    about = option.metadata["about"]
+    default = option.default.factory() if hasattr(option.default, "factory") else option.default
+    shown = about.default or f"`{default!r}` {about.unit}".rstrip()
+    return (f"`{option.alias}`", shown, about.doc)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

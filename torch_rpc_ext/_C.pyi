@@ -10,30 +10,11 @@ from torch._C._distributed_rpc import PyRRef, RpcAgent, WorkerInfo
 WIRE_VERSION: int
 
 class AgentOptions:
-    num_worker_threads: int
-    rpc_timeout: float
-    interfaces: list[str]
-    port_range: tuple[int, int]
-    prefer_ipv6: bool
-    use_cma: bool
-    use_shared_memory: bool
-    use_cuda_ipc: bool
-    keepalive: float
-    encryption: int
-    receive_cache_bytes: int
-    receive_budget: int
-    max_message_bytes: int
-    inline_bytes: int
-    max_calls_in_flight: int
-    max_bytes_in_flight: int
-    integrity: bool
-    fault_messages_to_fail: list[str]
-    fault_messages_to_lose: list[str]
-    fault_messages_to_corrupt: list[str]
-    fault_messages_to_forge: list[str]
-    fault_messages_to_delay: dict[str, float]
-    fault_num_fail_sends: int
-    # Places in _base/option_table.py, WIRE_DTYPES.
+    # All that options.of_agent() returns.
+    def set_values(self, values: dict[str, Any]) -> None: ...
+    def set_interfaces(self, names: list[str], explicit: bool, prefer_ipv6: bool) -> None: ...
+    # Places in _base/option_checks.py, ENCRYPTION and WIRE_DTYPES.
+    def set_encryption(self, value: int) -> None: ...
     def set_wire_dtypes(self, others: int, workers: dict[str, int]) -> None: ...
     def allow_only(self, names: set[str], modules: set[str]) -> None: ...
 

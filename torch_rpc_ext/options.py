@@ -1,16 +1,20 @@
-"""UcxRpcBackendOptions: what a user may choose about the UCX back end."""
+"""UcxRpcBackendOptions: what a user may choose about the UCX back end.
+
+Each option stands here once: name, type, default, check, unit and meaning. Its docstring,
+docs/options.md and the C++ agent's options follow from that; an option that the agent knows has
+one line more, in csrc/agent/agent_options.h.
+"""
 
 from __future__ import annotations
 
 import copy
-import ipaddress
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import attrs
 import torch
 
-from torch_rpc_ext._base import option_table as table
+from torch_rpc_ext._base import option_checks as checks
 from torch_rpc_ext._base.requirements import require_rpc
 from torch_rpc_ext._upstream import torch_names
 
@@ -21,18 +25,59 @@ from torch.distributed.rpc import options as upstream  # noqa: E402
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+WireDtype = torch.dtype | dict[str, torch.dtype | None] | None
 
 __all__ = ["UcxRpcBackendOptions"]
 
-# Those with a keyword of another name are for tests.
-_PUBLIC = [
-    *(option.name for option in table.BY_NAME.values() if not option.keyword),
-    "device_maps",
-    "devices",
-]
+
+class About(NamedTuple):
+    """What is told of an option.
+
+    Attributes:
+        doc: what it does, for docs/options.md.
+        unit: '' for none.
+        default: what the docs give as its default, where that is found out at run time.
+        agent: the C++ agent gets it, as it is here.
+    """
+
+    doc: str
+    unit: str = ""
+    default: str = ""
+    agent: bool = True
 
 
+def _about(doc: str, unit: str = "", default: str = "", *, agent: bool = True) -> dict[str, About]:
+    return {"about": About(doc, unit, default, agent)}
+
+
+def _device_maps(
+    value: Mapping[str, Mapping[DeviceType, DeviceType]] | None,
+) -> dict[str, DeviceMap]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"device_maps must map worker names to device maps, got {value!r}")
+    maps: dict[str, DeviceMap] = {}
+    for callee, device_map in value.items():
+        if not isinstance(callee, str) or not isinstance(device_map, Mapping):
+            raise TypeError(
+                f"device_maps must map worker names to device maps, got {callee!r}: {device_map!r}"
+            )
+        maps[callee] = upstream._to_device_map(dict(device_map))
+    return maps
+
+
+def _devices(value: Sequence[DeviceType] | None) -> list[torch.device]:
+    if value is None:
+        return []
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"devices must be a list of CUDA devices, got {value!r}")
+    devices: list[torch.device] = upstream._to_device_list(list(value))
+    return devices
+
+
+# attrs' own __setattr__ would take unknown names.
+@attrs.define(slots=False, kw_only=True, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options for ``init_rpc(backend=BackendType.UCX, rpc_backend_options=...)``.
 
@@ -40,40 +85,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     checked here, and may be set as attributes later, with the same checks.
 
     Args:
-        num_worker_threads: threads that run the requests of other workers.
-        rpc_timeout: time-out of a call that names none itself, s; 0 for none.
-        init_method: URL of the store: ``env://``, ``tcp://host:port``, ``file:///path``.
-        device_maps: callee's name -> {device here: device there}.
-        devices: local CUDA devices that RPC uses; by default those of the device maps.
-        init_timeout: how long init_rpc waits for the other workers, s; 0 for rpc_timeout, but at
-            least 3 s.
-        interface: name or IP address of the network interface for TCP, several comma-separated
-            or as a list. By default the one that routes to MASTER_ADDR.
-        port_range: a port, ``'lo-hi'`` or ``(lo, hi)``, both included; 0 for any.
-        use_cma: copy bulk data directly between processes of one host.
-        use_shared_memory: use shared memory between processes of one host.
-        use_cuda_ipc: copy CUDA tensors directly between processes of one host.
-        keepalive: after how long a silent worker elsewhere is suspected to be dead, s.
-        secret: what the workers of a group must know to speak to each other, 16 bytes or more;
-            by default rank 0 draws one and the store gives it out.
-        secret_file: a file that holds it, readable for its owner only.
-        encryption: which connections are encrypted: 'off', 'between_hosts' or 'on'.
-        receive_cache_bytes: memory kept for receiving tensors, bytes; None for 4 GiB or an eighth
-            of the machine's memory, whichever is less.
-        receive_cache_idle: after how long unused some of it is given back, s.
-        receive_budget: memory for the tensors of requests that no thread serves yet, bytes; more
-            stay with their callers. 0 for no limit, None for an eighth of the machine's memory or
-            of the cgroup's limit.
-        max_message_bytes: largest message to accept, bytes; 0 for no limit but memory.
-        max_calls_in_flight: calls that this worker may have under way to each other one; more
-            wait. 0 for no limit.
-        max_bytes_in_flight: the same for their bytes.
-        wire_dtype: what float32 tensors travel as, to other workers and back: torch.bfloat16 or
-            torch.float16; or worker -> dtype. None for float32.
-        integrity: send checksums with all bytes of a call and of its answer, which are compared at
-            their end.
-        allow_list: names of the modules, functions, classes and operators that peers may call
-            here; None for everything.
+        {arguments}
 
     Raises:
         TypeError: a value of a wrong type, named with its option.
@@ -82,128 +94,276 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     Source: torch/distributed/rpc/options.py, TensorPipeRpcBackendOptions.
     """
 
-    # As they are after the checks in __setattr__.
-    num_worker_threads: int
-    device_maps: dict[str, DeviceMap]
-    devices: list[torch.device]
-    init_timeout: float
-    interface: tuple[str, ...]
-    port_range: tuple[int, int]
-    use_cma: bool
-    use_shared_memory: bool
-    use_cuda_ipc: bool
-    keepalive: float
-    secret: bytes | None
-    secret_file: str | None
-    encryption: str
-    receive_cache_bytes: int
-    receive_cache_idle: float
-    receive_budget: int
-    max_message_bytes: int
-    max_calls_in_flight: int
-    max_bytes_in_flight: int
-    wire_dtype: torch.dtype | dict[str, torch.dtype | None] | None
-    integrity: bool
-    allow_list: tuple[str, ...] | None
-    messages_to_fail: list[str]
-    messages_to_lose: list[str]
-    messages_to_corrupt: list[str]
-    messages_to_forge: list[str]
-    messages_to_delay: dict[str, float]
-    num_fail_sends: int
+    num_worker_threads: int = attrs.field(
+        default=checks.DEFAULT_NUM_WORKER_THREADS,
+        validator=checks.positive_int,
+        metadata=_about("Threads that run the requests of other workers."),
+    )
+    rpc_timeout: float = attrs.field(
+        default=checks.DEFAULT_RPC_TIMEOUT,
+        converter=checks.as_float,
+        validator=checks.rpc_timeout,
+        metadata=_about("Time-out of a call that names none itself; 0 for none.", "s"),
+    )
+    init_method: str = attrs.field(
+        default=checks.DEFAULT_INIT_METHOD,
+        validator=checks.text,
+        metadata=_about(
+            "URL of the store through which the workers find each other: env://, tcp://host:port "
+            "or file:///path.",
+            agent=False,
+        ),
+    )
+    device_maps: dict[str, DeviceMap] = attrs.field(
+        default=None,
+        converter=_device_maps,
+        metadata=_about(
+            "Callee's name -> {device here: device there}, as torch's TensorPipeRpcBackendOptions "
+            "has it; see `set_device_map()`.",
+            default="`{}`",
+            agent=False,
+        ),
+    )
+    devices: list[torch.device] = attrs.field(
+        default=None,
+        converter=_devices,
+        metadata=_about(
+            "Local CUDA devices that RPC uses; by default those of the device maps. See "
+            "`set_devices()`.",
+            default="`[]`",
+            agent=False,
+        ),
+    )
+    init_timeout: float = attrs.field(
+        default=0.0,
+        converter=checks.as_float,
+        validator=checks.duration,
+        metadata=_about(
+            "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
+            f"{checks.MINIMUM_INIT_TIMEOUT:.0f} s.",
+            "s",
+            agent=False,
+        ),
+    )
+    interface: tuple[str, ...] = attrs.field(
+        default=None,
+        converter=checks.interface,
+        metadata=_about(
+            "Network interfaces that TCP may use: a name, an IP address, or several "
+            "comma-separated. By default the one that routes to MASTER_ADDR.",
+            default="`()`",
+            agent=False,
+        ),
+    )
+    port_range: tuple[int, int] = attrs.field(
+        default=(0, 0),
+        converter=checks.port_range,
+        metadata=_about(
+            "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), two for each worker of a "
+            "host; 0 for any.",
+        ),
+    )
+    use_cma: bool = attrs.field(
+        default=True,
+        validator=checks.boolean,
+        metadata=_about(
+            "Move bulk data directly between processes of one host: through memory that they "
+            "share, or by process_vm_readv."
+        ),
+    )
+    use_shared_memory: bool = attrs.field(
+        default=True,
+        validator=checks.boolean,
+        metadata=_about("Use shared memory between processes of one host."),
+    )
+    use_cuda_ipc: bool = attrs.field(
+        default=True,
+        validator=checks.boolean,
+        metadata=_about(
+            "Copy CUDA tensors directly between processes of one host, both ways. See "
+            "[cuda.md](cuda.md)."
+        ),
+    )
+    keepalive: float = attrs.field(
+        default=2.0,
+        converter=checks.as_float,
+        validator=checks.at_least_100_ms,
+        metadata=_about(
+            "After how long a silent worker on another host is suspected to be dead.", "s"
+        ),
+    )
+    secret: bytes | None = attrs.field(
+        default=None,
+        converter=checks.secret,
+        metadata=_about(
+            "What the workers of a group must know to speak to each other, 16 bytes or more, the "
+            "same for all. By default rank 0 draws one and the store gives it out. See "
+            "[security.md](security.md).",
+            default="see right",
+            agent=False,
+        ),
+    )
+    secret_file: str | None = attrs.field(
+        default=None,
+        converter=checks.secret_file,
+        metadata=_about(
+            "A file that holds it, readable for its owner only.", default="see right", agent=False
+        ),
+    )
+    encryption: str = attrs.field(
+        default="off",
+        validator=checks.encryption,
+        metadata=_about(
+            "Which connections are encrypted: `'off'`, `'between_hosts'` or `'on'`.", agent=False
+        ),
+    )
+    receive_cache_bytes: int = attrs.field(
+        default=None,
+        converter=checks.receive_cache,
+        validator=checks.byte_count,
+        metadata=_about(
+            "Memory kept for large tensors on their way, at both ends; by default 4 GiB, or an "
+            "eighth of the machine's memory where that is less.",
+            "bytes",
+            default="see right (bytes)",
+        ),
+    )
+    receive_cache_idle: float = attrs.field(
+        default=30.0,
+        converter=checks.as_float,
+        validator=checks.at_least_100_ms,
+        metadata=_about(
+            "After how long unused some of that memory is given back to the system. When less "
+            "than 1/16 of the machine's memory is left, all of it is.",
+            "s",
+        ),
+    )
+    receive_budget: int = attrs.field(
+        default=None,
+        converter=checks.receive_budget,
+        validator=checks.byte_count,
+        metadata=_about(
+            "Memory for the tensors of requests that have been received and that no thread serves "
+            "yet; more stay with their callers. By default an eighth of the machine's memory, or "
+            "of the cgroup's limit; 0 for no limit. See [faults.md](faults.md#load).",
+            "bytes",
+            default="see right (bytes)",
+        ),
+    )
+    max_message_bytes: int = attrs.field(
+        default=0,
+        validator=checks.byte_count,
+        metadata=_about(
+            "Largest message to accept; 0 for as much as the receiver's memory holds.", "bytes"
+        ),
+    )
+    max_calls_in_flight: int = attrs.field(
+        default=checks.DEFAULT_MAX_CALLS_IN_FLIGHT,
+        validator=checks.count,
+        metadata=_about(
+            "Calls that this worker may have under way to each other one. One more waits for "
+            "room, and fails with an OverloadedError at its time-out; 0 for no limit."
+        ),
+    )
+    max_bytes_in_flight: int = attrs.field(
+        default=0,
+        validator=checks.byte_count,
+        metadata=_about(
+            "The same for the bytes of those calls; a larger call goes alone.", "bytes"
+        ),
+    )
+    wire_dtype: WireDtype = attrs.field(
+        default=None,
+        converter=checks.wire_dtype,
+        metadata=_about(
+            "What float32 tensors travel as, to other workers and back: `torch.bfloat16` or "
+            "`torch.float16`, half the bytes and less precise, for all workers or by worker: "
+            "`{'worker1': torch.bfloat16}`. By default float32. See "
+            "[the guide](howto/wire_dtype.md).",
+            default="see right",
+            agent=False,
+        ),
+    )
+    integrity: bool = attrs.field(
+        default=False,
+        validator=checks.boolean,
+        metadata=_about(
+            "Send checksums with the bytes of each call of this worker, and of its answer. A call "
+            "whose bytes have changed on the way fails with an IntegrityError. See "
+            "[faults.md](faults.md#bytes-that-change-on-the-way)."
+        ),
+    )
+    allow_list: tuple[str, ...] | None = attrs.field(
+        default=None,
+        converter=checks.allow_list,
+        metadata=_about(
+            "What peers may call here: names of modules, functions, classes and operators "
+            "(`aten::add`). By default everything. See [faults.md](faults.md#what-peers-may-call).",
+            default="see right",
+            agent=False,
+        ),
+    )
+    # Fault injection, for tests: their keywords begin with an underscore.
+    messages_to_fail: list[str] = attrs.field(
+        factory=list,
+        validator=checks.message_names,
+        alias="_messages_to_fail",
+        metadata=_about("Message types of which the first sends fail."),
+    )
+    messages_to_lose: list[str] = attrs.field(
+        factory=list,
+        validator=checks.message_names,
+        alias="_messages_to_lose",
+        metadata=_about(
+            "Message types of which the first sends lose the connection, at this end only."
+        ),
+    )
+    messages_to_corrupt: list[str] = attrs.field(
+        factory=list,
+        validator=checks.message_names,
+        alias="_messages_to_corrupt",
+        metadata=_about("Message types of which the first sends have one bit changed."),
+    )
+    messages_to_forge: list[str] = attrs.field(
+        factory=list,
+        validator=checks.message_names,
+        alias="_messages_to_forge",
+        metadata=_about(
+            "Message types of which the first sends claim that their large tensors lie in memory "
+            "of the receiver."
+        ),
+    )
+    messages_to_delay: dict[str, float] = attrs.field(
+        factory=dict,
+        validator=checks.message_delays,
+        alias="_messages_to_delay",
+        metadata=_about("Message type -> delay.", "s"),
+    )
+    num_fail_sends: int = attrs.field(
+        default=0,
+        validator=checks.count,
+        alias="_num_fail_sends",
+        metadata=_about("How many sends of each such message fail."),
+    )
 
-    def __init__(
-        self,
-        *,
-        num_worker_threads: int = table.DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = table.DEFAULT_RPC_TIMEOUT,
-        init_method: str = table.DEFAULT_INIT_METHOD,
-        device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
-        devices: Sequence[DeviceType] | None = None,
-        init_timeout: float = 0.0,
-        interface: str | IpAddress | Sequence[str | IpAddress] | None = None,
-        port_range: int | str | tuple[int, int] | None = None,
-        use_cma: bool = True,
-        use_shared_memory: bool = True,
-        use_cuda_ipc: bool = True,
-        keepalive: float = 2.0,
-        secret: str | bytes | None = None,
-        secret_file: str | os.PathLike[str] | None = None,
-        encryption: str = "off",
-        receive_cache_bytes: int | None = None,
-        receive_cache_idle: float = 30.0,
-        receive_budget: int | None = None,
-        max_message_bytes: int = 0,
-        max_calls_in_flight: int = table.DEFAULT_MAX_CALLS_IN_FLIGHT,
-        max_bytes_in_flight: int = 0,
-        wire_dtype: torch.dtype | Mapping[str, torch.dtype | None] | None = None,
-        integrity: bool = False,
-        allow_list: Sequence[str] | None = None,
-        _messages_to_fail: Sequence[str] = (),
-        _messages_to_lose: Sequence[str] = (),
-        _messages_to_corrupt: Sequence[str] = (),
-        _messages_to_forge: Sequence[str] = (),
-        _messages_to_delay: Mapping[str, float] | None = None,
-        _num_fail_sends: int = 0,
-    ) -> None:
+    def __attrs_pre_init__(self) -> None:
         # pybind11 wants the base's __init__ called before anything else is done with the object.
         RpcBackendOptions.__init__(self)
-        given: dict[str, Any] = {
-            "num_worker_threads": num_worker_threads,
-            "rpc_timeout": rpc_timeout,
-            "init_method": init_method,
-            "device_maps": {} if device_maps is None else device_maps,
-            "devices": [] if devices is None else devices,
-            "init_timeout": init_timeout,
-            "interface": interface,
-            "port_range": port_range,
-            "use_cma": use_cma,
-            "use_shared_memory": use_shared_memory,
-            "use_cuda_ipc": use_cuda_ipc,
-            "keepalive": keepalive,
-            "secret": secret,
-            "secret_file": secret_file,
-            "encryption": encryption,
-            "receive_cache_bytes": (
-                table.default_receive_cache()
-                if receive_cache_bytes is None
-                else receive_cache_bytes
-            ),
-            "receive_cache_idle": receive_cache_idle,
-            "receive_budget": (
-                table.default_receive_budget() if receive_budget is None else receive_budget
-            ),
-            "max_message_bytes": max_message_bytes,
-            "max_calls_in_flight": max_calls_in_flight,
-            "max_bytes_in_flight": max_bytes_in_flight,
-            "wire_dtype": wire_dtype,
-            "integrity": integrity,
-            "allow_list": allow_list,
-            "messages_to_fail": list(_messages_to_fail),
-            "messages_to_lose": list(_messages_to_lose),
-            "messages_to_corrupt": list(_messages_to_corrupt),
-            "messages_to_forge": list(_messages_to_forge),
-            "messages_to_delay": {} if _messages_to_delay is None else _messages_to_delay,
-            "num_fail_sends": _num_fail_sends,
-        }
-        for name, value in given.items():
-            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in table.BY_NAME:
-            value = table.BY_NAME[name].check(name, value)
-        elif name == "device_maps":
-            value = _device_maps(value)
-        elif name == "devices":
-            value = _devices(value)
+        option = OPTIONS.get(name)
+        if option is not None:
+            value = attrs.setters.pipe(attrs.setters.convert, attrs.setters.validate)(
+                self, option, value
+            )
         elif not name.startswith("_"):
             # A misspelt option would otherwise be lost without a word.
-            known = ", ".join(_PUBLIC)
+            known = ", ".join(public())
             raise AttributeError(f"UcxRpcBackendOptions has no option {name!r}; it has {known}")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in _PUBLIC}
+        values = {name: getattr(self, name) for name in public()}
         if values["secret"] is not None:
             values["secret"] = "..."  # options end up in logs
         return f"UcxRpcBackendOptions({', '.join(f'{n}={v!r}' for n, v in values.items())})"
@@ -211,7 +371,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     def __copy__(self) -> UcxRpcBackendOptions:
         # pybind11 objects cannot be copied by copy.copy's default.
         twin = UcxRpcBackendOptions()
-        for name in [*table.BY_NAME, "device_maps", "devices"]:
+        for name in OPTIONS:
             setattr(twin, name, copy.copy(getattr(self, name)))
         return twin
 
@@ -251,24 +411,36 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         """Return how long init_rpc waits for the other workers, s."""
         if self.init_timeout > 0:
             return float(self.init_timeout)
-        return table.default_init_timeout(self.rpc_timeout)
+        return checks.default_init_timeout(self.rpc_timeout)
 
 
-def _device_maps(value: Any) -> dict[str, DeviceMap]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"device_maps must map worker names to device maps, got {value!r}")
-    maps: dict[str, DeviceMap] = {}
-    for callee, device_map in value.items():
-        if not isinstance(callee, str) or not isinstance(device_map, Mapping):
-            raise TypeError(
-                f"device_maps must map worker names to device maps, got {callee!r}: {device_map!r}"
-            )
-        maps[callee] = upstream._to_device_map(dict(device_map))
-    return maps
+OPTIONS: dict[str, attrs.Attribute[Any]] = {
+    option.name: option for option in attrs.fields(UcxRpcBackendOptions)
+}
 
 
-def _devices(value: Any) -> list[torch.device]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"devices must be a list of CUDA devices, got {value!r}")
-    devices: list[torch.device] = upstream._to_device_list(list(value))
-    return devices
+def public() -> list[str]:
+    """Return the names of the options, but of those for tests."""
+    return [name for name, option in OPTIONS.items() if option.alias == name]
+
+
+def of_agent(options: UcxRpcBackendOptions) -> dict[str, Any]:
+    """Return what the C++ agent gets as it is, by name."""
+    return {
+        name: getattr(options, name)
+        for name, option in OPTIONS.items()
+        if option.metadata["about"].agent
+    }
+
+
+def _docstring() -> str:
+    arguments = []
+    for name in public():
+        about: About = OPTIONS[name].metadata["about"]
+        unit = f" ({about.unit})" if about.unit else ""
+        arguments.append(f"{name}: {about.doc}{unit}")
+    text = UcxRpcBackendOptions.__doc__ or ""  # None under `python -OO`
+    return text.replace("{arguments}", "\n        ".join(arguments))
+
+
+UcxRpcBackendOptions.__doc__ = _docstring()

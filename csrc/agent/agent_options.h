@@ -57,4 +57,30 @@ struct AgentOptions {
   FaultOptions faults;
 };
 
+// Calls `take(name, member)` for each option that Python hands over as it is,
+// under its name in torch_rpc_ext/options.py.
+template <typename F>
+void forEachOption(AgentOptions& options, F&& take) {
+  take("num_worker_threads", options.numWorkerThreads);
+  take("rpc_timeout", options.rpcTimeoutSeconds);
+  take("receive_cache_bytes", options.receiveCacheBytes);
+  take("receive_cache_idle", options.receiveCacheIdleSeconds);
+  take("receive_budget", options.receiveBudgetBytes);
+  take("max_calls_in_flight", options.maxCallsInFlight);
+  take("max_bytes_in_flight", options.maxBytesInFlight);
+  take("use_cuda_ipc", options.useCudaIpc);
+  take("integrity", options.integrity);
+  take("port_range", options.transport.ports);
+  take("use_cma", options.transport.useCma);
+  take("use_shared_memory", options.transport.useSharedMemory);
+  take("keepalive", options.transport.keepaliveSeconds);
+  take("max_message_bytes", options.transport.maxFrameBytes);
+  take("messages_to_fail", options.faults.messagesToFail);
+  take("messages_to_lose", options.faults.messagesToLose);
+  take("messages_to_corrupt", options.faults.messagesToCorrupt);
+  take("messages_to_forge", options.faults.messagesToForge);
+  take("messages_to_delay", options.faults.messagesToDelay);
+  take("num_fail_sends", options.faults.failures);
+}
+
 } // namespace torch_rpc_ext::agent

@@ -73,20 +73,42 @@ std::shared_ptr<UcxAgent> makeAgent(
   return agent;
 }
 
+// Sets the options that are named in agent_options.h, all of them.
+void setOptions(AgentOptions& options, const py::dict& values) {
+  size_t taken = 0;
+  agent::forEachOption(options, [&](const char* name, auto& member) {
+    member = values[name].cast<std::decay_t<decltype(member)>>();
+    ++taken;
+  });
+  if (taken != values.size()) {
+    throw py::key_error("the agent does not have all of these options");
+  }
+}
+
 void bindOptions(py::module_& module) {
   py::class_<AgentOptions>(module, "AgentOptions")
       .def(py::init<>())
-      .def_readwrite("num_worker_threads", &AgentOptions::numWorkerThreads)
-      .def_readwrite("rpc_timeout", &AgentOptions::rpcTimeoutSeconds)
-      .def_readwrite("receive_cache_bytes", &AgentOptions::receiveCacheBytes)
-      .def_readwrite(
-          "receive_cache_idle", &AgentOptions::receiveCacheIdleSeconds)
-      .def_readwrite("receive_budget", &AgentOptions::receiveBudgetBytes)
-      .def_readwrite("inline_bytes", &AgentOptions::inlineBytes)
-      .def_readwrite("max_calls_in_flight", &AgentOptions::maxCallsInFlight)
-      .def_readwrite("max_bytes_in_flight", &AgentOptions::maxBytesInFlight)
-      .def_readwrite("use_cuda_ipc", &AgentOptions::useCudaIpc)
-      .def_readwrite("integrity", &AgentOptions::integrity)
+      .def("set_values", &setOptions, py::arg("values"))
+      .def(
+          "set_interfaces",
+          [](AgentOptions& o,
+             std::vector<std::string> names,
+             bool isExplicit,
+             bool preferIpv6) {
+            o.transport.interfaces = std::move(names);
+            o.transport.interfacesExplicit = isExplicit;
+            o.transport.preferIpv6 = preferIpv6;
+          },
+          py::arg("names"),
+          py::arg("explicit"),
+          py::arg("prefer_ipv6"))
+      .def(
+          "set_encryption",
+          [](AgentOptions& o, int value) {
+            o.transport.encryption =
+                static_cast<transport::ucx::Encryption>(value);
+          },
+          py::arg("value"))
       .def(
           "set_wire_dtypes",
           [](AgentOptions& o,
@@ -100,31 +122,6 @@ void bindOptions(py::module_& module) {
           },
           py::arg("others"),
           py::arg("workers"))
-#define TORCH_RPC_EXT_FIELD(python, outer, inner, type)    \
-  def_property(                                            \
-      python,                                              \
-      [](const AgentOptions& o) { return o.outer.inner; }, \
-      [](AgentOptions& o, type value) { o.outer.inner = std::move(value); })
-      .TORCH_RPC_EXT_FIELD(
-          "interfaces", transport, interfaces, std::vector<std::string>)
-      .TORCH_RPC_EXT_FIELD(
-          "interfaces_explicit", transport, interfacesExplicit, bool)
-      .TORCH_RPC_EXT_FIELD("prefer_ipv6", transport, preferIpv6, bool)
-      .TORCH_RPC_EXT_FIELD("use_cma", transport, useCma, bool)
-      .TORCH_RPC_EXT_FIELD(
-          "use_shared_memory", transport, useSharedMemory, bool)
-      .def_property(
-          "encryption",
-          [](const AgentOptions& o) {
-            return static_cast<int>(o.transport.encryption);
-          },
-          [](AgentOptions& o, int value) {
-            o.transport.encryption =
-                static_cast<transport::ucx::Encryption>(value);
-          })
-      .TORCH_RPC_EXT_FIELD("keepalive", transport, keepaliveSeconds, double)
-      .TORCH_RPC_EXT_FIELD(
-          "max_message_bytes", transport, maxFrameBytes, uint64_t)
       .def(
           "allow_only",
           [](AgentOptions& o,
@@ -136,44 +133,7 @@ void bindOptions(py::module_& module) {
                 .modules = std::move(modules)};
           },
           py::arg("names"),
-          py::arg("modules"))
-      .TORCH_RPC_EXT_FIELD(
-          "fault_messages_to_fail",
-          faults,
-          messagesToFail,
-          std::vector<std::string>)
-      .TORCH_RPC_EXT_FIELD(
-          "fault_messages_to_lose",
-          faults,
-          messagesToLose,
-          std::vector<std::string>)
-      .TORCH_RPC_EXT_FIELD(
-          "fault_messages_to_corrupt",
-          faults,
-          messagesToCorrupt,
-          std::vector<std::string>)
-      .TORCH_RPC_EXT_FIELD(
-          "fault_messages_to_forge",
-          faults,
-          messagesToForge,
-          std::vector<std::string>)
-      .def_property(
-          "fault_messages_to_delay",
-          [](const AgentOptions& o) { return o.faults.messagesToDelay; },
-          [](AgentOptions& o, std::unordered_map<std::string, double> value) {
-            o.faults.messagesToDelay = std::move(value);
-          })
-      .TORCH_RPC_EXT_FIELD("fault_num_fail_sends", faults, failures, int)
-#undef TORCH_RPC_EXT_FIELD
-      .def_property(
-          "port_range",
-          [](const AgentOptions& o) {
-            return std::make_pair(o.transport.portLow, o.transport.portHigh);
-          },
-          [](AgentOptions& o, std::pair<uint16_t, uint16_t> range) {
-            o.transport.portLow = range.first;
-            o.transport.portHigh = range.second;
-          });
+          py::arg("modules"));
 }
 
 std::vector<std::map<std::string, std::string>> describePeers(

@@ -55,6 +55,27 @@ def test_the_hosts_are_apart(hosts: Hosts) -> None:
         assert [uname.nodename for uname in group.run_all(os.uname)] == ["host1", "host2"]
 
 
+def control_path(to: str) -> str:
+    import torch_rpc_ext
+
+    rpc.rpc_sync(to, f.nothing)
+    paths = {peer["worker"]: peer["control"] for peer in torch_rpc_ext.info()["agent"]["peers"]}
+    return str(paths[to])
+
+
+@needs_ucx("has no such variable")
+def test_ucxs_own_variable_wins_over_the_interface_that_is_found(hosts: Hosts) -> None:
+    only_tcp = {"UCX_TLS": "tcp", "TP_SOCKET_IFNAME": "eth0"}
+    where = [hosts[0], hosts[0]]
+    with Group(2, hosts=where, env=only_tcp) as group:
+        assert group[0].run(control_path, "worker1") == "tcp (eth0)"
+    with Group(2, hosts=where, env={**only_tcp, "UCX_NET_DEVICES": "lo"}) as group:
+        assert group[0].run(control_path, "worker1") == "tcp (lo)"
+    chosen = {"interface": "eth0"}  # what the program names wins over the variable
+    with Group(2, hosts=where, env={**only_tcp, "UCX_NET_DEVICES": "lo"}, options=chosen) as group:
+        assert group[0].run(control_path, "worker1") == "tcp (eth0)"
+
+
 def check_everyday() -> None:
     check_alive("worker1")
     for count in (0, 1, 10_000):

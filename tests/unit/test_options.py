@@ -13,7 +13,9 @@ from torch.distributed import rpc
 from torch.distributed.rpc import constants
 
 from torch_rpc_ext import UcxRpcBackendOptions
-from torch_rpc_ext._base import option_table
+from torch_rpc_ext._base import option_checks
+from torch_rpc_ext._native.loader import load
+from torch_rpc_ext.options import OPTIONS, of_agent
 
 
 def test_defaults_are_upstreams() -> None:
@@ -21,23 +23,31 @@ def test_defaults_are_upstreams() -> None:
     theirs = rpc.TensorPipeRpcBackendOptions()
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(options, name) == getattr(theirs, name)
-    assert option_table.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
-    assert option_table.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
-    assert option_table.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
+    assert option_checks.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
+    assert option_checks.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert option_checks.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
     assert 0 < options.receive_cache_bytes <= 4 << 30
 
 
-def test_signature_and_table_agree() -> None:
+def test_each_option_is_a_documented_keyword() -> None:
     parameters = dict(inspect.signature(UcxRpcBackendOptions.__init__).parameters)
     del parameters["self"]
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
-    keywords = {option.keyword or option.name for option in option_table.OPTIONS}
-    assert set(parameters) == keywords | {"device_maps", "devices"}
-    for option in option_table.OPTIONS:
-        assert option.doc
-        kept = getattr(UcxRpcBackendOptions(), option.name)
-        if option.default is not None:
-            assert kept == option.default
+    assert set(parameters) == {option.alias for option in OPTIONS.values()}
+    documented = UcxRpcBackendOptions.__doc__ or ""
+    for name, option in OPTIONS.items():
+        assert option.metadata["about"].doc
+        assert (f"{name}: " in documented) == (option.alias == name)
+
+
+def test_the_agent_takes_what_is_for_it_and_nothing_else() -> None:
+    values = of_agent(UcxRpcBackendOptions())
+    load().AgentOptions().set_values(values)
+    with pytest.raises(KeyError, match="does not have all"):
+        load().AgentOptions().set_values({**values, "further": 1})
+    del values["keepalive"]
+    with pytest.raises(KeyError, match="keepalive"):
+        load().AgentOptions().set_values(values)
 
 
 def test_not_a_relative_of_tensorpipes() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch_rpc_ext._base.option_table import wire_dtype_number
+from torch_rpc_ext._base.option_checks import wire_dtype_number
 from torch_rpc_ext._native import loader
 
 if TYPE_CHECKING:

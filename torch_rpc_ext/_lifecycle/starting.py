@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
-from torch_rpc_ext._base.option_table import (
+from torch_rpc_ext._base.option_checks import (
     DEFAULT_RPC_TIMEOUT,
     ENCRYPTION,
     default_init_timeout,
@@ -25,7 +25,7 @@ from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._security import group_secret
 from torch_rpc_ext._upstream import tensorpipe, torch_names
-from torch_rpc_ext.options import UcxRpcBackendOptions
+from torch_rpc_ext.options import UcxRpcBackendOptions, of_agent
 
 # Upstream's functions have no types.
 api: Any = _untyped_api
@@ -148,8 +148,13 @@ def _open(
     """Create the agent, which listens from now on, and the session."""
     interface = interfaces.choose(options.interface, options.init_method)
     agent_options = native.AgentOptions()
-    for option, value in _agent_options(options, interface).items():
-        setattr(agent_options, option, value)
+    agent_options.set_values(of_agent(options))
+    agent_options.set_interfaces(
+        list(interface.names),
+        explicit=bool(options.interface),
+        prefer_ipv6=interface.prefer_ipv6,
+    )
+    agent_options.set_encryption(ENCRYPTION.index(options.encryption))
     agent_options.set_wire_dtypes(*_wire_dtypes(options))
     allowed = None
     if options.allow_list is not None:
@@ -176,37 +181,6 @@ def _open(
     session = sessions.Session(agent, me, options, given_options, store, interface, allowed)
     lifetime.open_session(session)
     return session
-
-
-def _agent_options(
-    options: UcxRpcBackendOptions, interface: interfaces.InterfaceChoice
-) -> dict[str, Any]:
-    return {
-        "num_worker_threads": options.num_worker_threads,
-        "rpc_timeout": options.rpc_timeout,
-        "interfaces": list(interface.names),
-        "interfaces_explicit": options.interface is not None,
-        "port_range": options.port_range,
-        "prefer_ipv6": interface.prefer_ipv6,
-        "use_cma": options.use_cma,
-        "use_shared_memory": options.use_shared_memory,
-        "use_cuda_ipc": options.use_cuda_ipc,
-        "keepalive": options.keepalive,
-        "encryption": ENCRYPTION.index(options.encryption),
-        "receive_cache_bytes": options.receive_cache_bytes,
-        "receive_cache_idle": options.receive_cache_idle,
-        "receive_budget": options.receive_budget,
-        "max_message_bytes": options.max_message_bytes,
-        "max_calls_in_flight": options.max_calls_in_flight,
-        "max_bytes_in_flight": options.max_bytes_in_flight,
-        "integrity": options.integrity,
-        "fault_messages_to_fail": options.messages_to_fail,
-        "fault_messages_to_lose": options.messages_to_lose,
-        "fault_messages_to_corrupt": options.messages_to_corrupt,
-        "fault_messages_to_forge": options.messages_to_forge,
-        "fault_messages_to_delay": options.messages_to_delay,
-        "fault_num_fail_sends": options.num_fail_sends,
-    }
 
 
 def _wire_dtypes(options: UcxRpcBackendOptions) -> tuple[int, dict[str, int]]:

@@ -46,7 +46,7 @@ from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base import option_table as table
+from torch_rpc_ext._base.option_checks import require_rpc_timeout
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
 
@@ -224,7 +224,7 @@ def _remote(
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    table.rpc_timeout("rpc_timeout", seconds)
+    require_rpc_timeout(seconds)
     _originals.get("set_rpc_timeout", native_rpc._set_rpc_timeout)(seconds)
 
 

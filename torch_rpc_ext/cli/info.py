@@ -54,7 +54,7 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
         interface: as the option `interface`.
         self_test: whether to run it; it takes a few seconds.
     """
-    from torch_rpc_ext._base import option_table
+    from torch_rpc_ext._base import option_checks
     from torch_rpc_ext._group import interfaces
     from torch_rpc_ext._lifecycle.info import info
     from torch_rpc_ext._upstream import tensorpipe
@@ -62,8 +62,8 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
 
     data = info()
     try:
-        wanted = option_table.interface("--interface", interface)
-        choice = interfaces.choose(wanted, option_table.DEFAULT_INIT_METHOD)
+        wanted = option_checks.interface(interface, "--interface")
+        choice = interfaces.choose(wanted, option_checks.DEFAULT_INIT_METHOD)
         data["interface"] = {
             "names": list(choice.names),
             "addresses": list(choice.addresses),

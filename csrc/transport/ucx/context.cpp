@@ -40,7 +40,7 @@ base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
     return worker.error();
   }
   std::shared_ptr<BulkWorker> bulk;
-  if (options.portLow != 0) {
+  if (options.ports.first != 0) {
     // Else the first large tensor would find that the range has no port left.
     auto created = BulkWorker::create(ucp.value(), gate);
     if (!created.ok()) {

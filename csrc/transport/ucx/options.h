@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -21,8 +22,7 @@ struct Options {
   std::vector<std::string> interfaces;
   // The user named them to us, which counts more than UCX_NET_DEVICES.
   bool interfacesExplicit = false;
-  uint16_t portLow = 0; // 0: any port
-  uint16_t portHigh = 0;
+  std::pair<uint16_t, uint16_t> ports; // first and last; 0: any
   bool preferIpv6 = false;
   bool useSharedMemory = true;
   bool useCma = true;

@@ -114,11 +114,11 @@ void configure(ucp_config_t* config, const Options& options) {
   set(config, "TCP_KEEPIDLE", std::to_string(idle) + "s");
   set(config, "TCP_KEEPINTVL", std::to_string(seconds - idle) + "s");
   set(config, "TCP_KEEPCNT", "1");
-  if (options.portLow != 0) {
+  if (options.ports.first != 0) {
     set(config,
         "TCP_PORT_RANGE",
-        std::to_string(options.portLow) + "-" +
-            std::to_string(options.portHigh),
+        std::to_string(options.ports.first) + "-" +
+            std::to_string(options.ports.second),
         /*explicitly=*/true);
   }
   set(config, "TCP_AF_PRIO", options.preferIpv6 ? "inet6,inet" : "inet,inet6");
