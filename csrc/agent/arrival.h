@@ -3,8 +3,8 @@
 #include "agent/admission.h"
 #include "agent/codec.h"
 #include "agent/creations.h"
+#include "agent/pending_calls.h"
 #include "agent/queued_frames.h"
-#include "agent/ucx_agent.h"
 #include "transport/transport.h"
 
 #include <memory>
@@ -12,8 +12,14 @@
 
 namespace torch_rpc_ext::agent {
 
+namespace rpc = torch::distributed::rpc;
+
+// A message on its way in, from its frame until it is served, or completes a
+// call. The parts of the agent pass it on: one has it at a time.
+//
 // Owns: what arrives until it is decoded, then the message.
-struct UcxAgent::Arrival {
+// Thread: one at a time.
+struct Arrival {
   transport::ConnectionPtr connection;
   std::unique_ptr<transport::Incoming> incoming;
   std::optional<Decoder> decoder;
@@ -28,7 +34,7 @@ struct UcxAgent::Arrival {
   PendingCall::Clock::time_point deadline =
       PendingCall::Clock::time_point::max();
   std::optional<PendingCall> call; // of a response
-  // Made by decoded(), on the streams.
+  // Made by Devices::decode(), on the streams.
   std::optional<base::Result<c10::intrusive_ptr<rpc::Message>>> message;
 
   const wire::CallHeader& header() const {
@@ -54,5 +60,7 @@ struct UcxAgent::Arrival {
     return now >= deadline || connection->closed();
   }
 };
+
+using ArrivalPtr = std::shared_ptr<Arrival>;
 
 } // namespace torch_rpc_ext::agent

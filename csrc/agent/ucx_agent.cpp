@@ -1,9 +1,12 @@
 #include "agent/ucx_agent.h"
 
+#include "agent/call_timeout.h"
 #include "agent/thread_state.h"
 #include "agent/transports.h"
 #include "base/log.h"
 
+#include <mutex>
+#include <stdexcept>
 #include <utility>
 
 namespace torch_rpc_ext::agent {
@@ -11,7 +14,7 @@ namespace torch_rpc_ext::agent {
 namespace {
 
 // How long shutdown() waits for user functions that are still running.
-constexpr int kStopMilliseconds = 1000;
+constexpr auto kStopPatience = std::chrono::milliseconds(1000);
 
 } // namespace
 
@@ -20,50 +23,58 @@ UcxAgent::UcxAgent(
     const std::string& name,
     rpc::worker_id_t id,
     bool isStaticGroup,
-    std::unique_ptr<rpc::RequestCallback> callback)
+    std::unique_ptr<rpc::RequestCallback> callback,
+    AgentHooks hooks)
     : RpcAgent(
           rpc::WorkerInfo(name, id),
           std::move(callback),
           toMilliseconds(options.rpcTimeoutSeconds)),
       options_(std::move(options)),
-      isStaticGroup_(isStaticGroup),
+      startHook_(std::move(hooks.start)),
       executor_(static_cast<size_t>(options_.numWorkerThreads)),
-      cache_(std::make_shared<memory::BufferCache>(options_.receiveCacheBytes)),
-      lender_(*cache_, executor_),
-      remote_(makeRemoteContext(options_)),
-      loopback_(makeLoopbackContext(options_)),
-      peers_(
-          membership_,
-          Hello{.group = {}, .workerId = id, .name = name},
-          remote_,
-          loopback_),
-      pending_(
+      memory_(
+          options_,
           executor_.poller(),
-          [this](PendingCall call) {
-            metrics::add(counters_.callsTimedOut, 1);
-            failLater(
-                std::move(call), {base::ErrorKind::kTimedOut, std::string()});
-          }),
-      load_(options_.maxCallsInFlight, options_.maxBytesInFlight),
-      admission_(options_.receiveBudgetBytes),
-      queuedFrames_(options_.receiveBudgetBytes),
-      ipc_(std::make_shared<device::Ipc>(options_.useCudaIpc, ipcLinks())),
-      trimTimer_(executor_.poller(), [this] { trim(); }) {
+          [this](ReceiveMemory::Duration idle) { return trimParts(idle); }),
+      group_(
+          workerInfo_,
+          isStaticGroup,
+          makeRemoteContext(options_),
+          makeLoopbackContext(options_),
+          executor_,
+          listeners(hooks)),
+      devices_(
+          options_.useCudaIpc,
+          std::move(hooks.kernels),
+          executor_,
+          memory_,
+          group_.peers()),
+      caller_(
+          options_,
+          executor_,
+          counters_,
+          memory_,
+          group_,
+          devices_,
+          std::move(hooks.decodeException)),
+      server_(options_, executor_, counters_, memory_, group_, devices_, *cb_),
+      groupShutdown_(
+          group_,
+          caller_,
+          server_.answers(),
+          devices_,
+          std::move(hooks.checkInterrupt)),
+      receiver_(
+          executor_,
+          counters_,
+          memory_,
+          group_,
+          devices_,
+          caller_,
+          server_,
+          groupShutdown_) {
+  executor_.setThreadScope(std::move(hooks.threadScope));
   executor_.setAfterTask(restoreThreadState);
-  executor_.setFullHook([this](size_t waiting, double seconds) {
-    const std::string running = runningRequests_.describe();
-    waiting += admission_.load().waitingRequests;
-    base::log(
-        base::LogLevel::kWarning,
-        "all " + std::to_string(executor_.requestThreads()) +
-            " threads for requests have been busy for " +
-            std::to_string(static_cast<int>(seconds)) + " s, and " +
-            std::to_string(waiting) + " requests wait. Running: " +
-            (running.empty() ? "the copies of arguments and answers"
-                             : running) +
-            ". More threads (option num_worker_threads) or shorter functions "
-            "would help");
-  });
 }
 
 UcxAgent::~UcxAgent() {
@@ -72,45 +83,65 @@ UcxAgent::~UcxAgent() {
   }
 }
 
+Group::Listeners UcxAgent::listeners(AgentHooks& hooks) {
+  return {
+      .ended =
+          [this](
+              const transport::ConnectionPtr& connection,
+              const base::Error& error) {
+            memory_.admission().forget(connection.get());
+            caller_.lose(connection.get(), error);
+            server_.lose(connection.get());
+          },
+      .gone = [this](
+                  const std::string& worker,
+                  bool exited) { devices_.gone(worker, exited); },
+      .dropValues = std::move(hooks.dropValues)};
+}
+
+bool UcxAgent::trimParts(ReceiveMemory::Duration idle) {
+  const bool more = group_.trim(idle);
+  return devices_.trim(idle) || more;
+}
+
 // ---- lifecycle -------------------------------------------------------------
 
 void UcxAgent::startImpl() {
   if (startHook_) {
     startHook_();
   }
-  remote_->start(executor_.poller(), executor_, *this);
-  loopback_->start(executor_.poller(), executor_, *this);
+  group_.start(executor_.poller(), *this);
   executor_.start();
+}
+
+void UcxAgent::join(bool /*shutdown*/, float timeout) {
+  // Members of a dynamic group leave one by one.
+  if (group_.isStatic() && rpcAgentRunning_.load()) {
+    groupShutdown_.join(timeout);
+  }
 }
 
 void UcxAgent::shutdownImpl() {
   if (stopped_.exchange(true)) {
     return;
   }
-  events_.end();
+  group_.leave();
   // First the calls: threads that wait for one must be able to end.
-  load_.stop();
-  for (auto& call : pending_.takeAll()) {
-    failLater(
-        std::move(call), {base::ErrorKind::kShutDown, "this worker shut down"});
-  }
-  deviceEvents_.stop();
-  // Who still copies from devices here says so in a moment.
-  ipc_->waitUntilReleased(
-      std::chrono::steady_clock::now() +
-      std::chrono::milliseconds(kStopMilliseconds));
-  ipc_->stop();
-  remote_->stop();
-  loopback_->stop();
-  admission_.stop(); // after its callers know that it is the end
-  creations_.stop();
-  pending_.stop();
-  trimTimer_.stop();
-  if (!executor_.stop(kStopMilliseconds)) {
+  caller_.failAll({base::ErrorKind::kShutDown, "this worker shut down"});
+  devices_.stop(kStopPatience); // while the transport runs: peers tell it
+  group_.stop();
+  // After the callers of requests that wait for room know that it is the end,
+  // and before creations end: the requests are dropped here.
+  memory_.stop();
+  server_.stop();
+  caller_.stop();
+  if (!executor_.stop(static_cast<int>(kStopPatience.count()))) {
     base::log(
         base::LogLevel::kWarning,
         "shutdown: a function that a peer called is still running after " +
-            std::to_string(kStopMilliseconds / 1000) +
+            std::to_string(
+                std::chrono::duration_cast<std::chrono::seconds>(kStopPatience)
+                    .count()) +
             " s; it is left alone and its result is dropped");
     // Its thread uses this agent until the process ends.
     static std::vector<std::shared_ptr<rpc::RpcAgent>> abandoned;
@@ -118,7 +149,126 @@ void UcxAgent::shutdownImpl() {
     std::lock_guard lock(mutex);
     abandoned.push_back(rpc::RpcAgent::getCurrentRpcAgent());
   }
-  cache_->close();
+  memory_.close(); // last: threads that end give their blocks back
+}
+
+// ---- calls -----------------------------------------------------------------
+
+c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
+    const rpc::WorkerInfo& to,
+    c10::intrusive_ptr<rpc::Message> message,
+    float rpcTimeoutSeconds,
+    const rpc::DeviceMap& deviceMap) {
+  TORCH_CHECK(
+      message->isRequest(), "UcxAgent::send(..) is only for sending requests.");
+  if (!rpcAgentRunning_.load()) {
+    throw std::runtime_error(
+        c10::str(
+            "Node ",
+            workerInfo_.id_,
+            " tried to send() a message of type ",
+            static_cast<int>(message->type()),
+            " but RPC is no longer running on this node."));
+  }
+  return caller_.send(
+      to, message, callTimeout(rpcTimeoutSeconds, getRpcTimeout()), deviceMap);
+}
+
+void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
+  server_.addGilWaitTime(wait);
+}
+
+// ---- the group and its devices ---------------------------------------------
+
+const rpc::WorkerInfo& UcxAgent::getWorkerInfo(const std::string& name) const {
+  return group_.membership().byName(name);
+}
+
+const rpc::WorkerInfo& UcxAgent::getWorkerInfo(rpc::worker_id_t id) const {
+  return group_.membership().byId(id);
+}
+
+std::vector<rpc::WorkerInfo> UcxAgent::getWorkerInfos() const {
+  return group_.membership().all();
+}
+
+rpc::DeviceMap UcxAgent::getDeviceMap(const rpc::WorkerInfo& to) const {
+  const device::Map* const map = devices_.tables().mapTo(to.name_);
+  return map == nullptr ? rpc::DeviceMap{} : *map;
+}
+
+const std::vector<c10::Device>& UcxAgent::getDevices() const {
+  return devices_.used();
+}
+
+// ---- what it tells about itself --------------------------------------------
+
+Metrics UcxAgent::getMetrics() {
+  Metrics metrics;
+  addMetrics(counters_, metrics);
+  addMetrics(executor_, metrics);
+  memory_.addTo(metrics);
+  group_.addTo(metrics);
+  devices_.addTo(metrics);
+  caller_.addTo(metrics);
+  server_.addTo(metrics);
+  if (isGILProfilingEnabled()) {
+    addGilMetrics(counters_, metrics);
+  }
+  return metrics;
+}
+
+Metrics UcxAgent::getDebugInfo() {
+  auto info = getMetrics();
+  for (const auto& [name, path] : group_.peers().paths()) {
+    info["agent.peer." + name + ".control"] = path.control;
+    info["agent.peer." + name + ".bulk"] = path.bulk;
+  }
+  return info;
+}
+
+void UcxAgent::beginCallLog(size_t most) {
+  gilProfiled_.store(isGILProfilingEnabled());
+  enableGILProfiling(true);
+  caller_.log().begin(most);
+  server_.log().begin(most);
+}
+
+UcxAgent::LoggedCalls UcxAgent::endCallLog() {
+  if (caller_.log().on()) {
+    enableGILProfiling(gilProfiled_.load());
+  }
+  return {caller_.log().end(), server_.log().end()};
+}
+
+// ---- transport::Handler ----------------------------------------------------
+
+std::string UcxAgent::introduction() {
+  return group_.introduction();
+}
+
+base::Error UcxAgent::onAccept(
+    const transport::ConnectionPtr& connection,
+    const std::string& hello) {
+  return group_.onAccept(connection, hello);
+}
+
+base::Error UcxAgent::onConnected(
+    const transport::ConnectionPtr& connection,
+    const std::string& hello) {
+  return group_.onConnected(connection, hello);
+}
+
+void UcxAgent::onFrame(
+    const transport::ConnectionPtr& connection,
+    std::unique_ptr<transport::Incoming> incoming) {
+  receiver_.onFrame(connection, std::move(incoming));
+}
+
+void UcxAgent::onClosed(
+    const transport::ConnectionPtr& connection,
+    const base::Error& error) {
+  group_.onClosed(connection, error);
 }
 
 } // namespace torch_rpc_ext::agent

@@ -15,6 +15,7 @@ namespace torch_rpc_ext::bindings {
 namespace py = pybind11;
 namespace rpc = torch::distributed::rpc;
 using agent::AgentOptions;
+using agent::AnswerWait;
 using agent::UcxAgent;
 
 namespace {
@@ -43,34 +44,40 @@ struct DeleteWithoutGil {
   }
 };
 
+agent::AgentHooks pythonHooks() {
+  return {
+      // Upstream makes the agent current, then starts it.
+      .start =
+          [] {
+            if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
+              compat::renewRRefContext(rpc::RpcAgent::getCurrentRpcAgent());
+            }
+          },
+      .checkInterrupt = checkInterrupt,
+      .threadScope = keepPythonThreadState,
+      .dropValues =
+          [](agent::RRefs values) {
+            py::gil_scoped_acquire gil;
+            values.clear();
+          },
+      .decodeException = decodeRemoteException,
+      .kernels = pythonPtxSource()};
+}
+
 std::shared_ptr<UcxAgent> makeAgent(
     const AgentOptions& options,
     const std::string& name,
     rpc::worker_id_t id,
     bool isStatic) {
-  std::shared_ptr<UcxAgent> agent(
+  return std::shared_ptr<UcxAgent>(
       new UcxAgent(
           options,
           name,
           id,
           isStatic,
-          makeRequestCallback(options.allowed, name)),
+          makeRequestCallback(options.allowed, name),
+          pythonHooks()),
       DeleteWithoutGil<UcxAgent>());
-  agent->setInterruptCheck(checkInterrupt);
-  agent->setThreadScope(keepPythonThreadState);
-  agent->setDropValues([](UcxAgent::RRefs values) {
-    py::gil_scoped_acquire gil;
-    values.clear();
-  });
-  agent->setExceptionDecoder(decodeRemoteException);
-  agent->setKernelSource(pythonPtxSource());
-  // Upstream makes the agent current, then starts it.
-  agent->setStartHook([] {
-    if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
-      compat::renewRRefContext(rpc::RpcAgent::getCurrentRpcAgent());
-    }
-  });
-  return agent;
 }
 
 // Sets the options that are named in agent_options.h, all of them.
@@ -136,11 +143,10 @@ void bindOptions(py::module_& module) {
           py::arg("modules"));
 }
 
-std::vector<std::map<std::string, std::string>> describePeers(
-    const UcxAgent& agent) {
+std::vector<std::map<std::string, std::string>> describePeers(UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
-  for (const auto& [name, path] : agent.paths()) {
-    const auto devices = agent.devicePath(name);
+  for (const auto& [name, path] : agent.group().peers().paths()) {
+    const auto devices = agent.devices().describe(name);
     peers.push_back(
         {{"worker", name},
          {"control", path.control},
@@ -155,7 +161,7 @@ std::vector<std::map<std::string, std::string>> describePeers(
 std::map<std::string, std::pair<uint64_t, uint64_t>> describeWaiting(
     const UcxAgent& agent) {
   std::map<std::string, std::pair<uint64_t, uint64_t>> waiting;
-  for (const auto& [name, load] : agent.waitingCallers()) {
+  for (const auto& [name, load] : agent.receiver().waitingCallers()) {
     waiting[name] = {load.waitingRequests, load.waitingBytes};
   }
   return waiting;
@@ -203,7 +209,7 @@ void bindProfiling(
             const auto logged = self.endCallLog();
             return py::make_tuple(toPlain(logged.sent), toPlain(logged.served));
           })
-      .def_static("last_call_id", &UcxAgent::lastCallId);
+      .def_static("last_call_id", &AnswerWait::lastCallId);
 }
 
 } // namespace
@@ -211,7 +217,7 @@ void bindProfiling(
 void bindAgent(py::module_& module) {
   compat::keepRRefErrorsHarmless();
   bindOptions(module);
-  module.def("set_synchronous", &UcxAgent::setSynchronous, py::arg("value"));
+  module.def("set_synchronous", &AnswerWait::setSynchronous, py::arg("value"));
   module.def(
       "set_call_dtype",
       [](std::optional<int> dtype) -> std::optional<int> {
@@ -242,11 +248,15 @@ void bindAgent(py::module_& module) {
           py::arg("is_static"))
       .def_property_readonly(
           "address",
-          [](const UcxAgent& self) { return py::bytes(self.address()); })
+          [](UcxAgent& self) { return py::bytes(self.group().address()); })
       .def_property_readonly(
           "group_id",
-          [](UcxAgent& self) { return py::bytes(self.membership().group()); })
-      .def_property_readonly("is_static_group", &UcxAgent::isStaticGroup)
+          [](UcxAgent& self) {
+            return py::bytes(self.group().membership().group());
+          })
+      .def_property_readonly(
+          "is_static_group",
+          [](UcxAgent& self) { return self.group().isStatic(); })
       .def(
           "set_group",
           [](UcxAgent& self,
@@ -256,9 +266,9 @@ void bindAgent(py::module_& module) {
                      tuple<std::string, rpc::worker_id_t, py::bytes, uint32_t>>&
                  members,
              const py::bytes& secret) {
-            self.setGroup(group, secret);
+            self.group().setSecret(group, secret);
             for (const auto& [name, id, address, life] : members) {
-              self.addMember(name, id, address, life);
+              self.group().add(name, id, address, life);
             }
           },
           py::arg("group"),
@@ -273,7 +283,7 @@ void bindAgent(py::module_& module) {
              uint32_t life) {
             std::string bytes = address;
             py::gil_scoped_release release;
-            self.addMember(name, id, std::move(bytes), life);
+            self.group().add(name, id, std::move(bytes), life);
           },
           py::arg("name"),
           py::arg("worker_id"),
@@ -282,12 +292,18 @@ void bindAgent(py::module_& module) {
       .def(
           "remove_member",
           [](UcxAgent& self, const std::string& name) {
-            self.removeMember(name);
+            self.group().remove(name);
           },
           py::arg("name"))
       .def(
           "set_device_maps",
-          &UcxAgent::setDeviceMaps,
+          [](UcxAgent& self,
+             std::unordered_map<std::string, rpc::DeviceMap> maps,
+             std::unordered_map<std::string, rpc::DeviceMap> reverseMaps,
+             std::vector<c10::Device> devices) {
+            self.devices().tables().set(
+                std::move(maps), std::move(reverseMaps), std::move(devices));
+          },
           py::arg("device_maps"),
           py::arg("reverse_device_maps"),
           py::arg("devices"))
@@ -303,7 +319,7 @@ void bindAgent(py::module_& module) {
              const torch::jit::PythonFutureWrapper& future) {
             auto held = future.fut;
             py::gil_scoped_release release;
-            self->await(*held, checkInterrupt);
+            self->caller().await(*held, checkInterrupt);
           },
           py::arg("future"))
       .def("shutdown", &UcxAgent::shutdown, Release())
@@ -327,11 +343,22 @@ void bindAgent(py::module_& module) {
       .def("get_metrics", &UcxAgent::getMetrics, Release())
       .def("get_debug_info", &UcxAgent::getDebugInfo, Release())
       .def("_get_device_map", &UcxAgent::getDeviceMap, Release())
-      .def_property_readonly("pending_calls", &UcxAgent::pendingCalls)
-      .def_property_readonly("pending_deadlines", &UcxAgent::pendingDeadlines)
+      .def_property_readonly(
+          "pending_calls",
+          [](UcxAgent& self) { return self.caller().pendingCalls(); })
+      .def_property_readonly(
+          "pending_deadlines",
+          [](UcxAgent& self) { return self.caller().pendingDeadlines(); })
       .def("describe", &UcxAgent::getMetrics, Release())
-      .def("lost_workers", &UcxAgent::lostWorkers, Release())
-      .def("watch", &UcxAgent::watch, Release(), py::arg("worker_id"))
+      .def(
+          "lost_workers",
+          [](UcxAgent& self) { return self.group().peers().lost(); },
+          Release())
+      .def(
+          "watch",
+          [](UcxAgent& self, rpc::worker_id_t id) { self.group().watch(id); },
+          Release(),
+          py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())
       .def("waiting_callers", &describeWaiting, Release())
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {

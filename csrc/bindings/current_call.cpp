@@ -41,7 +41,8 @@ std::optional<PyServedCall> currentCall() {
   if (ours == nullptr) {
     return std::nullopt;
   }
-  return PyServedCall{*call, ours->nameOf(call->connection), ours};
+  return PyServedCall{
+      *call, ours->group().peers().nameOf(call->connection.get()), ours};
 }
 
 // As time.monotonic() has it.
@@ -69,14 +70,14 @@ uint64_t whenLost(const PyServedCall& self, std::function<void()> callback) {
   const auto agent = self.agent.lock();
   return agent == nullptr
       ? 0
-      : agent->callers().add(
+      : agent->server().lostCallers().add(
             self.call.connection,
             [callback = std::move(callback)] { tell(callback); });
 }
 
 void forget(const PyServedCall& self, uint64_t number) {
   if (const auto agent = self.agent.lock()) {
-    agent->callers().remove(number);
+    agent->server().lostCallers().remove(number);
   }
 }
 

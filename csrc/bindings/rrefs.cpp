@@ -56,7 +56,8 @@ void watchCreation(const rpc::PyRRef& python) {
     // ever.
     const auto ours = std::dynamic_pointer_cast<UcxAgent>(
         rpc::RpcAgent::getCurrentRpcAgent());
-    if (ours == nullptr || ours->beforeFailure(UcxAgent::lastCallId(), [rref] {
+    if (ours == nullptr ||
+        ours->caller().beforeFailure(agent::AnswerWait::lastCallId(), [rref] {
           compat::failedToCreate(*rref);
         })) {
       return;
@@ -74,9 +75,10 @@ void watchCreation(const rpc::PyRRef& python) {
 // Raises where the RRef's owner has died since it was made, and where torch
 // cannot write down its type; the type of one that is still only here becomes
 // a Python object's.
-void beforePassing(const UcxAgent& agent, const rpc::PyRRef& python) {
+void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
   const auto rref = rrefOf(python);
-  const base::Error error = agent.ownerDied(rref->rrefId(), rref->owner());
+  const base::Error error =
+      agent.group().ownerDied(rref->rrefId(), rref->owner());
   if (error) {
     throw agent::RpcError(error.kind, rref->ownerName(), error.message);
   }

@@ -43,11 +43,11 @@ PlainEvent plainEvent(const WorkerEvents::Event& event) {
 }
 
 void beginWorkerEvents(UcxAgent& agent) {
-  agent.events().begin();
+  agent.group().events().begin();
 }
 
 std::optional<PlainEvent> nextWorkerEvent(UcxAgent& agent, double seconds) {
-  const auto event = agent.events().next(
+  const auto event = agent.group().events().next(
       std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
   return event ? std::optional(plainEvent(*event)) : std::nullopt;
 }

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tests.support import cxx
-from torch_rpc_ext._build import ucx_root
+from torch_rpc_ext._native.build import ucx_root
 
 HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "sanitize"

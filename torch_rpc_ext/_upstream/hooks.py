@@ -200,7 +200,7 @@ def _checked(args: Any) -> Any:
 
 
 def _check_timeout(seconds: float) -> None:
-    """Refuse what is negative or NaN, as csrc/agent/ucx_agent_calls.cpp does for any call.
+    """Refuse what is negative or NaN, as csrc/agent/call_timeout.cpp does for any call.
 
     Here it comes before an RRef is made, or pickled: that would wait for ever for the call.
     """

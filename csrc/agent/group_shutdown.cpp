@@ -1,17 +1,22 @@
-// UcxAgent::join(): how a static group finds out that it has come to rest.
-//
-// All members wait until they have no call under way, then report to a leader,
-// which answers when all have reported (barrier.h). Meanwhile a nested call may
-// have begun somewhere, so they report once more, now with the number of their
-// calls: when the sum is zero nothing can begin any more.
+// How a static group finds out that it has come to rest.
 
+#include "agent/group_shutdown.h"
+
+#include "agent/failure_message.h"
+#include "agent/message_types.h"
 #include "agent/rpc_error.h"
-#include "agent/ucx_agent.h"
 #include "base/bytes.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
 
 namespace {
 
@@ -27,20 +32,29 @@ std::vector<char> encodeRound(uint64_t round, int64_t active) {
   return bytes;
 }
 
-} // namespace
-
 // A wait that deadlines and Ctrl-C can end. The future may outlive it.
-struct UcxAgent::Waiter {
+struct Waiter {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
 };
 
-void UcxAgent::join(bool /*shutdown*/, float timeout) {
-  if (!isStaticGroup_ || !rpcAgentRunning_.load()) {
-    return; // members of a dynamic group leave one by one
-  }
-  events_.groupEnds();
+} // namespace
+
+GroupShutdown::GroupShutdown(
+    Group& group,
+    Caller& caller,
+    Answers& answers,
+    Devices& devices,
+    std::function<void()> checkInterrupt)
+    : group_(group),
+      caller_(caller),
+      answers_(answers),
+      devices_(devices),
+      checkInterrupt_(checkInterrupt ? std::move(checkInterrupt) : [] {}) {}
+
+void GroupShutdown::join(float timeout) {
+  group_.events().groupEnds();
   const auto deadline = timeout > 0 ? Clock::now() +
           std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000))
                                     : Clock::time_point::max();
@@ -48,72 +62,49 @@ void UcxAgent::join(bool /*shutdown*/, float timeout) {
     waitForOwnCalls(deadline);
     waitForReaders(deadline);
     barrier(0, deadline);
-  } while (barrier(counters_.clientActiveCalls.load(), deadline) != 0);
+  } while (barrier(caller_.openCalls(), deadline) != 0);
 }
 
-void UcxAgent::waitForOwnCalls(Clock::time_point deadline) {
-  std::unique_lock lock(callCountMutex_);
-  while (counters_.clientActiveCalls.load() != 0) {
-    callCountChanged_.wait_for(lock, kInterruptInterval);
-    lock.unlock();
-    if (interruptCheck_) {
-      interruptCheck_();
-    }
+void GroupShutdown::waitForOwnCalls(Clock::time_point deadline) {
+  while (const int64_t open = caller_.waitUntilNone(kInterruptInterval)) {
+    checkInterrupt_();
     if (Clock::now() > deadline) {
+      const std::string& self = group_.self().name_;
       throw RpcError(
           base::ErrorKind::kTimedOut,
-          workerInfo_.name_,
-          "shutdown timed out: worker \"" + workerInfo_.name_ +
-              "\" still has " +
-              std::to_string(counters_.clientActiveCalls.load()) +
-              " calls under way");
+          self,
+          "shutdown timed out: worker \"" + self + "\" still has " +
+              std::to_string(open) + " calls under way");
     }
-    lock.lock();
   }
 }
 
-void UcxAgent::waitForReaders(Clock::time_point deadline) {
-  const auto between = [this] {
-    if (interruptCheck_) {
-      interruptCheck_();
-    }
-  };
-  if (!ipc_->waitUntilReleased(deadline, between)) {
+void GroupShutdown::waitForReaders(Clock::time_point deadline) {
+  if (!devices_.waitForReaders(deadline, checkInterrupt_)) {
+    const std::string& self = group_.self().name_;
     throw RpcError(
         base::ErrorKind::kTimedOut,
-        workerInfo_.name_,
+        self,
         "shutdown timed out: other workers still copy the tensors of " +
-            std::to_string(ipc_->awaited()) +
-            " messages from the devices of \"" + workerInfo_.name_ + "\"");
+            std::to_string(devices_.readMessages()) +
+            " messages from the devices of \"" + self + "\"");
   }
 }
 
-int64_t UcxAgent::barrier(int64_t active, Clock::time_point deadline) {
-  const auto infos = membership_.all();
+int64_t GroupShutdown::barrier(int64_t active, Clock::time_point deadline) {
+  const auto infos = group_.membership().all();
   // The same choice as upstream's _all_gather: connections to it exist.
   const auto leader = std::min_element(
       infos.begin(), infos.end(), [](const auto& a, const auto& b) {
         return a.name_ < b.name_;
       });
-  PendingCall call;
-  call.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
-  call.worker = leader->name_;
-  call.label = "the end of the group";
-  call.sentAt = Clock::now();
-  call.counted = false;
-  const auto future = call.future;
-  const uint64_t id = pending_.add(std::move(call));
-  auto message = c10::make_intrusive<rpc::Message>(
-      encodeRound(barrierRound_++, active),
-      std::vector<at::Tensor>{},
-      static_cast<rpc::MessageType>(kBarrierRequestType));
-  auto encoded = encode(message, {id, wire::CallKind::kRequest, UINT64_MAX});
-  try {
-    sendCall(id, std::move(encoded.value()), peers_.connection(leader->id_));
-  } catch (const std::exception&) {
-    withdraw(id);
-    throw;
-  }
+  const auto future = caller_.ask(
+      *leader,
+      c10::make_intrusive<rpc::Message>(
+          encodeRound(round_++, active),
+          std::vector<at::Tensor>{},
+          static_cast<rpc::MessageType>(kBarrierRequestType)),
+      "the end of the group");
 
   auto waiter = std::make_shared<Waiter>();
   future->addCallback([waiter](rpc::JitFuture&) {
@@ -125,9 +116,7 @@ int64_t UcxAgent::barrier(int64_t active, Clock::time_point deadline) {
   while (!waiter->done) {
     waiter->changed.wait_for(lock, kInterruptInterval);
     lock.unlock();
-    if (interruptCheck_) {
-      interruptCheck_();
-    }
+    checkInterrupt_();
     if (Clock::now() > deadline) {
       throw RpcError(
           base::ErrorKind::kTimedOut,
@@ -144,25 +133,27 @@ int64_t UcxAgent::barrier(int64_t active, Clock::time_point deadline) {
   return reader.i64();
 }
 
-void UcxAgent::serveBarrier(
-    const transport::ConnectionPtr& connection,
-    uint64_t id,
-    const rpc::Message& message) {
-  const auto& payload = message.payload();
+void GroupShutdown::serve(Arrival& arrival) {
+  auto decoded = arrival.decoder->finish();
+  if (!decoded.ok()) {
+    return;
+  }
+  const auto& payload = decoded.value()->payload();
   base::ByteReader reader({payload.data(), payload.size()});
   const uint64_t round = reader.u64();
   const int64_t active = reader.i64();
   if (reader.failed()) {
     return;
   }
-  barrier_.arrive(
-      membership_.all().size(),
+  group_.barrier().arrive(
+      group_.membership().all().size(),
       round,
-      peers_.nameOf(connection.get()),
+      group_.peers().nameOf(arrival.connection.get()),
       active,
-      [this, connection, id](const base::Error& error, int64_t sum) {
+      [this, connection = arrival.connection, id = arrival.header().callId](
+          const base::Error& error, int64_t sum) {
         if (error) {
-          reply(
+          answers_.send(
               {connection, id},
               rpc::createExceptionResponse(
                   "a worker was lost during shutdown: " + error.message,
@@ -172,7 +163,7 @@ void UcxAgent::serveBarrier(
         std::vector<char> bytes(8);
         base::ByteWriter writer({bytes.data(), bytes.size()});
         writer.i64(sum);
-        reply(
+        answers_.send(
             {connection, id},
             c10::make_intrusive<rpc::Message>(
                 std::move(bytes),

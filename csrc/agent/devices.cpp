@@ -1,15 +1,19 @@
-// UcxAgent and tensors of devices: what a call with one does differently, on
-// its way out and on its way in.
+// Tensors of devices: what a message with one does differently, on its way out
+// and on its way in.
 
-#include "agent/arrival.h"
+#include "agent/devices.h"
+
+#include "agent/message_types.h"
 #include "agent/thread_state.h"
-#include "agent/ucx_agent.h"
 #include "base/boundary.h"
 #include "base/log.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
 
 namespace {
 
@@ -32,16 +36,29 @@ void addTargets(const device::Route& route, std::vector<c10::Device>& devices) {
 
 } // namespace
 
-std::shared_ptr<device::SendingWay> UcxAgent::wayTo(
+Devices::Devices(
+    bool usesCudaIpc,
+    cuda::PtxSource kernels,
+    base::TaskRunner& runner,
+    ReceiveMemory& memory,
+    const Peers& peers)
+    : runner_(runner),
+      memory_(memory),
+      peers_(peers),
+      ipc_(std::make_shared<device::Ipc>(usesCudaIpc, ipcLinks())) {
+  launcher_.setSource(std::move(kernels));
+}
+
+std::shared_ptr<device::SendingWay> Devices::wayTo(
     const transport::ConnectionPtr& connection) {
   if (connection->loopsBack()) {
     return {std::shared_ptr<void>(), &sameProcess_};
   }
   const auto peer = peers_.lifeOf(connection.get());
-  return peer ? ipc_->to(connection, *peer, devices_.devices()) : nullptr;
+  return peer ? ipc_->to(connection, *peer, tables_.devices()) : nullptr;
 }
 
-std::shared_ptr<device::ReceivingWay> UcxAgent::wayFrom(
+std::shared_ptr<device::ReceivingWay> Devices::wayFrom(
     const transport::ConnectionPtr& connection,
     base::ConstSpan note) {
   if (connection->loopsBack()) {
@@ -53,7 +70,7 @@ std::shared_ptr<device::ReceivingWay> UcxAgent::wayFrom(
 
 // ---- CUDA IPC --------------------------------------------------------------
 
-device::Ipc::Links UcxAgent::ipcLinks() {
+device::Ipc::Links Devices::ipcLinks() {
   return {
       .tell =
           [this](
@@ -64,19 +81,19 @@ device::Ipc::Links UcxAgent::ipcLinks() {
           },
       .run =
           [this](std::function<void()> task) {
-            executor_.submit(base::makeTask(std::move(task)));
+            runner_.submit(base::makeTask(std::move(task)));
           },
-      .events = &deviceEvents_,
+      .events = &events_,
       .launcher = &launcher_,
-      .hasDevices = [this] { return !devices_.devices().empty(); }};
+      .hasDevices = [this] { return !tables_.devices().empty(); }};
 }
 
-void UcxAgent::tellOfIpc(
+void Devices::tellOfIpc(
     const transport::ConnectionPtr& connection,
     device::IpcMessage kind,
     std::vector<char> payload) {
   const auto type = static_cast<uint16_t>(kIpcType + static_cast<int>(kind));
-  auto encoded = encode(
+  auto encoded = agent::encode(
       c10::make_intrusive<rpc::Message>(
           std::move(payload),
           std::vector<at::Tensor>{},
@@ -89,7 +106,7 @@ void UcxAgent::tellOfIpc(
   }
 }
 
-void UcxAgent::serveIpc(Arrival& arrival) {
+void Devices::serveIpc(Arrival& arrival) {
   const auto peer = peers_.lifeOf(arrival.connection.get());
   auto message = arrival.decoder->finish();
   if (!peer || !message.ok()) {
@@ -107,18 +124,41 @@ void UcxAgent::serveIpc(Arrival& arrival) {
     arrival.connection->close();
   }
   if (kind == device::IpcMessage::kOffer) {
-    trimLater(); // what was opened for its trials
+    memory_.trimLater(); // what was opened for its trials
   }
 }
 
-// ---- calls -----------------------------------------------------------------
+bool Devices::trim(std::chrono::steady_clock::duration idle) {
+  if (ipc_->stats().open == 0) {
+    return false;
+  }
+  // To close a handle may take a while.
+  runner_.submit(base::makeTask([ipc = ipc_, idle] { ipc->trim(idle); }));
+  return true;
+}
 
-transport::Incoming::Arrived UcxAgent::landEarly(Arrival& arrival) {
+void Devices::stop(std::chrono::milliseconds patience) {
+  events_.stop();
+  ipc_->waitUntilReleased(std::chrono::steady_clock::now() + patience);
+  ipc_->stop();
+}
+
+void Devices::addTo(Metrics& metrics) const {
+  const auto ipc = ipc_->stats();
+  metrics["agent.cuda_ipc_sent_bytes"] = std::to_string(ipc.bytesSent);
+  metrics["agent.cuda_ipc_received_bytes"] = std::to_string(ipc.bytesReceived);
+  metrics["agent.cuda_ipc_held_messages"] = std::to_string(ipc.held);
+  metrics["agent.cuda_ipc_open_allocations"] = std::to_string(ipc.open);
+}
+
+// ---- messages --------------------------------------------------------------
+
+transport::Incoming::Arrived Devices::landEarly(Arrival& arrival) {
   if (!arrival.decoder->hasDevices() || !arrival.connection->sendsPieces() ||
       landings_->load() >= kMaxLandings) {
     return nullptr;
   }
-  arrival.streams = device::poolStreams(devices_.devices());
+  arrival.streams = device::poolStreams(tables_.devices());
   auto landing = std::make_shared<device::Landing>(arrival.streams, landings_);
   arrival.decoder->landOn(landing);
   if (landing->empty()) {
@@ -127,7 +167,7 @@ transport::Incoming::Arrived UcxAgent::landEarly(Arrival& arrival) {
   return [landing](base::MutableSpan part) { landing->arrived(part); };
 }
 
-base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
+base::Result<c10::intrusive_ptr<rpc::Message>> Devices::decodeNow(
     Arrival& arrival) {
   if (arrival.error) {
     return arrival.error;
@@ -138,24 +178,22 @@ base::Result<c10::intrusive_ptr<rpc::Message>> UcxAgent::decode(
     return arrival.decoder->finish();
   }
   if (arrival.beside != nullptr) {
-    trimLater();
+    memory_.trimLater();
   }
   const device::StreamScope scope(arrival.streams);
   return arrival.decoder->finish(arrival.beside.get(), &launcher_);
 }
 
-bool UcxAgent::decoded(
-    const std::shared_ptr<Arrival>& arrival,
-    std::function<void()> again) {
+bool Devices::decode(const ArrivalPtr& arrival, std::function<void()> again) {
   if (arrival->message) {
     return true;
   }
   if (arrival->streams.empty() &&
       (arrival->decoder->hasDevices() ||
        arrival->header().kind == wire::CallKind::kRequest)) {
-    arrival->streams = device::poolStreams(devices_.devices());
+    arrival->streams = device::poolStreams(tables_.devices());
   }
-  arrival->message = decode(*arrival);
+  arrival->message = decodeNow(*arrival);
   auto sums = arrival->decoder->takePendingSums();
   if (!arrival->message->ok()) {
     return true;
@@ -173,7 +211,7 @@ bool UcxAgent::decoded(
         base::Error(base::ErrorKind::kSystem, error.what_without_backtrace());
     return true;
   }
-  deviceEvents_.whenComplete(
+  events_.whenComplete(
       std::move(events),
       [arrival,
        sums = std::make_shared<PendingSums>(std::move(sums)),
@@ -186,12 +224,14 @@ bool UcxAgent::decoded(
   return false;
 }
 
-base::Error UcxAgent::encodeFromDevices(
+base::Error Devices::encode(
     const c10::intrusive_ptr<rpc::Message>& message,
     const EncodeOptions& options,
     const device::Route& route,
-    device::SendingWay* beside,
+    const transport::ConnectionPtr& connection,
     Ready ready) {
+  const auto way = wayTo(connection);
+  auto* const beside = way.get();
   auto encoder = std::make_shared<Encoder>(message, options, route);
   // After what is queued already; what the user queues next need not wait for
   // the copies.
@@ -233,56 +273,11 @@ base::Error UcxAgent::encodeFromDevices(
     // Not before: a device that has failed is mostly found out here, and then
     // there is no frame that would have to be taken back.
     filling->whenFilled(filling->firstBytes(), std::move(goOn));
-    filling->start(deviceEvents_);
+    filling->start(events_);
   } else {
-    deviceEvents_.whenComplete(std::move(events), std::move(goOn));
+    events_.whenComplete(std::move(events), std::move(goOn));
   }
   return {};
-}
-
-base::Error UcxAgent::sendFromDevices(
-    const EncodeOptions& options,
-    const c10::intrusive_ptr<rpc::Message>& message,
-    const device::Route& route,
-    const transport::ConnectionPtr& connection) {
-  return encodeFromDevices(
-      message,
-      options,
-      route,
-      wayTo(connection).get(),
-      [this, callId = options.callId, connection](
-          base::Result<Encoded> encoded) {
-        if (!encoded.ok()) {
-          if (auto call = pending_.take(callId)) {
-            failLater(std::move(*call), encoded.error());
-          }
-        } else if (pending_.contains(callId)) { // else it has timed out
-          sendCall(callId, std::move(encoded.value()), connection);
-        }
-      });
-}
-
-void UcxAgent::replyFromDevices(
-    const transport::ConnectionPtr& connection,
-    const EncodeOptions& options,
-    const c10::intrusive_ptr<rpc::Message>& message,
-    const device::Route& route) {
-  const base::Error error = encodeFromDevices(
-      message,
-      options,
-      route,
-      wayTo(connection).get(),
-      [this, callId = options.callId, connection](
-          base::Result<Encoded> encoded) {
-        if (encoded.ok()) {
-          sendReply(connection, std::move(encoded.value()));
-        } else {
-          replyUnsent(connection, callId, encoded.error());
-        }
-      });
-  if (error) {
-    replyUnsent(connection, options.callId, error);
-  }
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,0 +1,161 @@
+// How answers to requests are sent.
+
+#include "agent/answers.h"
+
+#include "agent/failure_message.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
+
+Answers::Answers(
+    const AgentOptions& options,
+    base::TaskRunner& runner,
+    metrics::Counters& counters,
+    ReceiveMemory& memory,
+    const Group& group,
+    Devices& devices)
+    : options_(options),
+      counters_(counters),
+      memory_(memory),
+      group_(group),
+      devices_(devices),
+      lender_(*memory.cache(), runner) {}
+
+void Answers::send(
+    const Asker& asker,
+    c10::intrusive_ptr<rpc::Message> message) {
+  const auto& connection = asker.connection;
+  const EncodeOptions options = encodeOptions(asker);
+  const bool fromDevices = device::anyOn(message->tensors());
+  std::string caller;
+  device::Route route{.request = false};
+  if (fromDevices || devices_.tables().any()) {
+    caller = group_.peers().nameOf(connection.get());
+    route.receiver = &caller;
+    route.map = devices_.tables().mapBackTo(caller);
+  }
+  if (fromDevices) {
+    sendFromDevices(connection, options, message, route);
+    return;
+  }
+  auto encoded = encode(message, options, route);
+  message.reset();
+  if (!encoded.ok()) {
+    sendError(connection, asker.callId, encoded.error());
+    return;
+  }
+  sendFrame(connection, std::move(encoded.value()));
+}
+
+void Answers::sendError(
+    const transport::ConnectionPtr& connection,
+    uint64_t callId,
+    const base::Error& why) {
+  const auto message = makeFailure(
+      why.kind,
+      "worker \"" + group_.self().name_ +
+          "\" could not send its result: " + why.message);
+  auto encoded = encode(
+      message, {callId, wire::CallKind::kResponse, options_.inlineBytes});
+  if (encoded.ok()) { // a text without tensors: always
+    sendFrame(connection, std::move(encoded.value()));
+  }
+}
+
+EncodeOptions Answers::encodeOptions(const Asker& asker) {
+  EncodeOptions options{
+      .callId = asker.callId,
+      .kind = wire::CallKind::kResponse,
+      .inlineThreshold = options_.inlineBytes,
+      .checked = asker.checked || options_.integrity,
+      .inPieces = asker.connection->sendsPieces(),
+      .cache = memory_.cache().get()};
+  if (asker.connection->loopsBack()) {
+    return options;
+  }
+  if (asker.dtype) {
+    options.dtype = *asker.dtype;
+  } else if (options_.wireDtypes.any()) {
+    options.dtype =
+        options_.wireDtypes.of(group_.peers().nameOf(asker.connection.get()));
+  }
+  if (options.dtype != wire::WireDtype::kFloat32) {
+    memory_.trimLater(); // what is narrowed takes memory of the cache
+  }
+  return options;
+}
+
+void Answers::sendFromDevices(
+    const transport::ConnectionPtr& connection,
+    const EncodeOptions& options,
+    const c10::intrusive_ptr<rpc::Message>& message,
+    const device::Route& route) {
+  const base::Error error = devices_.encode(
+      message,
+      options,
+      route,
+      connection,
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
+        if (encoded.ok()) {
+          sendFrame(connection, std::move(encoded.value()));
+        } else {
+          sendError(connection, callId, encoded.error());
+        }
+      });
+  if (error) {
+    sendError(connection, options.callId, error);
+  }
+}
+
+void Answers::sendFrame(
+    const transport::ConnectionPtr& connection,
+    Encoded encoded) {
+  if (encoded.bulk.empty() || !connection->sharesMemory() ||
+      encoded.giveAway(*memory_.cache(), connection)) {
+    sendFrameNow(connection, std::move(encoded));
+    return;
+  }
+  memory_.trimLater();
+  lender_.lend(std::move(encoded), [this, connection](Encoded lent) {
+    sendFrameNow(connection, std::move(lent));
+  });
+}
+
+void Answers::sendFrameNow(
+    const transport::ConnectionPtr& connection,
+    Encoded encoded) {
+  metrics::add(counters_.bytesSent, encoded.totalBytes);
+  counters_.messageBytes.add(encoded.totalBytes);
+  const bool borrows = encoded.borrows();
+  Admission::Untaken untaken;
+  if (!encoded.bulk.empty() && encoded.lent.empty() && !encoded.given) {
+    untaken =
+        memory_.admission().answering(connection.get(), encoded.totalBytes);
+  }
+  base::Buffer head = std::move(encoded.head);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
+  connection->send(
+      std::move(head),
+      std::move(bulk),
+      [untaken = std::move(untaken),
+       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+                      : nullptr](const base::Error& error) {
+        if (held != nullptr && held->parcel != nullptr) {
+          held->parcel->sent(error);
+        }
+        // A response that its caller refuses or does not live to see is
+        // nobody's loss here; the caller has its own error.
+        if (error && held != nullptr) {
+          held->discard();
+        }
+      });
+}
+
+} // namespace torch_rpc_ext::agent

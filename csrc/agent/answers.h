@@ -1,0 +1,74 @@
+#pragma once
+
+#include "agent/agent_options.h"
+#include "agent/codec.h"
+#include "agent/devices.h"
+#include "agent/group.h"
+#include "agent/lender.h"
+#include "agent/receive_memory.h"
+#include "base/task.h"
+#include "metrics/counters.h"
+#include "transport/transport.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace torch_rpc_ext::agent {
+
+// Whom an answer goes to, and how the request asked for it.
+struct Asker {
+  transport::ConnectionPtr connection;
+  uint64_t callId = 0;
+  std::optional<wire::WireDtype> dtype = std::nullopt;
+  bool checked = false; // as the request was
+};
+
+// How answers to requests are sent: as one frame, with the memory of the result
+// given away or lent where the caller can map it.
+//
+// Owns: nothing; what is sent holds its memory until the caller has taken it.
+// Thread: any.
+// Outlives: what it has sent, once the transport is stopped.
+class Answers {
+ public:
+  // The references outlive it.
+  Answers(
+      const AgentOptions& options,
+      base::TaskRunner& runner,
+      metrics::Counters& counters,
+      ReceiveMemory& memory,
+      const Group& group,
+      Devices& devices);
+
+  void send(
+      const Asker& asker,
+      c10::intrusive_ptr<torch::distributed::rpc::Message> message);
+  // In place of a result that cannot be sent.
+  void sendError(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      const base::Error& why);
+
+ private:
+  EncodeOptions encodeOptions(const Asker& asker);
+  void sendFromDevices(
+      const transport::ConnectionPtr& connection,
+      const EncodeOptions& options,
+      const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
+      const device::Route& route);
+  void sendFrame(const transport::ConnectionPtr& connection, Encoded encoded);
+  void sendFrameNow(
+      const transport::ConnectionPtr& connection,
+      Encoded encoded);
+
+  const AgentOptions& options_;
+  metrics::Counters& counters_;
+  ReceiveMemory& memory_;
+  const Group& group_;
+  Devices& devices_;
+  Lender lender_;
+};
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,304 @@
+// The calling side: from a message to the future of its answer.
+
+#include "agent/caller.h"
+
+#include "agent/call_label.h"
+#include "agent/damage.h"
+#include "base/boundary.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// For how long the caller still waits, in ms, as the frame says it: at least 1;
+// 0 without limit, or for more than fits.
+uint32_t timeLeft(const PendingCall& call) {
+  if (call.timeout.count() <= 0 || call.timeout.count() > UINT32_MAX) {
+    return 0;
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(
+      call.sentAt + call.timeout - PendingCall::Clock::now());
+  return static_cast<uint32_t>(std::max<int64_t>(left.count(), 1));
+}
+
+} // namespace
+
+Caller::Caller(
+    const AgentOptions& options,
+    Executor& executor,
+    metrics::Counters& counters,
+    ReceiveMemory& memory,
+    Group& group,
+    Devices& devices,
+    ExceptionDecoder decodeException)
+    : options_(options),
+      executor_(executor),
+      counters_(counters),
+      memory_(memory),
+      group_(group),
+      devices_(devices),
+      lender_(*memory.cache(), executor),
+      calls_(
+          options,
+          executor,
+          counters,
+          group.peers(),
+          std::move(decodeException)),
+      wait_(executor, calls_.pending()) {}
+
+c10::intrusive_ptr<rpc::JitFuture> Caller::send(
+    const WorkerInfo& to,
+    const c10::intrusive_ptr<Message>& message,
+    std::chrono::milliseconds timeout,
+    const rpc::DeviceMap& deviceMap) {
+  PendingCall call;
+  call.future = c10::make_intrusive<rpc::JitFuture>(
+      at::AnyClassType::get(), devices_.used());
+  call.worker = to.name_;
+  call.to = to.id_;
+  call.label = labelOf(*message);
+  call.createsRRef = createsRRef(*message);
+  call.timeout = timeout;
+  call.sentAt = PendingCall::Clock::now();
+  auto future = call.future;
+  calls_.begin(call);
+  if (base::Error error = group_.ownerDied(*message, to.id_)) {
+    calls_.fail(std::move(call), error);
+    return future;
+  }
+  if (base::Error error = calls_.limit(call, *message)) {
+    calls_.fail(std::move(call), error);
+    return future;
+  }
+  const uint32_t left = timeLeft(call);
+  const uint64_t id = calls_.add(std::move(call));
+
+  device::Route route{.receiver = &to.name_};
+  if (!deviceMap.empty()) {
+    route.map = &deviceMap;
+  } else if (devices_.tables().any()) {
+    route.map = devices_.tables().mapTo(to.name_);
+  }
+  const bool toSelf = to.id_ == group_.self().id_;
+  const bool waits = !toSelf && AnswerWait::isAwaited(*message);
+  base::Error error;
+  std::optional<Executor::Leader> leader;
+  try {
+    const transport::ConnectionPtr connection =
+        group_.peers().connection(to.id_);
+    const EncodeOptions options = encodeOptions(id, left, to.name_, connection);
+    wait_.begin(id, toSelf);
+    if (device::anyOn(message->tensors())) {
+      error = sendFromDevices(options, message, route, connection);
+    } else {
+      auto encoded = encode(message, options, route);
+      error = encoded.ok() ? base::Error() : encoded.error();
+      if (!error) {
+        const AnswerWait::Sending sending(
+            id, encoded.value().totalBytes, waits, leader);
+        sendFrame(id, std::move(encoded.value()), connection);
+      }
+    }
+  } catch (const std::exception&) {
+    calls_.withdraw(id);
+    throw;
+  }
+  if (error) {
+    // As upstream does for tensors that it cannot send: raised where the call
+    // is made.
+    calls_.withdraw(id);
+    throw std::runtime_error(error.message);
+  }
+  if (waits) {
+    wait_.afterSending(id, leader, *future);
+  }
+  return future;
+}
+
+c10::intrusive_ptr<rpc::JitFuture> Caller::ask(
+    const WorkerInfo& to,
+    const c10::intrusive_ptr<Message>& message,
+    std::string label) {
+  PendingCall call;
+  call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get());
+  call.worker = to.name_;
+  call.label = std::move(label);
+  call.sentAt = PendingCall::Clock::now();
+  call.counted = false;
+  auto future = call.future;
+  const uint64_t id = calls_.add(std::move(call));
+  auto encoded = encode(message, {id, wire::CallKind::kRequest, UINT64_MAX});
+  try {
+    sendFrame(
+        id, std::move(encoded.value()), group_.peers().connection(to.id_));
+  } catch (const std::exception&) {
+    calls_.withdraw(id);
+    throw;
+  }
+  return future;
+}
+
+EncodeOptions Caller::encodeOptions(
+    uint64_t callId,
+    uint32_t timeout,
+    const std::string& worker,
+    const transport::ConnectionPtr& connection) {
+  EncodeOptions options{
+      .callId = callId,
+      .kind = wire::CallKind::kRequest,
+      .inlineThreshold = options_.inlineBytes,
+      .answer = callDtype(),
+      .timeout = timeout,
+      .checked = options_.integrity,
+      .inPieces = connection->sendsPieces(),
+      .cache = memory_.cache().get()};
+  if (!connection->loopsBack()) { // nothing of it travels
+    options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
+  }
+  if (options.dtype != wire::WireDtype::kFloat32) {
+    memory_.trimLater(); // what is narrowed takes memory of the cache
+  }
+  return options;
+}
+
+void Caller::sendFrame(
+    uint64_t callId,
+    Encoded encoded,
+    const transport::ConnectionPtr& connection) {
+  if (encoded.bulk.empty() || !connection->sharesMemory()) {
+    sendFrameNow(callId, std::move(encoded), connection);
+    return;
+  }
+  memory_.trimLater();
+  lender_.lend(std::move(encoded), [this, callId, connection](Encoded lent) {
+    if (calls_.pending().contains(callId)) { // else it has timed out
+      sendFrameNow(callId, std::move(lent), connection);
+    }
+  });
+}
+
+void Caller::sendFrameNow(
+    uint64_t callId,
+    Encoded encoded,
+    const transport::ConnectionPtr& connection) {
+  UntakenPtr untaken;
+  if (!encoded.bulk.empty() && encoded.lent.empty()) {
+    untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
+  }
+  calls_.pending().setSent(callId, connection, untaken);
+  metrics::add(counters_.bytesSent, encoded.totalBytes);
+  counters_.messageBytes.add(encoded.totalBytes);
+  // Holds the memory that `bulk` points into until the peer has taken it, even
+  // when the call has timed out long since.
+  const bool borrows = encoded.borrows();
+  base::Buffer head = std::move(encoded.head);
+  std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
+  // Now and not after it has been sent: the answer may be there before this
+  // thread is on a core again, and would wake one of the pool.
+  wait_.leadFor(callId);
+  connection->send(
+      std::move(head),
+      std::move(bulk),
+      [this,
+       callId,
+       untaken,
+       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
+                      : nullptr](const base::Error& error) {
+        if (untaken != nullptr) {
+          untaken->store(0);
+        }
+        if (held != nullptr && held->parcel != nullptr) {
+          held->parcel->sent(error);
+        }
+        if (!error) {
+          return;
+        }
+        if (held != nullptr) {
+          held->discard();
+        }
+        auto call = calls_.pending().take(callId);
+        if (!call) {
+          return;
+        }
+        if (AnswerWait::isBeingSent(callId)) {
+          // Nobody has the future yet, so no user code hangs on it; and
+          // upstream's RRefs expect such an error before send() returns.
+          calls_.fail(std::move(*call), error);
+        } else {
+          calls_.failLater(std::move(*call), error);
+        }
+      });
+}
+
+base::Error Caller::sendFromDevices(
+    const EncodeOptions& options,
+    const c10::intrusive_ptr<Message>& message,
+    const device::Route& route,
+    const transport::ConnectionPtr& connection) {
+  return devices_.encode(
+      message,
+      options,
+      route,
+      connection,
+      [this, callId = options.callId, connection](
+          base::Result<Encoded> encoded) {
+        if (!encoded.ok()) {
+          if (auto call = calls_.pending().take(callId)) {
+            calls_.failLater(std::move(*call), encoded.error());
+          }
+        } else if (calls_.pending().contains(callId)) { // else it has timed out
+          sendFrame(callId, std::move(encoded.value()), connection);
+        }
+      });
+}
+
+void Caller::answered(ArrivalPtr arrival) {
+  // Taken here and not by the completion: what has arrived stays arrived, also
+  // when the peer closes the connection in the next moment.
+  arrival->call = calls_.pending().take(arrival->header().callId);
+  if (arrival->call) { // else it has timed out meanwhile
+    completeLater(std::move(arrival));
+  }
+}
+
+void Caller::completeLater(ArrivalPtr arrival) {
+  const auto mailbox = arrival->call->mailbox;
+  base::TaskPtr task = base::makeTask([this, arrival = std::move(arrival)] {
+    base::guarded(
+        base::Boundary::kCompletion,
+        [&] { complete(arrival); },
+        [&](const base::Error& error) {
+          if (arrival->call->future != nullptr) { // else it has failed
+            calls_.fail(std::move(*arrival->call), error);
+          }
+        });
+  });
+  if (mailbox == nullptr || !mailbox->put(task)) {
+    executor_.submitCompletion(std::move(task));
+  }
+}
+
+void Caller::complete(const ArrivalPtr& arrival) {
+  if (!devices_.decode(arrival, [this, arrival] { completeLater(arrival); })) {
+    return;
+  }
+  PendingCall& call = *arrival->call;
+  auto& message = *arrival->message;
+  if (!message.ok()) {
+    logDamage(call.worker, message.error());
+    calls_.fail(std::move(call), message.error());
+    return;
+  }
+  // The future remembers what is queued on the current streams.
+  const device::StreamScope scope(arrival->streams);
+  calls_.finish(std::move(call), std::move(message.value()));
+}
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <cstdint>
+
+namespace torch_rpc_ext::agent {
+
+// Message types of our own, beside upstream's: they say who is ready to end.
+inline constexpr uint16_t kBarrierRequestType =
+    0x70 | torch::distributed::rpc::MessageTypeFlags::REQUEST_TYPE;
+inline constexpr uint16_t kBarrierResponseType =
+    0x70 | torch::distributed::rpc::MessageTypeFlags::RESPONSE_TYPE;
+
+// And about CUDA IPC: this one and the next two are device::IpcMessage. They
+// have no answer.
+inline constexpr uint16_t kIpcType =
+    0x71 | torch::distributed::rpc::MessageTypeFlags::REQUEST_TYPE;
+constexpr bool isIpcType(uint16_t type) {
+  return type >= kIpcType && type <= kIpcType + 2;
+}
+
+} // namespace torch_rpc_ext::agent

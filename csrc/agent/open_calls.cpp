@@ -1,0 +1,307 @@
+// Calls under way, and how each ends.
+
+#include "agent/open_calls.h"
+
+#include "agent/call_label.h"
+#include "agent/creation_failure.h"
+#include "agent/failure_message.h"
+#include "agent/rpc_error.h"
+#include "base/boundary.h"
+#include "base/log.h"
+
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// See creation_failure.h.
+thread_local std::exception_ptr creationFailed;
+
+// Upstream's callback for the creation of an RRef lets go of the RRef for one
+// type of error only; for any other it throws, and the RRef waits for ever.
+rpc::RPCErrorType typeOf(const PendingCall& call, base::ErrorKind kind) {
+  return kind == base::ErrorKind::kTimedOut || call.createsRRef
+      ? rpc::RPCErrorType::TIMEOUT
+      : rpc::RPCErrorType::UNKNOWN_ERROR;
+}
+
+// What a future with these devices has to know of: it refuses storages of the
+// meta device, on which nothing is queued.
+std::vector<rpc::JitFuture::WeakStorage> storagesOf(
+    const rpc::Message& message,
+    const std::vector<c10::Device>& devices) {
+  if (devices.empty()) {
+    return {};
+  }
+  auto storages = message.getStorages();
+  std::erase_if(storages, [](const auto& weak) {
+    const auto storage = weak.lock();
+    return storage && storage->device().is_meta();
+  });
+  return storages;
+}
+
+// What the text of a time-out says about a request that still waits here.
+std::string whyUntaken(const PendingCall& call) {
+  const uint64_t bytes = call.untaken == nullptr ? 0 : call.untaken->load();
+  return bytes == 0 ? ""
+                    : ", and has not taken the " + std::to_string(bytes) +
+          " bytes of the call yet: it takes no more than its receive_budget "
+          "before it serves what it has";
+}
+
+template <typename F>
+void sayWhatWasRaised(const PendingCall& call, F&& complete) {
+  try {
+    complete();
+  } catch (const c10::Error& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + error.what());
+  }
+}
+
+// Completes a future, which runs its callbacks. Some of upstream's throw when
+// the call has failed; without this the process would end.
+template <typename F>
+void settle(const PendingCall& call, F&& complete) {
+  base::guarded(
+      base::Boundary::kFuture,
+      [&] { sayWhatWasRaised(call, complete); },
+      [&](const base::Error& error) {
+        call.future->setErrorIfNeeded(
+            std::make_exception_ptr(
+                RpcError(error.kind, call.worker, error.message)));
+      });
+}
+
+} // namespace
+
+std::exception_ptr creationFailure() {
+  return creationFailed;
+}
+
+void forgetCreationFailure() {
+  creationFailed = nullptr;
+}
+
+OpenCalls::OpenCalls(
+    const AgentOptions& options,
+    Executor& executor,
+    metrics::Counters& counters,
+    const Peers& peers,
+    ExceptionDecoder decodeException)
+    : executor_(executor),
+      counters_(counters),
+      peers_(peers),
+      decodeException_(std::move(decodeException)),
+      load_(options.maxCallsInFlight, options.maxBytesInFlight),
+      pending_(executor.poller(), [this](PendingCall call) {
+        metrics::add(counters_.callsTimedOut, 1);
+        failLater(std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+      }) {}
+
+void OpenCalls::begin(PendingCall& call) {
+  call.scope = executor_.currentRequest();
+  if (call.scope) {
+    executor_.beginNested(call.scope);
+  }
+  counters_.clientActiveCalls.fetch_add(1);
+  metrics::add(counters_.callsSent, 1);
+}
+
+base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
+  if (!isUserCall(message.type())) {
+    return {}; // what others wait for: RRefs, backward passes, shutdown
+  }
+  if (load_.countsBytes()) {
+    call.bytes = bytesOf(message);
+  }
+  base::Error error = load_.begin(
+      call.to,
+      call.bytes,
+      call.timeout.count() > 0 ? call.sentAt + call.timeout
+                               : PendingCall::Clock::time_point::max());
+  call.limited = !error;
+  return error;
+}
+
+void OpenCalls::withdraw(uint64_t callId) {
+  if (auto call = pending_.take(callId)) {
+    ended(*call);
+  }
+}
+
+void OpenCalls::ended(const PendingCall& call) {
+  if (call.limited) {
+    load_.end(call.to, call.bytes);
+  }
+  if (call.scope) {
+    executor_.endNested(call.scope);
+  }
+  if (call.counted) {
+    std::lock_guard lock(countMutex_);
+    counters_.clientActiveCalls.fetch_sub(1);
+    countChanged_.notify_all();
+  }
+}
+
+void OpenCalls::finish(
+    PendingCall call,
+    c10::intrusive_ptr<rpc::Message> message) {
+  std::exception_ptr raised;
+  try {
+    raised = decodeException_ ? decodeException_(*message) : nullptr;
+  } catch (const std::exception&) {
+    failed(call, std::current_exception());
+    ended(call);
+    return;
+  }
+  const auto kind = failureKind(*message);
+  if (kind || message->type() == rpc::MessageType::EXCEPTION) {
+    std::string text(message->payload().begin(), message->payload().end());
+    if (kind == base::ErrorKind::kCorrupted) {
+      fail(std::move(call), {*kind, text});
+      return;
+    }
+    if (call.createsRRef) {
+      text = rpc::makeRPCError(text, rpc::RPCErrorType::TIMEOUT);
+    }
+    raised = kind ? std::make_exception_ptr(RpcError(*kind, call.worker, text))
+                  : std::make_exception_ptr(std::runtime_error(text));
+  }
+  if (raised != nullptr) {
+    failed(call, std::move(raised));
+  } else {
+    counters_.latency.add(PendingCall::Clock::now() - call.sentAt);
+    note(call, /*failed=*/false);
+    auto storages = storagesOf(*message, call.future->devices());
+    settle(call, [&] {
+      call.future->markCompleted(
+          c10::IValue(std::move(message)), std::move(storages));
+    });
+  }
+  ended(call);
+}
+
+void OpenCalls::failed(const PendingCall& call, std::exception_ptr why) {
+  metrics::add(counters_.callsFailed, 1);
+  note(call, /*failed=*/true);
+  if (call.beforeFailure) {
+    call.beforeFailure();
+  }
+  settle(call, [&] { call.future->setError(std::move(why)); });
+}
+
+void OpenCalls::fail(PendingCall call, const base::Error& error) {
+  const std::string what = call.label + " on worker \"" + call.worker + "\"";
+  std::string text;
+  if (error.kind == base::ErrorKind::kTimedOut) {
+    text = rpc::makeRPCError(
+        c10::str(
+            "RPC ran for more than set timeout (",
+            call.timeout.count(),
+            " ms) and will now be marked with an error: ",
+            what,
+            " has not answered",
+            whyUntaken(call)),
+        typeOf(call, error.kind));
+  } else if (error.message.starts_with("RPCErr:")) {
+    text = error.message; // already in upstream's form (fault injection)
+  } else {
+    std::string why = error.message;
+    if (error.kind == base::ErrorKind::kPeerLost) {
+      const std::string before = peers_.whyLost(call.worker);
+      if (!before.empty() && before != why) {
+        why = before + ", and has not come back (" + why + ")";
+      }
+    }
+    text = rpc::makeRPCError(
+        what + " failed (" + base::toString(error.kind) + "): " + why,
+        typeOf(call, error.kind));
+  }
+  const auto why =
+      std::make_exception_ptr(RpcError(error.kind, call.worker, text));
+  if (call.createsRRef) {
+    creationFailed = why;
+  }
+  failed(call, why);
+  ended(call);
+}
+
+void OpenCalls::failLater(PendingCall call, const base::Error& error) {
+  std::shared_ptr<PendingCall> held; // both here and by the task
+  base::guarded(
+      base::Boundary::kCompletion,
+      [&] {
+        held = std::make_shared<PendingCall>(std::move(call));
+        executor_.submitCompletion(base::makeTask([this, held, error] {
+          fail(std::move(*held), error);
+        }));
+      },
+      [&](const base::Error&) {
+        fail(std::move(held == nullptr ? call : *held), error);
+      });
+}
+
+void OpenCalls::failAll(
+    const transport::Connection* connection,
+    const base::Error& error) {
+  for (auto& call : pending_.takeAll(connection)) {
+    failLater(std::move(call), error);
+  }
+}
+
+void OpenCalls::failAll(const base::Error& error) {
+  load_.stop();
+  for (auto& call : pending_.takeAll()) {
+    failLater(std::move(call), error);
+  }
+}
+
+void OpenCalls::stop() {
+  pending_.stop();
+}
+
+int64_t OpenCalls::waitUntilNone(std::chrono::milliseconds patience) {
+  std::unique_lock lock(countMutex_);
+  if (counters_.clientActiveCalls.load() != 0) {
+    countChanged_.wait_for(lock, patience);
+  }
+  return counters_.clientActiveCalls.load();
+}
+
+void OpenCalls::note(const PendingCall& call, bool failed) {
+  if (!log_.on()) {
+    return;
+  }
+  log_.add(
+      {.id = call.id,
+       .peer = call.worker,
+       .label = call.label,
+       .begin = toNanoseconds(call.sentAt),
+       .end = toNanoseconds(PendingCall::Clock::now()),
+       .failed = failed});
+}
+
+void OpenCalls::addTo(Metrics& metrics) const {
+  metrics["agent.pending_calls"] = std::to_string(pending_.size());
+  metrics["agent.calls_held_back"] = std::to_string(load_.heldBack());
+}
+
+} // namespace torch_rpc_ext::agent

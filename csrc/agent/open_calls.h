@@ -1,0 +1,101 @@
+#pragma once
+
+#include "agent/agent_hooks.h"
+#include "agent/agent_metrics.h"
+#include "agent/agent_options.h"
+#include "agent/executor.h"
+#include "agent/load_limits.h"
+#include "agent/peers.h"
+#include "agent/pending_calls.h"
+#include "metrics/call_log.h"
+#include "metrics/counters.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+namespace torch_rpc_ext::agent {
+
+// The calls of this worker from begin() until their futures are complete: with
+// an answer, or with the error that each kind of failure has.
+//
+// Owns: the calls and their deadlines, the limits of calls in flight, the log
+//   of calls sent.
+// Thread: any.
+// Outlives: nothing; stop() detaches it from the Poller.
+class OpenCalls {
+ public:
+  // The references outlive it.
+  OpenCalls(
+      const AgentOptions& options,
+      Executor& executor,
+      metrics::Counters& counters,
+      const Peers& peers,
+      ExceptionDecoder decodeException);
+
+  // Counts a call of this thread. It has to end: by withdraw(), finish(),
+  // fail() or failLater().
+  void begin(PendingCall& call);
+  // Waits for room where the callee has much to do; only what users call.
+  base::Error limit(
+      PendingCall& call,
+      const torch::distributed::rpc::Message& message);
+  // Keeps a call until its answer, its deadline, or the end of its connection.
+  // Returns its id.
+  uint64_t add(PendingCall call) {
+    return pending_.add(std::move(call));
+  }
+  // Those that are kept: who waits for them, and how they were sent.
+  PendingCalls& pending() {
+    return pending_;
+  }
+  const PendingCalls& pending() const {
+    return pending_;
+  }
+  // Takes a call from those that are kept, as never made.
+  void withdraw(uint64_t callId);
+
+  // Completes the future with an answer.
+  void finish(
+      PendingCall call,
+      c10::intrusive_ptr<torch::distributed::rpc::Message> message);
+  void fail(PendingCall call, const base::Error& error);
+  // On a thread of the pool: callbacks of the future may be the user's.
+  void failLater(PendingCall call, const base::Error& error);
+  // Fails those that went there.
+  void failAll(const transport::Connection* connection, const base::Error&);
+  // Fails all, those that still wait for room too, and all further ones that
+  // limit() looks at.
+  void failAll(const base::Error& error);
+  // No deadline is looked after any more.
+  void stop();
+
+  // Waits until no call is open, for `patience` at most. Returns how many are.
+  int64_t waitUntilNone(std::chrono::milliseconds patience);
+
+  metrics::CallLog& log() {
+    return log_;
+  }
+  void addTo(Metrics& metrics) const;
+
+ private:
+  void failed(const PendingCall& call, std::exception_ptr why);
+  void ended(const PendingCall& call);
+  void note(const PendingCall& call, bool failed);
+
+  Executor& executor_;
+  metrics::Counters& counters_;
+  const Peers& peers_;
+  const ExceptionDecoder decodeException_;
+  LoadLimits load_;
+  metrics::CallLog log_;
+  std::mutex countMutex_;
+  std::condition_variable countChanged_;
+  PendingCalls pending_; // last: its deadlines use the others
+};
+
+} // namespace torch_rpc_ext::agent

@@ -1,0 +1,295 @@
+// The serving side: from a request to its answer.
+
+#include "agent/server.h"
+
+#include "agent/call_label.h"
+#include "agent/damage.h"
+#include "agent/failure_message.h"
+#include "agent/rpc_error.h"
+#include "agent/served_call.h"
+#include "base/boundary.h"
+#include "base/log.h"
+
+#include <stdexcept>
+#include <utility>
+
+namespace torch_rpc_ext::agent {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// What this thread has waited for the GIL so far.
+thread_local std::chrono::nanoseconds waitedForGil{0};
+
+} // namespace
+
+struct Server::Served {
+  Asker asker;
+  PendingCall::Clock::time_point arrived;
+  PendingCall::Clock::time_point started;
+  // While it is logged.
+  std::string label = {};
+  std::chrono::nanoseconds gilWait{0};
+};
+
+Server::Server(
+    const AgentOptions& options,
+    Executor& executor,
+    metrics::Counters& counters,
+    ReceiveMemory& memory,
+    Group& group,
+    Devices& devices,
+    rpc::RequestCallback& callback)
+    : executor_(executor),
+      counters_(counters),
+      memory_(memory),
+      group_(group),
+      devices_(devices),
+      callback_(callback),
+      queuedFrames_(options.receiveBudgetBytes),
+      answers_(options, executor, counters, memory, group, devices) {
+  executor_.setFullHook([this](size_t waiting, double seconds) {
+    sayThatAllAreBusy(waiting, seconds);
+  });
+}
+
+void Server::sayThatAllAreBusy(size_t waiting, double seconds) {
+  const std::string running = runningRequests_.describe();
+  waiting += memory_.admission().load().waitingRequests;
+  base::log(
+      base::LogLevel::kWarning,
+      "all " + std::to_string(executor_.requestThreads()) +
+          " threads for requests have been busy for " +
+          std::to_string(static_cast<int>(seconds)) + " s, and " +
+          std::to_string(waiting) + " requests wait. Running: " +
+          (running.empty() ? "the copies of arguments and answers" : running) +
+          ". More threads (option num_worker_threads) or shorter functions "
+          "would help");
+}
+
+bool Server::announced(Arrival& arrival) {
+  const bool others = queuedFrames_.bytes() != 0;
+  arrival.frame = queuedFrames_.hold(arrival.incoming->head().size);
+  if (others && queuedFrames_.exceeded() && arrival.isForItsCaller()) {
+    refuse(arrival);
+    return false;
+  }
+  if (mayCreateRRef(
+          static_cast<rpc::MessageType>(arrival.header().messageType))) {
+    arrival.creation = creations_.begin(arrival.connection.get());
+  }
+  return true;
+}
+
+void Server::refuse(const Arrival& arrival) {
+  metrics::add(counters_.callsNotBegun, 1);
+  const Asker asker{
+      .connection = arrival.connection, .callId = arrival.header().callId};
+  executor_.submit(base::makeTask([this, asker] {
+    const std::string text = "worker \"" + group_.self().name_ +
+        "\" did not begin the call: the requests that wait there for a thread "
+        "take " +
+        std::to_string(queuedFrames_.bytes()) + " bytes, of " +
+        std::to_string(queuedFrames_.limit()) +
+        " (the larger of its receive_budget and 64 MiB). Wait for some of the "
+        "calls, or lower max_calls_in_flight";
+    answers_.send(asker, makeFailure(base::ErrorKind::kOverloaded, text));
+  }));
+}
+
+void Server::arrived(ArrivalPtr arrival) {
+  if (arrival->header().messageType != rpc::MessageType::RREF_USER_DELETE) {
+    arrival->at = PendingCall::Clock::now();
+    serveLater(std::move(arrival));
+    return;
+  }
+  const auto* const caller = arrival->connection.get();
+  creations_.afterThose(caller, [this, arrival = std::move(arrival)] {
+    arrival->at = PendingCall::Clock::now();
+    serveLater(arrival);
+  });
+}
+
+void Server::serveLater(ArrivalPtr arrival) {
+  executor_.submitRequest(base::makeTask([this, arrival = std::move(arrival)] {
+    const uint64_t id = arrival->header().callId; // serve() may drop it
+    base::guarded(
+        base::Boundary::kRequest,
+        [&] { serve(arrival); },
+        [&](const base::Error& error) {
+          answers_.send(
+              {.connection = arrival->connection, .callId = id},
+              makeFailure(
+                  error.kind,
+                  "worker \"" + group_.self().name_ +
+                      "\" could not serve the call: " + error.message));
+        });
+  }));
+}
+
+void Server::serve(const ArrivalPtr& arrival) {
+  const auto started = PendingCall::Clock::now();
+  if (!devices_.decode(arrival, [this, arrival] { serveLater(arrival); })) {
+    return;
+  }
+  Served served{
+      .asker =
+          {arrival->connection,
+           arrival->header().callId,
+           arrival->header().answer,
+           arrival->decoder->isChecked()},
+      .arrived = arrival->at,
+      .started = started};
+  counters_.queue.add(served.started - served.arrived);
+  const device::Streams& streams = arrival->streams;
+  auto& message = *arrival->message;
+  if (!message.ok()) {
+    logDamage(
+        group_.peers().nameOf(arrival->connection.get()), message.error());
+    answers_.send(
+        served.asker,
+        makeFailure(
+            message.error().kind,
+            "worker \"" + group_.self().name_ +
+                "\" could not take the message: " + message.error().message));
+    return;
+  }
+  arrival->decoder.reset();
+  arrival->room.release();
+  arrival->frame.release();
+  if (arrival->creation != nullptr && !createsRRef(*message.value())) {
+    arrival->creation.reset();
+  }
+  if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
+    notBegun(*arrival);
+    if (!createsRRef(*message.value())) {
+      return; // the caller has an error already
+    }
+    // Others may hold the RRef and wait for its value, which becomes an error:
+    // request_callback.cpp.
+  }
+  metrics::add(counters_.callsServed, 1);
+  counters_.serverActiveCalls.fetch_add(1);
+
+  c10::intrusive_ptr<rpc::JitFuture> future;
+  {
+    std::string label = labelOf(*message.value());
+    if (log_.on()) {
+      served.label = label;
+    }
+    const RunningRequests::Entry entry(runningRequests_, std::move(label));
+    const ServedCall call{arrival->connection, arrival->deadline};
+    const ServedCall::Scope scope(call);
+    const auto before = waitedForGil;
+    future = execute(std::move(message.value()), streams);
+    served.gilWait = waitedForGil - before;
+  }
+  const uint64_t id = served.asker.callId;
+  if (future->completed()) {
+    counters_.serverActiveCalls.fetch_sub(1);
+    const device::StreamScope scope(streams);
+    if (!streams.empty()) {
+      future->wait(); // makes the current streams wait, and nothing else
+    }
+    auto response = responseOf(*future, id);
+    // Before the answer is sent: nobody else may refer to its tensors when
+    // their memory is given away.
+    future.reset();
+    answer(std::move(served), std::move(response));
+    return;
+  }
+  counters_.serverActiveAsyncCalls.fetch_add(1);
+  future->addCallback(
+      [this, id, served = std::move(served)](rpc::JitFuture& done) {
+        counters_.serverActiveCalls.fetch_sub(1);
+        counters_.serverActiveAsyncCalls.fetch_sub(1);
+        base::guarded(
+            base::Boundary::kAnswer,
+            [&] { answer(served, responseOf(done, id)); },
+            [&](const base::Error& error) {
+              answers_.sendError(served.asker.connection, id, error);
+            });
+      });
+}
+
+void Server::notBegun(Arrival& arrival) {
+  metrics::add(counters_.callsNotBegun, 1);
+  const std::string what = arrival.message
+      ? labelOf(*arrival.message->value())
+      : agent::nameOf(
+            static_cast<rpc::MessageType>(arrival.header().messageType));
+  base::log(
+      base::LogLevel::kDebug,
+      "did not begin " + what + " for worker \"" +
+          group_.peers().nameOf(arrival.connection.get()) + "\": " +
+          (arrival.connection->closed() ? "its connection has ended"
+                                        : "its time-out has passed"));
+}
+
+void Server::answer(Served served, c10::intrusive_ptr<rpc::Message> response) {
+  const auto now = PendingCall::Clock::now();
+  counters_.execution.add(now - served.started);
+  if (log_.on() && !served.label.empty()) {
+    // Before the caller hears of it, who may ask for the log next.
+    log_.add(
+        {.id = served.asker.callId,
+         .peer = group_.peers().nameOf(served.asker.connection.get()),
+         .label = std::move(served.label),
+         .begin = toNanoseconds(served.arrived),
+         .start = toNanoseconds(served.started),
+         .end = toNanoseconds(now),
+         .gilWait = served.gilWait.count(),
+         .bytes = bytesOf(*response)});
+  }
+  answers_.send(served.asker, std::move(response));
+}
+
+c10::intrusive_ptr<rpc::JitFuture> Server::execute(
+    c10::intrusive_ptr<rpc::Message> request,
+    device::Streams streams) {
+  try {
+    return callback_(*request, std::move(streams));
+  } catch (const std::exception& error) {
+    auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    future->setError(std::make_exception_ptr(std::runtime_error(error.what())));
+    return future;
+  }
+}
+
+c10::intrusive_ptr<rpc::Message> Server::responseOf(
+    rpc::JitFuture& future,
+    uint64_t callId) {
+  if (!future.hasError()) {
+    return future.value().toCustomClass<rpc::Message>();
+  }
+  try {
+    std::rethrow_exception(future.exception_ptr());
+  } catch (const Refusal& refusal) {
+    return makeFailure(refusal.kind(), refusal.what());
+  } catch (...) {
+    return rpc::createExceptionResponse(
+        future.tryRetrieveErrorMessage(), static_cast<int64_t>(callId));
+  }
+}
+
+void Server::addGilWaitTime(std::chrono::microseconds wait) {
+  waitedForGil += wait;
+  counters_.gilWait.add(wait);
+}
+
+void Server::lose(const transport::Connection* connection) {
+  for (auto& tell : lostCallers_.take(connection)) {
+    executor_.submitCompletion(base::makeTask(std::move(tell)));
+  }
+}
+
+void Server::stop() {
+  creations_.stop();
+}
+
+void Server::addTo(Metrics& metrics) const {
+  metrics["agent.queued_frame_bytes"] = std::to_string(queuedFrames_.bytes());
+}
+
+} // namespace torch_rpc_ext::agent

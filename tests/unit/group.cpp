@@ -1,0 +1,194 @@
+// Group alone, over a transport that is none: its connections open, end and die
+// when this program says so.
+
+#include "agent/group.h"
+#include "agent/hello.h"
+#include "sanitize/stress.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+using namespace torch_rpc_ext;
+using agent::Group;
+using agent::WorkerEvents;
+using stress::require;
+using transport::PeerState;
+
+namespace {
+
+class FakeConnection final : public transport::Connection {
+ public:
+  void send(base::Buffer, std::vector<transport::BulkSpan>, transport::Callback)
+      override {}
+  void close() override {
+    state = PeerState::kClosed;
+  }
+  void lose(const base::Error&) override {
+    state = PeerState::kDead;
+  }
+  PeerState peer() const override {
+    return state;
+  }
+  transport::PathInfo path() const override {
+    return {};
+  }
+
+  PeerState state = PeerState::kOpen;
+};
+
+class FakeContext final : public transport::Context {
+ public:
+  std::string address() const override {
+    return "here";
+  }
+  void start(base::Poller&, base::TaskRunner&, transport::Handler&) override {}
+  transport::ConnectionPtr connect(const std::string&, const std::string&)
+      override {
+    ++connects;
+    last = std::make_shared<FakeConnection>();
+    return last;
+  }
+  void stop() override {
+    stopped = true;
+  }
+
+  int connects = 0;
+  bool stopped = false;
+  std::shared_ptr<FakeConnection> last;
+};
+
+// Runs nothing: what Group releases belongs to torch's agent, and there is
+// none.
+class Queue final : public base::TaskRunner {
+ public:
+  void submit(base::TaskPtr task) override {
+    tasks.push_back(std::move(task));
+  }
+  std::vector<base::TaskPtr> tasks;
+};
+
+// A group of "a", which is this worker, and "b", and what its listeners heard.
+struct Fixture {
+  std::shared_ptr<FakeContext> remote = std::make_shared<FakeContext>();
+  std::shared_ptr<FakeContext> loopback = std::make_shared<FakeContext>();
+  Queue queue;
+  std::vector<std::string> heard;
+  Group group{
+      Group::WorkerInfo(std::string("a"), int64_t{0}),
+      /*isStatic=*/true,
+      remote,
+      loopback,
+      queue,
+      {.ended = [this](
+                    const transport::ConnectionPtr&,
+                    const base::Error&) { heard.push_back("ended"); },
+       .gone =
+           [this](const std::string& worker, bool exited) {
+             heard.push_back(worker + (exited ? " exited" : " unreachable"));
+           },
+       .dropValues = nullptr}};
+
+  Fixture() {
+    group.setSecret("id of the group", "secret");
+    group.add("a", 0, "address of a", 0);
+    group.add("b", 1, "address of b", 0);
+    group.events().begin();
+    require(next() == WorkerEvents::Kind::kBegan, "events begin");
+  }
+
+  WorkerEvents::Kind next() {
+    const auto event = group.events().next(std::chrono::milliseconds(0));
+    return event ? event->kind : WorkerEvents::Kind::kEnded;
+  }
+  // "b" connects, in its life `life`.
+  std::shared_ptr<FakeConnection> accept(uint32_t life, base::Error& error) {
+    const auto connection = std::make_shared<FakeConnection>();
+    error = group.onAccept(
+        connection,
+        agent::encode(agent::Hello{"id of the group", 1, "b", life}));
+    return connection;
+  }
+};
+
+const base::Error kLost{base::ErrorKind::kPeerLost, "no sign of life"};
+
+void testConnectsOnceAndNoticesDeath() {
+  Fixture f;
+  require(f.group.isAlive("a") && f.remote->connects == 0, "is itself alive");
+  require(f.group.isAlive("b") && f.group.isAlive("b"), "b is there");
+  require(f.remote->connects == 1, "one connection, for all who ask");
+  const auto connection = f.remote->last;
+  connection->state = PeerState::kDead;
+  f.group.onClosed(connection, kLost);
+  require(!f.group.isAlive("b"), "b is lost");
+  require(
+      f.heard == std::vector<std::string>{"ended", "b exited"},
+      "calls end first, then the worker");
+  require(f.next() == WorkerEvents::Kind::kLost, "an event of it");
+  require(f.queue.tasks.size() == 1, "what it held is released, and later");
+}
+
+void testBrokenWayIsNoExit() {
+  Fixture f;
+  base::Error error;
+  const auto connection = f.accept(0, error);
+  require(!error, "b may connect");
+  connection->state = PeerState::kBroken;
+  f.group.onClosed(connection, kLost);
+  require(
+      f.heard == std::vector<std::string>{"ended", "b unreachable"},
+      "its process may still read from here");
+  require(f.next() == WorkerEvents::Kind::kLost, "it is lost");
+  f.accept(0, error);
+  require(f.next() == WorkerEvents::Kind::kReturned, "it is back");
+}
+
+void testSuccessorEndsFormerLife() {
+  Fixture f;
+  base::Error error;
+  const auto former = f.accept(0, error);
+  f.group.add("b", 1, "another address", 1);
+  require(former->state == PeerState::kDead, "its connections are lost");
+  require(f.heard == std::vector<std::string>{"b exited"}, "it has ended");
+  require(f.next() == WorkerEvents::Kind::kLost, "it died");
+  require(f.next() == WorkerEvents::Kind::kReturned, "then it came back");
+  f.accept(0, error);
+  require(
+      error.kind == base::ErrorKind::kRefused,
+      "its former life is no member any more");
+}
+
+void testStrangersAreRefused() {
+  Fixture f;
+  const auto connection = std::make_shared<FakeConnection>();
+  const auto error = f.group.onAccept(
+      connection, agent::encode(agent::Hello{"another group", 1, "b", 0}));
+  require(error.kind == base::ErrorKind::kRefused, "of another group");
+  f.group.onClosed(connection, kLost);
+  require(
+      f.heard == std::vector<std::string>{"ended"}, "no member is gone by it");
+}
+
+void testLeaves() {
+  Fixture f;
+  f.group.isAlive("b");
+  f.group.leave();
+  f.remote->last->state = PeerState::kDead;
+  f.group.onClosed(f.remote->last, kLost);
+  require(f.queue.tasks.empty(), "nothing is released at the end");
+  require(f.next() == WorkerEvents::Kind::kEnded, "no events at the end");
+  f.group.stop();
+  require(f.remote->stopped && f.loopback->stopped, "both transports stop");
+}
+
+} // namespace
+
+int main() {
+  testConnectsOnceAndNoticesDeath();
+  testBrokenWayIsNoExit();
+  testSuccessorEndsFormerLife();
+  testStrangersAreRefused();
+  testLeaves();
+  return 0;
+}
