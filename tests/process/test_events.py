@@ -103,6 +103,8 @@ def test_a_worker_that_comes_back() -> None:
 def test_a_worker_that_leaves_alone() -> None:
     with Group(2) as group:
         group[0].run(subscribe)
+        # Who leaves before it has seen that somebody connects cannot say goodbye.
+        group[0].run(check_alive, "worker1")
         group[1].run(leave, False)
         assert group[0].run(heard, 1) == [("worker1", "left")]
         group[0].run(leave, False)

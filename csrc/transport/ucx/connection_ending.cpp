@@ -28,7 +28,10 @@ void UcxConnection::close() {
 }
 
 void UcxConnection::closeNow(Locked& locked) {
-  if (open()) {
+  // One that has accepted waits for the confirmation of a peer that may take
+  // the connection for open.
+  const bool accepted = peer() == PeerState::kConnecting && peerMayThinkItOpen_;
+  if (open() || accepted) {
     sendActive(locked, {.kind = FrameKind::kClose, .token = peer_.token}, {});
   }
   flushes_ = true;
