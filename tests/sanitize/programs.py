@@ -31,7 +31,7 @@ _NEEDS = {
         "memory/shared_map.cpp",
         "transport/ucx/shared_maps.cpp",
     ),
-    "loopback": (*_EXECUTOR, "transport/loopback/loopback.cpp"),
+    "loopback": (*_EXECUTOR, "base/gate.cpp", "transport/loopback/loopback.cpp"),
 }
 PROGRAMS = {
     name: [HERE / f"{name}.cpp", *(cxx.CSRC / source for source in sources)]

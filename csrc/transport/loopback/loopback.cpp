@@ -1,7 +1,7 @@
 #include "transport/loopback/loopback.h"
+#include "base/gate.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <unordered_set>
@@ -122,7 +122,7 @@ class LoopbackContext final
   template <typename F>
   void later(F use) {
     std::lock_guard lock(mutex_);
-    if (handler_ != nullptr) {
+    if (runner_ != nullptr) {
       runner_->submit(
           base::makeTask(
               [self = shared_from_this(), use = std::move(use)]() mutable {
@@ -133,19 +133,9 @@ class LoopbackContext final
   // Calls `use` with the handler, for which stop() waits; not once stopped.
   template <typename F>
   void withHandler(F&& use) {
-    Handler* handler = nullptr;
-    {
-      std::lock_guard lock(mutex_);
-      if (handler_ == nullptr) {
-        return;
-      }
-      handler = handler_;
-      ++uses_;
-    }
-    use(*handler);
-    std::lock_guard lock(mutex_);
-    if (--uses_ == 0) {
-      unused_.notify_all();
+    const base::Gate::Inside inside(gate_);
+    if (inside.counted() && handler_ != nullptr) { // once started
+      use(*handler_);
     }
   }
   // Whether stop() will end the connection; not once it has begun.
@@ -159,11 +149,10 @@ class LoopbackContext final
   }
 
  private:
+  base::Gate gate_; // around the Handler
   std::mutex mutex_;
-  base::TaskRunner* runner_ = nullptr;
-  Handler* handler_ = nullptr; // null once stopped
-  size_t uses_ = 0; // of the handler, now
-  std::condition_variable unused_;
+  base::TaskRunner* runner_ = nullptr; // null once stopped
+  Handler* handler_ = nullptr;
   bool stopping_ = false;
   std::unordered_set<std::shared_ptr<LoopbackConnection>> connections_;
 };
@@ -227,9 +216,12 @@ void LoopbackContext::stop() {
   for (const auto& connection : connections) {
     connection->close();
   }
-  std::unique_lock lock(mutex_);
-  handler_ = nullptr;
-  unused_.wait(lock, [this] { return uses_ == 0; });
+  {
+    std::lock_guard lock(mutex_);
+    runner_ = nullptr;
+  }
+  gate_.close();
+  gate_.wait();
 }
 
 } // namespace
