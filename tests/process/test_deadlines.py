@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import autograd, rpc
+from torch.distributed.rpc import RRef
 
 import torch_rpc_ext
+from tests.process import functions as f
 from tests.process.group import SECONDS, Group, workers
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import aio, errors
@@ -244,6 +246,40 @@ def test_the_value_of_a_remote_call_that_nobody_waits_for_is_freed() -> None:
     """Its RRef is let go of before the function has made it."""
     with Group(2) as group:
         group[0].run(give_up_a_remote_call)
+        group[1].run(wait_until_no_value_is_left)
+
+
+def take(rref: Any, tensor: Any = None) -> None:
+    raise AssertionError("this call was given up before it could begin")
+
+
+@torch.jit.script
+def take_in_script(rref: RRef[torch.Tensor]) -> bool:
+    return rref.is_owner()
+
+
+def give_up_calls_with_rrefs() -> None:
+    rref = rpc.remote("worker1", torch.add, args=(torch.ones(1), 1))
+    rref.to_here()
+    busy = rpc.rpc_async("worker1", f.sleep, args=(5.0,))  # its only thread
+    with autograd.context():
+        calls = [
+            rpc.rpc_async("worker1", take, (rref,), timeout=0.5),
+            rpc.rpc_async("worker1", take, (rref, torch.ones(1_000_000)), timeout=0.5),
+            rpc.rpc_async("worker1", take, (rref, torch.ones(1).requires_grad_()), timeout=0.5),
+            rpc.rpc_async("worker1", take_in_script, (rref,), timeout=0.5),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError):
+                call.wait()
+    busy.wait()
+    del rref, calls, call
+
+
+def test_rrefs_in_calls_that_are_not_begun_are_let_go_of() -> None:
+    """Else shutdown waits 100 s for them, at both ends."""
+    with Group(2, options={"num_worker_threads": 1}) as group:
+        group[0].run(give_up_calls_with_rrefs)
         group[1].run(wait_until_no_value_is_left)
 
 
