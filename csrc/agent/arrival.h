@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/admission.h"
+#include "agent/call_label.h"
 #include "agent/codec.h"
 #include "agent/creations.h"
 #include "agent/pending_calls.h"
@@ -44,16 +45,18 @@ struct Arrival {
     return header().kind != wire::CallKind::kResponse;
   }
   // A request that nobody but its caller waits for. Others may wait for the
-  // value of an RRef, or of a call within another message.
+  // value of an RRef, or of a call within another message; and who sends an
+  // RRef waits until the call has been read.
   bool isForItsCaller() const {
     const auto type = static_cast<rpc::MessageType>(header().messageType);
     return isRequest() &&
         (type == rpc::MessageType::PYTHON_CALL ||
-         type == rpc::MessageType::SCRIPT_CALL);
+         type == rpc::MessageType::SCRIPT_CALL) &&
+        !decoder->payloadIsBulk() && !mayHoldRRefs(decoder->payload());
   }
   // A request whose tensors nobody needs: its caller has given up.
   bool isForNobody() const {
-    return isForItsCaller() && givenUp(PendingCall::Clock::now());
+    return givenUp(PendingCall::Clock::now()) && isForItsCaller();
   }
   // Of a request: nobody waits for its answer any more.
   bool givenUp(PendingCall::Clock::time_point now) const {

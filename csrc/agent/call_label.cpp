@@ -208,6 +208,14 @@ bool mayCreateRRef(MessageType type) {
       type != MessageType::PYTHON_CALL;
 }
 
+bool mayHoldRRefs(base::ConstSpan payload) {
+  // Pickles name what makes an RRef again: _py_rref_receiver those of Python,
+  // torch.distributed.rpc.rref those of TorchScript.
+  const std::string_view text(
+      static_cast<const char*>(payload.data), payload.size);
+  return text.find("rref") != text.npos || text.find("RRef") != text.npos;
+}
+
 bool createsRRef(const Message& message) {
   const int type = innermost(message).type;
   return type == MessageType::PYTHON_REMOTE_CALL ||

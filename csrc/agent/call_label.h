@@ -1,5 +1,7 @@
 #pragma once
 
+#include "base/buffer.h"
+
 #include <torch/csrc/distributed/rpc/message.h>
 #include <torch/csrc/distributed/rpc/types.h>
 
@@ -23,6 +25,11 @@ bool mayCreateRRef(torch::distributed::rpc::MessageType type);
 // Whether it is rpc.remote(), within distributed autograd and under a profiler
 // too.
 bool createsRRef(const torch::distributed::rpc::Message& message);
+
+// Whether there may be RRefs in the payload of a call. Each is a fork that its
+// receiver confirms when it reads the payload, and for which the sender keeps
+// its own RRef until then.
+bool mayHoldRRefs(base::ConstSpan payload);
 
 // The RRef that a message to its owner is about: of a fetch, a new fork, or the
 // end of one. Nothing for other messages.

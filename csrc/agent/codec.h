@@ -197,6 +197,13 @@ class Decoder {
   void landOn(std::shared_ptr<device::Landing> landing);
 
   // Whether the sender has sent checksums.
+  // Empty when it is bulk.
+  base::ConstSpan payload() const {
+    return view_.payload();
+  }
+  bool payloadIsBulk() const {
+    return view_.payloadBulk();
+  }
   bool isChecked() const {
     return view_.hasSums();
   }

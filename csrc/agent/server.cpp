@@ -163,11 +163,14 @@ void Server::serve(const ArrivalPtr& arrival) {
   }
   if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
     notBegun(*arrival);
-    if (!createsRRef(*message.value())) {
+    const auto& payload = message.value()->payload();
+    if (!createsRRef(*message.value()) &&
+        !mayHoldRRefs({payload.data(), payload.size()})) {
       return; // the caller has an error already
     }
-    // Others may hold the RRef and wait for its value, which becomes an error:
-    // request_callback.cpp.
+    // It is read, and its function is not called (request_callback.cpp): the
+    // RRefs in it are confirmed, and the one that it makes gets an error, for
+    // which others may wait.
   }
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);

@@ -71,9 +71,20 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::ScriptCall&>(command);
-    return allowed_.allows(call)
-        ? RequestCallbackImpl::processScriptCall(command, streams)
-        : refusal(call);
+    if (!allowed_.allows(call)) {
+      return refusal(call);
+    }
+    return isGivenUp()
+        ? notBegun(at::AnyClassType::get())
+        : RequestCallbackImpl::processScriptCall(command, streams);
+  }
+
+  FuturePtr processPythonCall(
+      rpc::RpcCommandBase& command,
+      const Streams& streams) const override {
+    return isGivenUp()
+        ? notBegun(at::AnyClassType::get())
+        : RequestCallbackImpl::processPythonCall(command, streams);
   }
 
   FuturePtr processScriptRemoteCall(
@@ -144,9 +155,6 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
          call = current == nullptr ? agent::ServedCall()
                                    : *current](rpc::JitFuture& /*ready*/) {
           const agent::ServedCall::Scope scope(call);
-          if (type == rpc::MessageType::PYTHON_CALL && isGivenUp()) {
-            return notBegun(at::AnyClassType::get());
-          }
           return processRpcWithErrors(*command, type, streams);
         },
         c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
