@@ -15,6 +15,9 @@ struct ServedCall {
 
   transport::ConnectionPtr connection;
   Clock::time_point deadline = Clock::time_point::max(); // of the caller
+  // Its caller had given up before a thread took it: it is read, and does not
+  // begin.
+  bool isOnlyRead = false;
 
   // True when nobody waits for the answer any more.
   bool cancelled() const {

@@ -161,7 +161,9 @@ void Server::serve(const ArrivalPtr& arrival) {
   if (arrival->creation != nullptr && !createsRRef(*message.value())) {
     arrival->creation.reset();
   }
-  if (arrival->givenUp(started) && isUserCall(message.value()->type())) {
+  const bool givenUp =
+      arrival->givenUp(started) && isUserCall(message.value()->type());
+  if (givenUp) {
     notBegun(*arrival);
     const auto& payload = message.value()->payload();
     if (!createsRRef(*message.value()) &&
@@ -182,7 +184,7 @@ void Server::serve(const ArrivalPtr& arrival) {
       served.label = label;
     }
     const RunningRequests::Entry entry(runningRequests_, std::move(label));
-    const ServedCall call{arrival->connection, arrival->deadline};
+    const ServedCall call{arrival->connection, arrival->deadline, givenUp};
     const ServedCall::Scope scope(call);
     const auto before = waitedForGil;
     future = execute(std::move(message.value()), streams);

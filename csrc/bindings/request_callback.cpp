@@ -74,7 +74,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     if (!allowed_.allows(call)) {
       return refusal(call);
     }
-    return isGivenUp()
+    return isOnlyRead()
         ? notBegun(at::AnyClassType::get())
         : RequestCallbackImpl::processScriptCall(command, streams);
   }
@@ -82,7 +82,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   FuturePtr processPythonCall(
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
-    return isGivenUp()
+    return isOnlyRead()
         ? notBegun(at::AnyClassType::get())
         : RequestCallbackImpl::processPythonCall(command, streams);
   }
@@ -155,6 +155,9 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
          call = current == nullptr ? agent::ServedCall()
                                    : *current](rpc::JitFuture& /*ready*/) {
           const agent::ServedCall::Scope scope(call);
+          if (type == rpc::MessageType::PYTHON_CALL && isGivenUp()) {
+            return notBegun(at::AnyClassType::get());
+          }
           return processRpcWithErrors(*command, type, streams);
         },
         c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
@@ -179,6 +182,13 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   static bool isGivenUp() {
     const auto* const call = agent::ServedCall::current();
     return call != nullptr && call->cancelled();
+  }
+
+  // Nobody did when a thread took the call: how long its arguments take to be
+  // read does not count.
+  static bool isOnlyRead() {
+    const auto* const call = agent::ServedCall::current();
+    return call != nullptr && call->isOnlyRead;
   }
 
   FuturePtr notBegun(c10::TypePtr type) const {
