@@ -28,7 +28,8 @@ struct Asker {
 // How answers to requests are sent: as one frame, with the memory of the result
 // given away or lent where the caller can map it.
 //
-// Owns: nothing; what is sent holds its memory until the caller has taken it.
+// Owns: the lender of its results; what is sent holds its memory until the
+// caller has taken it.
 // Thread: any.
 // Outlives: what it has sent, once the transport is stopped.
 class Answers {

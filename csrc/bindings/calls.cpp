@@ -140,9 +140,10 @@ c10::intrusive_ptr<rpc::JitFuture> futureOf(
     ResultOf resultOf) {
   auto result = answer->createInstance(std::move(type));
   if (answer->completed() && answer->devices().empty()) {
-    // rpc_sync(): this thread has waited for the answer. Its state is the
-    // caller's already, and to set that takes 1 us. With devices a callback of
-    // the future also waits for their streams.
+    // rpc_sync(): this thread has waited for the answer. The state of this
+    // thread is the caller's already: a callback would set it and put it back,
+    // which takes 0.7 us. With devices a callback of the future also waits for
+    // their streams.
     settle(*result, *answer, resultOf);
   } else {
     answer->addCallback(

@@ -178,14 +178,14 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
             std::chrono::steady_clock::now() - begin));
   }
 
-  // Nobody waits any more for the answer to the call of this thread.
+  // The caller has given up the call that this thread serves.
   static bool isGivenUp() {
     const auto* const call = agent::ServedCall::current();
     return call != nullptr && call->cancelled();
   }
 
-  // Nobody did when a thread took the call: how long its arguments take to be
-  // read does not count.
+  // The caller had given the call up before a thread took it. A caller that
+  // gives up while the arguments are read does not count here.
   static bool isOnlyRead() {
     const auto* const call = agent::ServedCall::current();
     return call != nullptr && call->isOnlyRead;

@@ -1,1 +1,1 @@
-"""What everything else stands on: version, environment variables, the table of options."""
+"""What everything else stands on: version, environment variables, checks of options."""

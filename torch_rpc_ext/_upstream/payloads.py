@@ -3,8 +3,7 @@
 Upstream pickles everything: the named tuple (function, arguments), each tensor as the method of a
 class that finds it again, None. For the commonest payloads there is a form of a few bytes here,
 which no pickle begins with; the others are pickled as upstream does, with reducers for what it
-loses (hooks.py says what). csrc/agent/call_label.cpp reads function names
-out of both.
+loses (hooks.py says what). csrc/agent/call_label.cpp reads function names out of both.
 
 Source: torch/distributed/rpc/internal.py, _InternalRPCPickler.
 """
@@ -44,7 +43,6 @@ _RAISED = b"\x01Raised"
 # Longer payloads that name a function are taken apart each time; bytes.
 _REMEMBERED = 256
 
-_new_tuple = tuple.__new__
 # Of the session that runs.
 _agent: Any = None
 
@@ -167,8 +165,7 @@ def deserialize(
         function = _find(*named)
         if isinstance(function, AttributeError):
             return function
-        # Its own constructor is written in Python and takes 0.5 us more.
-        return _new_tuple(internal.PythonUDF, (function, tuple(tensors), {}))
+        return internal.PythonUDF(function, tuple(tensors), {})
     return (read or _from_pickle)(payload, tensors)
 
 
