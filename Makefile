@@ -141,11 +141,15 @@ format: $(STAMPS)/test
 clean:
 	rm -rf build dist $(VENV) $(BENCH_VENV) $(PAPER_VENV) .venv-wheel-* torch_rpc_ext/*.so torch_rpc_ext/*.so.0 torch_rpc_ext/_build_info.py *.egg-info
 
-$(STAMPS)/venv:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(STAMPS)/requirements.txt: pyproject.toml
 	mkdir -p $(STAMPS)
+	$(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb')); \
+	  print('\n'.join(project['build-system']['requires'] + project['project']['dependencies']))" > $@
+
+$(STAMPS)/venv: $(STAMPS)/requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q "setuptools>=77" wheel ninja numpy "libucx-cu13>=1.18"
+	$(BIN)/python -m pip install -q -r $<
 	touch $@
 
 $(STAMPS)/build: $(STAMPS)/venv setup.py pyproject.toml $(CSRC)

@@ -25,21 +25,22 @@ SITE = ROOT / "build" / "gpu-site"
 #: Exit status without a GPU: nothing has failed, and nothing was done.
 NO_GPU = 77
 #: Module -> the package that has it; what pip calls it.
+_ALWAYS = {
+    "setuptools": "setuptools",
+    "attrs": "attrs",
+    "ninja": "ninja",
+    "numpy": "numpy",
+    "libucx": "libucx-cu13",
+}
 NEEDS: Mapping[str, Mapping[str, str]] = {
     "test": {
-        "setuptools": "setuptools",
-        "ninja": "ninja",
-        "numpy": "numpy",
-        "libucx": "libucx-cu13",
+        **_ALWAYS,
         "pytest": "pytest",
         "pytest_timeout": "pytest-timeout",
         "expecttest": "expecttest",
     },
     "bench": {
-        "setuptools": "setuptools",
-        "ninja": "ninja",
-        "numpy": "numpy",
-        "libucx": "libucx-cu13",
+        **_ALWAYS,
         "psutil": "psutil",
         "tqdm": "tqdm",
         # Of the network that other cases have, in tests/support.
