@@ -9,7 +9,7 @@
 
 namespace torch_rpc_ext::agent {
 
-// Shared by the Admission and all Room, which may be given back after it.
+// Shared by the Admission and all Rooms: a Room may outlive the Admission.
 class Admission::State : public std::enable_shared_from_this<State> {
  public:
   explicit State(uint64_t budget)
@@ -76,7 +76,7 @@ class Admission::State : public std::enable_shared_from_this<State> {
   }
 
   void forget(Caller caller) {
-    std::deque<Waiting> dropped; // outside of the lock: they hold messages
+    std::deque<Waiting> dropped; // destroyed without the lock: holds messages
     std::vector<Admitted> admitted;
     {
       std::lock_guard lock(mutex_);
@@ -161,7 +161,7 @@ class Admission::State : public std::enable_shared_from_this<State> {
       const bool mayHaveMore = fits(queue.load.heldBytes, bytes, ahead_) &&
           (queue.untakenAnswers < 2 || queue.untakenBytes <= kUntakenBytes);
       if (mayHaveMore && !fits(total_.heldBytes, bytes, budget_)) {
-        break; // what is smaller, or comes later, must not pass it for ever
+        break; // smaller requests must not overtake a large one for ever
       }
       turns_.pop_front();
       if (!mayHaveMore) {
@@ -193,10 +193,10 @@ class Admission::State : public std::enable_shared_from_this<State> {
   }
 
   const uint64_t budget_;
-  const uint64_t ahead_; // of each caller
+  const uint64_t ahead_; // the most that one caller may hold
   mutable std::mutex mutex_;
   Queues queues_;
-  std::deque<Caller> turns_; // those that wait
+  std::deque<Caller> turns_; // the callers whose requests wait
   Load total_;
   bool stopped_ = false;
 };

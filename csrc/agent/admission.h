@@ -10,21 +10,22 @@
 
 namespace torch_rpc_ext::agent {
 
-// Which requests are received now, and which leave their tensors with their
-// callers for a while. A request needs room for its bytes from when they are
-// fetched until a thread begins to serve it; from then on they are its
-// function's. Answers need none: somebody waits for each.
+// Decides whose tensors are received now, and whose stay with the caller for a
+// while. A request holds room for its bytes from before they are fetched until
+// a thread begins to serve the request; then the bytes belong to its function.
+// Answers need no room: somebody waits for each of them.
 //
-// All callers together have the budget; a request that is larger has it alone.
-// Each caller has kAheadBytes of it, or half, or one request: more that is
-// fetched before a thread is free would only fill cold memory, and one caller
-// that stands still must not keep the others out. A caller that has not taken
-// kUntakenBytes of answers, in two or more, waits too: it asks faster than it
-// takes, and the answers would fill the memory here. Who waits gets room in
-// the order of arrival, the callers in turn.
+// All callers share the budget; a request that is larger than the budget is
+// received alone. One caller gets at most kAheadBytes, or half of the budget,
+// or one request: bytes that are fetched long before a thread is free only fill
+// cold memory, and a caller that stands still must not keep the others out. The
+// requests of a caller also wait while it has left two or more answers, of more
+// than kUntakenBytes together, untaken: it asks faster than it takes, and its
+// answers would fill the memory here. The callers take turns; the requests of
+// one caller get room in the order of arrival.
 //
-// Nobody waits while threads are free, nested calls or not: what has room is
-// fetched and served, and then there is room for the next one.
+// A request gives its room back before its function runs. So no function has to
+// end for others to get room, and nested calls cannot block each other.
 //
 // Thread: any.
 class Admission {
@@ -36,7 +37,8 @@ class Admission {
 
   using Caller = const transport::Connection*;
 
-  // Given back when it is destroyed, on any thread.
+  // Room for the bytes of a request. The destructor gives the room back, on any
+  // thread.
   class Room {
    public:
     Room() = default;
@@ -60,37 +62,39 @@ class Admission {
     Room(std::shared_ptr<State> state, Caller caller, uint64_t bytes)
         : state_(std::move(state)), caller_(caller), bytes_(bytes) {}
 
-    std::shared_ptr<State> state_; // null: none
+    std::shared_ptr<State> state_; // null: holds no room
     Caller caller_ = nullptr;
     uint64_t bytes_ = 0;
   };
-  // Lives until the caller has taken an answer.
+  // Counts an answer for as long as it lives: until the caller has taken the
+  // answer.
   using Untaken = std::shared_ptr<void>;
   using Then = std::function<void(Room)>;
 
-  // 0: no budget.
+  // 0: the callers together have no limit. Each of them still has kAheadBytes.
   explicit Admission(uint64_t budget);
 
   // Calls `then` when there is room for `bytes`: at once, or later on the
-  // thread that gives room back. Or never, after forget() or stop(), which
-  // destroy it.
+  // thread that gives room back. forget() and stop() destroy `then` without a
+  // call.
   void request(Caller caller, uint64_t bytes, Then then);
-  // Has `room` be `bytes` at least, whether there is so much or not: for
-  // tensors that were thought to be mapped, and have to be copied.
+  // Enlarges `room` to `bytes`, even beyond the limits: for tensors that were
+  // expected to be mapped and have to be copied after all.
   void grow(Room& room, Caller caller, uint64_t bytes);
-  // An answer whose `bytes` its receiver fetches. It need not wait itself.
+  // Counts an answer whose `bytes` the caller has yet to fetch. The answer
+  // itself does not wait for room.
   Untaken answering(Caller caller, uint64_t bytes);
-  // The caller is gone: so are its requests that wait.
+  // The caller is gone: drops its requests that wait.
   void forget(Caller caller);
   void stop();
 
   struct Load {
-    uint64_t heldBytes = 0; // that have room
+    uint64_t heldBytes = 0; // of requests that have room
     uint64_t waitingBytes = 0;
     uint64_t waitingRequests = 0;
   };
   Load load() const;
-  // Of each that has something here.
+  // The load of each caller that has room, or waits, or has answers to take.
   std::map<Caller, Load> byCaller() const;
 
  private:

@@ -13,21 +13,23 @@
 namespace torch_rpc_ext::agent {
 
 using RRefs = std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>;
-// Looks into responses for what the remote function raised; null for a result.
+// Reads from a response what the remote function raised; null where the
+// response holds a result.
 using ExceptionDecoder =
     std::function<std::exception_ptr(const torch::distributed::rpc::Message&)>;
 
-// What the agent asks of Python. Each may be null.
+// What Python does for the agent. Each hook may be null.
 struct AgentHooks {
   // Runs before the first message is served.
   std::function<void()> start;
   // Called every 100 ms while join() waits; throws to end it.
   std::function<void()> checkInterrupt;
-  // See Executor.
+  // See Executor::setThreadScope().
   Executor::ThreadScope threadScope;
-  // Lets go of values that may be Python's.
+  // Drops references to values that may be Python objects.
   std::function<void(RRefs)> dropValues;
-  // Without it upstream's code decodes, which keeps only some types.
+  // Where it is null, upstream's code decodes exceptions and keeps only some of
+  // their types.
   ExceptionDecoder decodeException;
   // See device::Launcher.
   cuda::PtxSource kernels;

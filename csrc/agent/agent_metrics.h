@@ -9,16 +9,16 @@
 
 namespace torch_rpc_ext::agent {
 
-// Name -> number, as rpc.get_metrics() and torch's getMetrics() have them. Each
-// part of the agent adds its own.
+// Name -> number, as rpc.get_metrics() and torch's getMetrics() return them.
+// Each part of the agent adds its own entries.
 using Metrics = std::unordered_map<std::string, std::string>;
 
 void addMetrics(const metrics::Counters& counters, Metrics& metrics);
-// Only while upstream's profiling of the GIL is on.
+// To be called only while upstream's profiling of the GIL is on.
 void addGilMetrics(const metrics::Counters& counters, Metrics& metrics);
 void addMetrics(const Executor& executor, Metrics& metrics);
 
-// By name: times in ns, sizes in bytes.
+// Name -> distribution; times are in ns, sizes in bytes.
 std::map<std::string, metrics::Distribution> histogramsOf(
     const metrics::Counters& counters);
 

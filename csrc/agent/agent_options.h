@@ -12,15 +12,16 @@
 
 namespace torch_rpc_ext::agent {
 
-// Faults to inject into outgoing messages, by the name of their type. Empty in
-// production.
+// Faults that tests inject into outgoing messages, chosen by the name of the
+// message type (nameOf() in call_label.h). Empty in production.
 struct FaultOptions {
   std::vector<std::string> messagesToFail;
-  std::vector<std::string> messagesToLose; // with the connection, at this end
-  std::vector<std::string> messagesToCorrupt; // one bit
-  std::vector<std::string> messagesToForge; // bulk of the receiver's, it says
+  std::vector<std::string> messagesToLose; // and breaks its connection
+  std::vector<std::string> messagesToCorrupt; // flips one bit
+  // Claims that the bulk is memory which the receiver has lent out.
+  std::vector<std::string> messagesToForge;
   std::unordered_map<std::string, double> messagesToDelay; // seconds
-  int failures = 0; // of each message, one after the other
+  int failures = 0; // how often in a row each such message suffers the fault
 
   bool any() const {
     return !messagesToFail.empty() || !messagesToLose.empty() ||
@@ -29,7 +30,7 @@ struct FaultOptions {
   }
 };
 
-// Upstream's options and calls give seconds.
+// Upstream's options and calls give times in seconds.
 inline std::chrono::milliseconds toMilliseconds(float seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
@@ -40,11 +41,12 @@ struct AgentOptions {
   float rpcTimeoutSeconds = 60;
   uint64_t receiveCacheBytes = uint64_t{4} << 30;
   double receiveCacheIdleSeconds = 30;
-  // What requests that are not yet served may hold here; 0 for no limit.
+  // Memory for the bulk of requests that no thread serves yet; 0 for no limit.
+  // A single caller has its own limit as well (admission.h).
   uint64_t receiveBudgetBytes = 0;
   // Storages up to this size travel inside the frame, larger ones as bulk.
   uint64_t inlineBytes = 16 << 10;
-  // To each other worker; 0 for no limit.
+  // Limits of the calls under way to any one worker; 0 for no limit.
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
   bool useCudaIpc = true;
@@ -57,8 +59,8 @@ struct AgentOptions {
   FaultOptions faults;
 };
 
-// Calls `take(name, member)` for each option that Python hands over as it is,
-// under its name in torch_rpc_ext/options.py.
+// Calls `take(name, member)` for each option that Python hands over unchanged;
+// `name` is the name in torch_rpc_ext/options.py.
 template <typename F>
 void forEachOption(AgentOptions& options, F&& take) {
   take("num_worker_threads", options.numWorkerThreads);

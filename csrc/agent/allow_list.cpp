@@ -8,13 +8,13 @@ using torch::distributed::rpc::ScriptCall;
 
 namespace {
 
-// TorchScript's names are those of Python behind this; functions of __main__
-// stand directly below it.
+// TorchScript's qualified name of a function is this prefix and the Python
+// name. For functions of __main__ the module is left out.
 constexpr std::string_view kRoot = "__torch__.";
 
-// The function in each module that torch generates for RemoteModule
-// (nn/jit/instantiator.py). It only calls forward() of a module that lives
-// here.
+// torch generates a Python module with this function for each RemoteModule
+// (nn/jit/instantiator.py). The function only calls forward() of a module that
+// lives here.
 constexpr std::string_view kRemoteModule = "_remote_module_";
 constexpr std::string_view kRemoteForward = "_remote_forward";
 

@@ -7,20 +7,20 @@
 
 namespace torch_rpc_ext::agent {
 
-// In the text of every refusal, for people: between processes the kind travels
-// as a code (failure_message.h).
+// Part of the text of every refusal, for people to read. Programs go by the
+// kind of the error, which travels as a code (failure_message.h).
 inline constexpr const char* kNotAllowed = "is not in its allow_list";
 
-// Which builtin operators and TorchScript functions peers may run. What they
-// may run of Python is decided in torch_rpc_ext/_security/allow_list.py, which
-// also makes these names from the option.
+// Which builtin operators and TorchScript functions peers may run.
+// torch_rpc_ext/_security/allow_list.py decides about Python functions; it also
+// makes these names from the option.
 struct AllowList {
   bool everything = true;
   std::unordered_set<std::string> names; // "aten::add", "module.function"
   std::unordered_set<std::string> modules; // all TorchScript functions of each
 
-  // By the call itself and not by the bytes of its message, in which a peer
-  // may write what it likes.
+  // Looks at the parsed call and not at the label of its message
+  // (call_label.h): a peer can make the label say anything.
   bool allows(const torch::distributed::rpc::ScriptCall& call) const;
 };
 

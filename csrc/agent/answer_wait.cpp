@@ -14,26 +14,26 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// The call that this thread is handing to its connection right now.
+// The call that this thread is handing to its connection.
 struct BeingSent {
-  uint64_t id = 0; // none
-  // To be filled before it leaves, if this thread waits for the answer.
+  uint64_t id = 0; // 0: no call
+  // leadFor() fills it; null if this thread will not lead.
   std::optional<Executor::Leader>* leader = nullptr;
 };
 thread_local BeingSent beingSent;
 
-// With more bytes than this a call takes milliseconds, in which who waits for
-// it does not lead: a small call of another thread does better.
+// A call of more bytes takes milliseconds. Its thread does not lead meanwhile:
+// leading is worth more to a small call of another thread.
 constexpr uint64_t kMaxLedBytes = uint64_t{8} << 20;
 
-// The last call of this thread to another worker.
+// This thread's last call.
 struct LastCall {
-  const AnswerWait* wait = nullptr;
+  const AnswerWait* wait = nullptr; // null for a call to oneself
   uint64_t id = 0;
-  bool leads = true; // who waits for it
+  bool leads = true; // whether this thread may lead while it waits
 };
 thread_local LastCall lastCall;
-// This thread waits for the answer to the call that it makes next.
+// See setSynchronous().
 thread_local bool synchronous = false;
 
 } // namespace
@@ -115,7 +115,7 @@ void AnswerWait::await(
                                   : receive(lastCall.id, future)) {
       return;
     }
-    leader.reset(); // what runs now may take long
+    leader.reset(); // `interrupted` may take long
     interrupted();
   }
 }

@@ -12,59 +12,63 @@
 
 namespace torch_rpc_ext::agent {
 
-// How a thread waits for the answer to the call that it has made itself: it
-// serves the transport in place of the pool (Executor::Leader), or, when
-// another thread does so or the call is large, takes the answer from that one
-// (Mailbox).
+// How a thread waits for the answer to its own call: it serves the transport in
+// place of the pool (Executor::Leader). When another thread already does so, or
+// the call is large, the thread instead sleeps until the answer is put into its
+// Mailbox.
 //
-// Owns: for each thread, which call is its last and how it waits for it.
-// Thread: any; what it says of a call is about calls of the asking thread.
+// Owns: nothing; which call is a thread's last, and how the thread waits for
+//   its answer, are thread_local.
+// Thread: any; each method speaks of the calls of the thread that calls it.
 class AnswerWait {
  public:
-  // Both outlive it.
+  // Both references outlive the AnswerWait.
   AnswerWait(Executor& executor, PendingCalls& pending)
       : executor_(executor), pending_(pending) {}
 
-  // True: this thread waits at once for the answer to the call that it makes
-  // next, so send() may do so, and then makes it false. Returns what it was.
+  // True says that this thread will wait for the answer to its next call as
+  // soon as send() has returned, so send() may already wait. send() sets the
+  // value to false when the answer came in time. Returns the value before.
   static bool setSynchronous(bool value);
-  // The number of this thread's last call; 0 for none.
+  // The id of this thread's last call; 0 where there is none.
   static uint64_t lastCallId();
 
-  // A call while this thread hands it to its connection.
+  // Lives while this thread hands a call to its connection.
   class Sending;
-  // This thread is handing that call to its connection.
+  // Whether this thread is handing that call to its connection.
   static bool isBeingSent(uint64_t callId);
-  // To be called right before that call leaves: makes its thread the leader, if
-  // it waits for the answer.
+  // To be called right before that call leaves: makes this thread the leader if
+  // the thread will wait for the answer.
   void leadFor(uint64_t callId);
 
-  // A call of this thread begins. One to oneself is not waited for here.
+  // A call of this thread begins. await() does nothing for a call `toSelf`.
   void begin(uint64_t callId, bool toSelf);
-  // Whether the sender of `request` waits at once for the answer.
+  // Whether the thread that sends `request` waits at once for the answer.
   static bool isAwaited(const torch::distributed::rpc::Message& request);
-  // Waits for the answer to the call that has just been sent: until it is
-  // there, or a signal of the system comes, or a second has passed; then the
-  // wait goes on in await(). `leader` is that of Sending.
+  // Waits for the answer to the call that has just been sent. Ends when the
+  // answer is there, after an operating system signal, or after a second; in
+  // the last two cases await() goes on. `leader` is the one that was given to
+  // Sending.
   void afterSending(
       uint64_t callId,
       std::optional<Executor::Leader>& leader,
       torch::distributed::rpc::JitFuture& future);
-  // Waits for the answer to the last call of this thread, whose future is
-  // `future`, in the way that is fastest; may return before it is there.
-  // `interrupted` runs after a signal of the system, and each second, and may
-  // throw.
+  // Waits for the answer to this thread's last call, whose future is `future`.
+  // May return before the answer is there, so the caller must then wait for
+  // `future` itself. `interrupted` runs after an operating system signal, and
+  // once a second, and may throw.
   void await(
       torch::distributed::rpc::JitFuture& future,
       const std::function<void()>& interrupted);
-  // This thread leads, and waits for the answer to that call.
+  // Whether this thread leads and waits for the answer to that call.
   bool awaitedHere(uint64_t callId) const;
 
  private:
-  // Two ways to wait for `future`, of the answer to a call of this thread: to
-  // serve the transport oneself, and to let another thread do so and take the
-  // answer from it. False after a signal of the system, and each second.
-  // `signals`: the future tells leaders of its completion already.
+  // The two ways to wait for `future`: lead() serves the transport on this
+  // thread; receive() sleeps until another thread, which serves the transport,
+  // puts the answer into this thread's mailbox. Both return false after an
+  // operating system signal, and after a second. `signals`: whether `future`
+  // already has the callback that wakes the leader.
   static bool lead(
       Executor::Leader& leader,
       torch::distributed::rpc::JitFuture& future,
@@ -75,11 +79,11 @@ class AnswerWait {
   PendingCalls& pending_;
 };
 
-// Thread: the one that makes it.
+// Thread: the one that constructs it.
 class AnswerWait::Sending {
  public:
-  // `waits`: this thread waits for the answer at once. With more than a few
-  // megabytes it does not lead even so.
+  // `waits`: this thread will wait for the answer at once, and so leads, unless
+  // the call has more than a few megabytes.
   Sending(
       uint64_t callId,
       uint64_t bytes,

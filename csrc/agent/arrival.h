@@ -15,27 +15,29 @@ namespace torch_rpc_ext::agent {
 
 namespace rpc = torch::distributed::rpc;
 
-// A message on its way in, from its frame until it is served, or completes a
-// call. The parts of the agent pass it on: one has it at a time.
+// A message that arrives: first its frame, then its bulk, then the decoded
+// message, until a request is served or a response completes its call. The
+// parts of the agent pass it on; one part has it at a time.
 //
-// Owns: what arrives until it is decoded, then the message.
+// Owns: the received bytes until they are decoded, then the message.
 // Thread: one at a time.
 struct Arrival {
   transport::ConnectionPtr connection;
   std::unique_ptr<transport::Incoming> incoming;
   std::optional<Decoder> decoder;
-  std::shared_ptr<device::ReceivingWay> beside; // of tensors beside the frame
-  device::Streams streams; // for its devices, once chosen
+  // Brings the tensors that travel beside the frame; null where there are none.
+  std::shared_ptr<device::ReceivingWay> beside;
+  device::Streams streams; // of its devices; empty until they are chosen
   Admission::Room room; // of a request with bulk, until it is served
   QueuedFrames::Held frame; // of a request, until it is served
   Creations::Begun creation; // of a request that may make an RRef
-  base::Error error; // of the bulk
-  PendingCall::Clock::time_point at; // of a request: all of it is here
-  // Of a request: from here on its caller does not wait.
+  base::Error error; // why the bulk could not be received
+  PendingCall::Clock::time_point at; // when all of a request had arrived
+  // Of a request: when its caller stops waiting.
   PendingCall::Clock::time_point deadline =
       PendingCall::Clock::time_point::max();
   std::optional<PendingCall> call; // of a response
-  // Made by Devices::decode(), on the streams.
+  // Made by Devices::decode(), on `streams`.
   std::optional<base::Result<c10::intrusive_ptr<rpc::Message>>> message;
 
   const wire::CallHeader& header() const {
@@ -44,9 +46,10 @@ struct Arrival {
   bool isRequest() const {
     return header().kind != wire::CallKind::kResponse;
   }
-  // A request that nobody but its caller waits for. Others may wait for the
-  // value of an RRef, or of a call within another message; and who sends an
-  // RRef waits until the call has been read.
+  // Whether only the caller waits for anything that this request brings about.
+  // Other workers may wait for the value of an RRef that a request makes; and
+  // the sender of an RRef waits until the request that contains it has been
+  // read.
   bool isForItsCaller() const {
     const auto type = static_cast<rpc::MessageType>(header().messageType);
     return isRequest() &&
@@ -54,11 +57,12 @@ struct Arrival {
          type == rpc::MessageType::SCRIPT_CALL) &&
         !decoder->payloadIsBulk() && !mayHoldRRefs(decoder->payload());
   }
-  // A request whose tensors nobody needs: its caller has given up.
+  // Whether nobody needs the tensors of this request, because its caller has
+  // given up.
   bool isForNobody() const {
     return givenUp(PendingCall::Clock::now()) && isForItsCaller();
   }
-  // Of a request: nobody waits for its answer any more.
+  // Of a request: whether its caller no longer waits for the answer.
   bool givenUp(PendingCall::Clock::time_point now) const {
     return now >= deadline || connection->closed();
   }

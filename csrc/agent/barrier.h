@@ -13,17 +13,19 @@
 
 namespace torch_rpc_ext::agent {
 
-// The leader's side of shutdown: all members report how many calls they have
-// under way, and all learn the sum once the last has reported. The group has
-// come to rest when the sum is zero.
+// The barrier of a group's shutdown, on the worker that leads the shutdown.
+// Every member reports how many calls it has under way; when the last one has
+// reported, all are told the sum. A sum of zero means that the group has come
+// to rest.
 //
-// Owns: the rounds that are not complete.
-// Thread: any. Answers run without its lock.
+// Owns: the incomplete rounds.
+// Thread: any. Answers run without the lock held.
 class Barrier {
  public:
   using Answer = std::function<void(const base::Error&, int64_t sum)>;
 
-  // `worker` of a group of `expected` members has reached `round`.
+  // `worker` has reached `round` with `active` calls under way. `answer` runs
+  // once `expected` workers have, or with an error if one of them is lost.
   void arrive(
       size_t expected,
       uint64_t round,
@@ -31,9 +33,10 @@ class Barrier {
       int64_t active,
       Answer answer);
 
-  // `worker` will not come any more: who waits for it, now or later, learns so.
+  // `worker` will not report any more: all workers that wait for it, now or in
+  // later rounds, get `why`.
   void lose(const std::string& worker, const base::Error& why);
-  // It has come back.
+  // `worker` has come back.
   void regain(const std::string& worker);
 
  private:
@@ -45,7 +48,7 @@ class Barrier {
 
   std::mutex mutex_;
   std::unordered_map<uint64_t, Round> rounds_;
-  std::map<std::string, base::Error> lost_; // workers
+  std::map<std::string, base::Error> lost_; // by worker
 };
 
 } // namespace torch_rpc_ext::agent

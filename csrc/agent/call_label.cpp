@@ -16,8 +16,8 @@ namespace {
 
 constexpr size_t kLookedAt = 512;
 
-// The next string of a pickle of protocol 4 or 5 that is not longer than 255
-// bytes; function and module names are such strings.
+// The next string of up to 255 bytes in a pickle of protocol 4 or 5. Names of
+// functions and modules are such strings.
 std::string_view takePickledString(std::string_view& bytes) {
   constexpr char kShortBinUnicode = '\x8c';
   const size_t at = bytes.find(kShortBinUnicode);
@@ -42,13 +42,14 @@ std::string takeName(std::string_view& bytes) {
   return std::string(module) + "." + std::string(name);
 }
 
-// Functions of ours that stand in front of what the user has called.
+// Functions of this package that a request calls in order to call the function
+// of the user.
 bool isBeforeFunction(std::string_view name) {
   return name == "torch_rpc_ext.aio._server.run" ||
       name == "torch_rpc_ext.aio._batch.enqueue";
 }
 
-// Up to the zero byte behind it.
+// The text up to the next zero byte; takes both off `bytes`.
 std::string_view takeTerminated(std::string_view& bytes) {
   const size_t end = bytes.find('\0');
   if (end == std::string_view::npos) {
@@ -59,8 +60,9 @@ std::string_view takeTerminated(std::string_view& bytes) {
   return text;
 }
 
-// The short form of a call with nothing but tensors
-// (torch_rpc_ext/_upstream/payloads.py).
+// The function that the short form of a payload names.
+// torch_rpc_ext/_upstream/payloads.py writes that form for calls whose
+// arguments are all tensors.
 std::string shortFunction(std::string_view bytes) {
   constexpr std::string_view kCall("\001Call\0", 6);
   const size_t at = bytes.find(kCall);
@@ -76,7 +78,7 @@ std::string shortFunction(std::string_view bytes) {
 
 std::string pythonFunction(std::string_view bytes) {
   constexpr std::string_view kUdf = "PythonUDF";
-  // Is followed by the function's name (torch_rpc_ext/profiler/recorder.py).
+  // The function's name follows this one (torch_rpc_ext/profiler/recorder.py).
   constexpr std::string_view kTraced = "torch_rpc_ext.profiler.recorder.Traced";
   const size_t at = bytes.find(kUdf);
   if (at == std::string_view::npos) {
@@ -99,8 +101,9 @@ bool isNameCharacter(char c) {
       c == '.' || c == ':';
 }
 
-// How long the string that begins at `begin` is: torch's pickles have 'X' and
-// the length, in 4 bytes, in front of it.
+// Length of the string that begins at `begin`: torch's pickles write 'X' and
+// the length, in 4 bytes, before a string. Where they are missing, a length
+// that ends no name.
 size_t pickledLength(std::string_view bytes, size_t begin) {
   constexpr size_t kSize = 4;
   if (begin < kSize + 1 || bytes[begin - kSize - 1] != 'X') {
@@ -140,10 +143,12 @@ std::string scriptFunction(std::string_view bytes) {
   return std::string(name);
 }
 
-// The kind of message inside of one that adds something to it, such as the
-// context of autograd, or 0; takes what was added off `bytes`. It stands at the
-// end, as a pickle that begins with the kind, then its size in 8 bytes.
-// Source: torch/csrc/distributed/rpc/utils.cpp, writeWrappedPayload().
+// Upstream wraps a message in another one to add, for example, the context of
+// autograd. `bytes` is the payload of the outer message: the inner payload,
+// then a pickle that begins with the inner message's type, then the pickle's
+// size in 8 bytes. Returns that type, or 0 if there is none, and leaves the
+// inner payload in `bytes`. Source: torch/csrc/distributed/rpc/utils.cpp,
+// writeWrappedPayload().
 int unwrap(std::string_view& bytes) {
   // PROTO 2, MARK, BININT2
   constexpr std::string_view kBegin = "\x80\x02(M";
@@ -167,7 +172,7 @@ int unwrap(std::string_view& bytes) {
       static_cast<unsigned char>(added[kBegin.size() + 1]) << 8;
 }
 
-// The innermost message: its type, and its payload.
+// Type and payload of the innermost message.
 struct Inner {
   int type;
   std::string_view bytes;
@@ -209,8 +214,9 @@ bool mayCreateRRef(MessageType type) {
 }
 
 bool mayHoldRRefs(base::ConstSpan payload) {
-  // Pickles name what makes an RRef again: _py_rref_receiver those of Python,
-  // torch.distributed.rpc.rref those of TorchScript.
+  // A pickle with an RRef names the function that rebuilds it:
+  // _py_rref_receiver in Python's pickles, torch.distributed.rpc.rref in
+  // TorchScript's.
   const std::string_view text(
       static_cast<const char*>(payload.data), payload.size);
   return text.find("rref") != text.npos || text.find("RRef") != text.npos;

@@ -11,36 +11,40 @@
 
 namespace torch_rpc_ext::agent {
 
-// What a request asks for, for people: "module.function", "aten::add" or the
-// kind of message. Only looks at the first bytes of the payload, because error
-// texts must not cost anything on calls that succeed.
+// What a request asks for, in words for error texts and logs:
+// "module.function", "aten::add" or the type of message. Looks only at the
+// first bytes of the payload, because calls that succeed must not pay for error
+// texts.
 std::string labelOf(const torch::distributed::rpc::Message& message);
 
-// Whether it calls what a user has written or named: a function, an operator.
-// The others are upstream's own, for RRefs, backward passes and profiles.
+// Whether messages of this type call a function or an operator that a user
+// chose. Upstream uses the other types itself, for RRefs, backward passes and
+// profiles.
 bool isUserCall(torch::distributed::rpc::MessageType type);
-// As far as its type tells; createsRRef() knows what is within.
+// Whether messages of this type can be a rpc.remote(), possibly wrapped in
+// another message; createsRRef() looks inside.
 bool mayCreateRRef(torch::distributed::rpc::MessageType type);
 
-// Whether it is rpc.remote(), within distributed autograd and under a profiler
-// too.
+// Whether the message is a rpc.remote(), even where distributed autograd or a
+// profiler has wrapped it.
 bool createsRRef(const torch::distributed::rpc::Message& message);
 
-// Whether there may be RRefs in the payload of a call. Each is a fork that its
-// receiver confirms when it reads the payload, and for which the sender keeps
-// its own RRef until then.
+// Whether the payload of a call may contain RRefs. The receiver confirms each
+// RRef when it reads the payload; until then the sender keeps its own RRef
+// alive.
 bool mayHoldRRefs(base::ConstSpan payload);
 
-// The RRef that a message to its owner is about: of a fetch, a new fork, or the
-// end of one. Nothing for other messages.
+// The RRef that a message to its owner fetches, forks or releases. Nothing for
+// other messages.
 std::optional<torch::distributed::rpc::RRefId> ownedRRef(
     const torch::distributed::rpc::Message& message);
 
-// Payload and tensors.
+// Bytes of the payload and the tensors.
 uint64_t bytesOf(const torch::distributed::rpc::Message& message);
 
 // "PYTHON_CALL", "RREF_USER_DELETE", ...: the names that upstream's fault
-// injection knows; empty for a number that is no message type.
+// injection uses. Empty where the number is not one of upstream's message
+// types.
 std::string nameOf(torch::distributed::rpc::MessageType type);
 
 } // namespace torch_rpc_ext::agent

@@ -4,10 +4,10 @@
 
 namespace torch_rpc_ext::agent {
 
-// The time-out of a call whose caller has given `seconds`: kUnsetRpcTimeout of
-// upstream's for `preset`, 0 for none. Throws std::invalid_argument for what is
-// no time-out: upstream takes a negative one for one that is over already, and
-// NaN for whatever the processor makes of NaN.
+// The time-out of a call: `seconds` as the caller has given them, or `preset`
+// where the caller gave upstream's kUnsetRpcTimeout; 0 is no time-out. Throws
+// std::invalid_argument for negative numbers and NaN. Upstream accepts them,
+// and gives up such a call at once or after an arbitrary time.
 std::chrono::milliseconds callTimeout(
     float seconds,
     std::chrono::milliseconds preset);

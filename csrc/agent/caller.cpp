@@ -1,4 +1,4 @@
-// The calling side: from a message to the future of its answer.
+// The calling side: sends requests and completes the futures of their answers.
 
 #include "agent/caller.h"
 
@@ -17,8 +17,8 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// For how long the caller still waits, in ms, as the frame says it: at least 1;
-// 0 without limit, or for more than fits.
+// The time-out that the frame carries: ms for which the caller will still wait,
+// at least 1; 0 for no time-out, or for one that does not fit.
 uint32_t timeLeft(const PendingCall& call) {
   if (call.timeout.count() <= 0 || call.timeout.count() > UINT32_MAX) {
     return 0;
@@ -111,8 +111,8 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     throw;
   }
   if (error) {
-    // As upstream does for tensors that it cannot send: raised where the call
-    // is made.
+    // Tensors that cannot be sent raise where the call is made, as upstream
+    // does.
     calls_.withdraw(id);
     throw std::runtime_error(error.message);
   }
@@ -159,11 +159,11 @@ EncodeOptions Caller::encodeOptions(
       .checked = options_.integrity,
       .inPieces = connection->sendsPieces(),
       .cache = memory_.cache().get()};
-  if (!connection->loopsBack()) { // nothing of it travels
+  if (!connection->loopsBack()) { // no bytes travel
     options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
   }
   if (options.dtype != wire::WireDtype::kFloat32) {
-    memory_.trimLater(); // what is narrowed takes memory of the cache
+    memory_.trimLater(); // narrowed copies take memory from the cache
   }
   return options;
 }
@@ -195,13 +195,13 @@ void Caller::sendFrameNow(
   calls_.pending().setSent(callId, connection, untaken);
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
-  // Holds the memory that `bulk` points into until the peer has taken it, even
-  // when the call has timed out long since.
+  // The callback below holds the memory that `bulk` points into until the peer
+  // has taken the bulk, even after the call has timed out.
   const bool borrows = encoded.borrows();
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
-  // Now and not after it has been sent: the answer may be there before this
-  // thread is on a core again, and would wake one of the pool.
+  // Before the call is sent: the answer may arrive before this thread runs
+  // again, and would then wake a thread of the pool.
   wait_.leadFor(callId);
   connection->send(
       std::move(head),
@@ -228,8 +228,9 @@ void Caller::sendFrameNow(
           return;
         }
         if (AnswerWait::isBeingSent(callId)) {
-          // Nobody has the future yet, so no user code hangs on it; and
-          // upstream's RRefs expect such an error before send() returns.
+          // send() has not returned: nobody has the future, so fail() runs no
+          // user code. And upstream's RRefs expect such an error before send()
+          // returns.
           calls_.fail(std::move(*call), error);
         } else {
           calls_.failLater(std::move(*call), error);
@@ -260,10 +261,10 @@ base::Error Caller::sendFromDevices(
 }
 
 void Caller::answered(ArrivalPtr arrival) {
-  // Taken here and not by the completion: what has arrived stays arrived, also
-  // when the peer closes the connection in the next moment.
+  // Taken here and not in complete(): an answer that has arrived stays valid
+  // even if the connection ends in the next moment.
   arrival->call = calls_.pending().take(arrival->header().callId);
-  if (arrival->call) { // else it has timed out meanwhile
+  if (arrival->call) { // else the call has timed out
     completeLater(std::move(arrival));
   }
 }
@@ -275,7 +276,8 @@ void Caller::completeLater(ArrivalPtr arrival) {
         base::Boundary::kCompletion,
         [&] { complete(arrival); },
         [&](const base::Error& error) {
-          if (arrival->call->future != nullptr) { // else it has failed
+          // finish() and fail() take the call; then its future is null here.
+          if (arrival->call->future != nullptr) {
             calls_.fail(std::move(*arrival->call), error);
           }
         });
@@ -296,7 +298,8 @@ void Caller::complete(const ArrivalPtr& arrival) {
     calls_.fail(std::move(call), message.error());
     return;
   }
-  // The future remembers what is queued on the current streams.
+  // The future records the current streams, so that its users wait for the work
+  // queued there.
   const device::StreamScope scope(arrival->streams);
   calls_.finish(std::move(call), std::move(message.value()));
 }

@@ -21,11 +21,12 @@
 
 namespace torch_rpc_ext::agent {
 
-// The calling side: from a message to the future of its answer.
+// The calling side: sends a request and completes the future of its answer.
 //
-// Owns: the calls under way (OpenCalls), and how threads wait for answers.
+// Owns: the calls under way (OpenCalls), the way in which threads wait for
+//   answers (AnswerWait).
 // Thread: any.
-// Outlives: what it has sent, once stopped.
+// Outlives: the callbacks of what it has sent, once the transport is stopped.
 class Caller {
  public:
   using WorkerInfo = torch::distributed::rpc::WorkerInfo;
@@ -42,27 +43,28 @@ class Caller {
       Devices& devices,
       ExceptionDecoder decodeException);
 
-  // Returns the future of the answer. Throws for a message that cannot be sent.
+  // Sends a request and returns the future of its answer. Throws for a message
+  // that cannot be sent.
   c10::intrusive_ptr<JitFuture> send(
       const WorkerInfo& to,
       const c10::intrusive_ptr<Message>& message,
       std::chrono::milliseconds timeout, // 0 for none
       const torch::distributed::rpc::DeviceMap& deviceMap);
-  // Sends a message of our own, a few bytes, that no limit or time-out holds
-  // for and that the end of the group does not wait for. `label` names it in
-  // errors.
+  // Sends a small message of this package (message_types.h). No limit and no
+  // time-out applies to it, and shutdown does not wait for it. `label` names
+  // the message in errors.
   c10::intrusive_ptr<JitFuture> ask(
       const WorkerInfo& to,
       const c10::intrusive_ptr<Message>& message,
       std::string label);
-  // See AnswerWait.
+  // See AnswerWait::await().
   void await(JitFuture& future, const std::function<void()>& interrupted) {
     wait_.await(future, interrupted);
   }
 
-  // What the Receiver has to know of an answer, before it is all here: whether
-  // anybody waits for it, whether this very thread does, and to whom its work
-  // is to be given; null for the pool.
+  // What the Receiver asks about an answer whose frame has arrived: whether
+  // anybody waits for the answer; whether this thread does; the mailbox of the
+  // thread that waits, null if the pool is to process the answer.
   bool expects(uint64_t callId) const {
     return calls_.pending().contains(callId);
   }
@@ -72,25 +74,26 @@ class Caller {
   std::shared_ptr<Mailbox> mailboxOf(uint64_t callId) const {
     return calls_.pending().mailboxOf(callId);
   }
-  // All of an answer is here: completes the call on the thread that waits for
-  // it, or on the pool.
+  // All of an answer has arrived: completes the call, on the thread that waits
+  // for it or on the pool.
   void answered(ArrivalPtr arrival);
 
-  // A connection has ended: so have its calls.
+  // A connection has ended: fails its calls.
   void lose(const transport::Connection* connection, const base::Error& error) {
     calls_.failAll(connection, error);
   }
-  // Fails all calls and all further ones: who waits must be able to end.
+  // Fails all calls, so that the threads that wait for them go on. Further
+  // calls that count in the limits fail too (OpenCalls::limit()).
   void failAll(const base::Error& error) {
     calls_.failAll(error);
   }
-  // No deadline is looked after any more.
+  // No call runs into its time-out any more.
   void stop() {
     calls_.stop();
   }
 
-  // Has `hook` run if that call fails, before anybody hears of it. False when
-  // it is ending already.
+  // Runs `hook` if that call fails, before its future gets the error. False
+  // when the call is already ending.
   bool beforeFailure(uint64_t callId, std::function<void()> hook) {
     return calls_.pending().setBeforeFailure(callId, std::move(hook));
   }
@@ -100,12 +103,11 @@ class Caller {
   size_t pendingDeadlines() const {
     return calls_.pending().withDeadline();
   }
-  // Those that the end of the group waits for.
+  // The number of calls that the shutdown of the group waits for.
   int64_t openCalls() const {
     return counters_.clientActiveCalls.load();
   }
-  // Waits until there is none, for `patience` at most. Returns how many there
-  // are.
+  // See OpenCalls::waitUntilNone().
   int64_t waitUntilNone(std::chrono::milliseconds patience) {
     return calls_.waitUntilNone(patience);
   }
@@ -146,7 +148,7 @@ class Caller {
   Devices& devices_;
   Lender lender_;
   OpenCalls calls_;
-  AnswerWait wait_; // after the calls
+  AnswerWait wait_; // after calls_, to which it refers
 };
 
 } // namespace torch_rpc_ext::agent

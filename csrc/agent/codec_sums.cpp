@@ -1,4 +1,5 @@
-// The codec's checksums: those that are sent, and those that are compared.
+// The codec's checksums: computes those that are sent, compares those that
+// arrive.
 
 #include "agent/codec.h"
 #include "base/checksum.h"
@@ -12,7 +13,7 @@ std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
     return {};
   }
   std::vector<uint64_t> sums{base::checksum(frame.payload)};
-  auto computed = staged_.sums.begin(); // in the order of the storages
+  auto computed = staged_.sums.begin(); // by the device, in storage order
   for (const wire::StorageEntry& storage : frame.storages) {
     if (computed != staged_.sums.end() && computed->entry == &storage) {
       sums.push_back(*computed++->sum);
@@ -24,8 +25,9 @@ std::vector<uint64_t> Encoder::sumsOf(const wire::CallFrame& frame) const {
   return sums;
 }
 
-// Storages of one message are looked at on the host if it has sparse tensors:
-// their bytes have to be right there.
+// Whether the checksum of a storage is compared on its device, later. In a
+// message with sparse tensors none is: such tensors are checked on the host
+// before they are built, so their bytes have to be right there.
 bool Decoder::isSummedLater(
     const wire::StorageView& storage,
     device::Launcher* launcher) const {
@@ -59,7 +61,7 @@ Error Decoder::compareLater(
     const wire::StorageView& storage = views[number];
     if (sum != nullptr) {
       pending_.add(view_, number, bytes.size, sum, storage.sum);
-    } else if (isSummedLater(storage, launcher)) { // a launch that failed
+    } else if (isSummedLater(storage, launcher)) { // the launch has failed
       if (auto error = checkSum(view_, number, bytes, storage.sum)) {
         return error;
       }

@@ -4,9 +4,9 @@
 
 namespace torch_rpc_ext::agent {
 
-// Why the last rpc.remote() of this thread failed before it was sent; null if
-// it did not. Upstream makes an error of its own of it, which has nothing but
-// the text.
+// The error of this thread's last rpc.remote() that failed before it was sent;
+// null where none has. Upstream turns such an error into one of its own, which
+// keeps only the text.
 std::exception_ptr creationFailure();
 
 // To be called before a further rpc.remote().

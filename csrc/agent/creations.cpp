@@ -12,12 +12,12 @@
 
 namespace torch_rpc_ext::agent {
 
-// Shared by the Creations and all Begun, which may end after it.
+// Shared by the Creations and every Begun: a Begun may outlive the Creations.
 class Creations::State {
   struct Queue {
     uint64_t next = 0;
-    std::set<uint64_t> begun; // and not ended; never empty
-    // What waits for all with a lower number.
+    std::set<uint64_t> begun; // and not ended
+    // Each waits for the end of all requests with a lower number.
     std::deque<std::pair<uint64_t, std::function<void()>>> waiting;
   };
 
@@ -46,7 +46,8 @@ class Creations::State {
         queues_.erase(found);
       }
     }
-    for (const auto& then : ready) { // within a destructor
+    for (const auto& then :
+         ready) { // a destructor runs this: nothing may throw
       base::caughtHere(base::Boundary::kTask, then);
     }
   }
@@ -68,7 +69,7 @@ class Creations::State {
   }
 
   void stop() {
-    std::vector<decltype(Queue::waiting)> dropped; // outside of the lock
+    std::vector<decltype(Queue::waiting)> dropped; // destroyed without the lock
     std::lock_guard lock(mutex_);
     stopped_ = true;
     for (auto& [caller, queue] : queues_) {

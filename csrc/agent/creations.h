@@ -7,12 +7,12 @@
 
 namespace torch_rpc_ext::agent {
 
-// The caller of a remote() may give the call up before the function has
-// returned. Its message that nobody holds the RRef any more (RREF_USER_DELETE)
-// then comes before the RRef exists, and upstream's RRefContext ignores it: the
-// value stays for ever, and the end of the group waits for it. So that message
-// is served after all requests that came before it, from the same worker, and
-// that may make an RRef.
+// Puts RREF_USER_DELETE behind the requests that make RRefs. The caller of
+// rpc.remote() may release the RRef before the function has returned. Its
+// RREF_USER_DELETE then arrives before the RRef exists, upstream's RRefContext
+// ignores it, the value stays for ever, and shutdown waits for it. So that
+// message is served after all requests of the same caller that arrived earlier
+// and may make an RRef.
 //
 // Thread: any.
 class Creations {
@@ -20,15 +20,16 @@ class Creations {
 
  public:
   using Caller = const transport::Connection*;
-  // Lives until a request has made its RRef, or will make none.
+  // Lives until a request has made its RRef, or it is clear that the request
+  // makes none.
   using Begun = std::shared_ptr<void>;
 
   Creations();
 
-  // In the order of arrival.
+  // To be called for such requests in the order of their arrival.
   Begun begin(Caller caller);
-  // Calls `then` when no Begun lives that this caller has begun so far: at
-  // once, or on the thread that destroys the last one. Or never, after stop().
+  // Calls `then` when every Begun that this caller has so far is destroyed: at
+  // once, or on the thread that destroys the last one. After stop(), never.
   void afterThose(Caller caller, std::function<void()> then);
   void stop();
 

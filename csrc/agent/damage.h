@@ -7,7 +7,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// The machine or the network does what nobody should have to look for.
+// Logs bytes that changed on their way: a broken machine or network, which
+// should show up in the log and not only in the error of one call.
 inline void logDamage(const std::string& worker, const base::Error& error) {
   if (error.kind == base::ErrorKind::kCorrupted) {
     base::log(

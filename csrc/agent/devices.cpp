@@ -1,5 +1,4 @@
-// Tensors of devices: what a message with one does differently, on its way out
-// and on its way in.
+// Encoding and decoding of messages with tensors on devices.
 
 #include "agent/devices.h"
 
@@ -17,10 +16,11 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// More messages would take the memory of functions that are being served.
+// More messages would take device memory that running functions need.
 constexpr int kMaxLandings = 4;
 
-// What comes beside the frame is written on the receiver's devices.
+// Adds the receiver's devices on which the tensors beside the frame will be
+// written.
 void addTargets(const device::Route& route, std::vector<c10::Device>& devices) {
   const size_t sources = devices.size();
   for (size_t i = 0; i < sources; ++i) {
@@ -99,8 +99,8 @@ void Devices::tellOfIpc(
           std::vector<at::Tensor>{},
           static_cast<rpc::MessageType>(type)),
       {0, wire::CallKind::kRequest, UINT64_MAX});
-  if (encoded.ok()) { // bytes without tensors: always
-    // A peer that is not there to hear it: onClosed() sees to the rest.
+  if (encoded.ok()) { // a message without tensors always is
+    // If the peer is gone, onClosed() does what follows.
     connection->send(
         std::move(encoded.value().head), {}, [](const base::Error&) {});
   }
@@ -124,7 +124,7 @@ void Devices::serveIpc(Arrival& arrival) {
     arrival.connection->close();
   }
   if (kind == device::IpcMessage::kOffer) {
-    memory_.trimLater(); // what was opened for its trials
+    memory_.trimLater(); // closes what was opened for the trial copies
   }
 }
 
@@ -132,7 +132,7 @@ bool Devices::trim(std::chrono::steady_clock::duration idle) {
   if (ipc_->stats().open == 0) {
     return false;
   }
-  // To close a handle may take a while.
+  // Closing a handle may take long.
   runner_.submit(base::makeTask([ipc = ipc_, idle] { ipc->trim(idle); }));
   return true;
 }
@@ -172,7 +172,7 @@ base::Result<c10::intrusive_ptr<rpc::Message>> Devices::decodeNow(
   if (arrival.error) {
     return arrival.error;
   }
-  // This thread may be the caller's, which leads.
+  // This thread may be a user's, which leads, with modes of the user set.
   const OrdinaryTensors ordinary;
   if (!arrival.decoder->hasDevices()) {
     return arrival.decoder->finish();
@@ -233,8 +233,8 @@ base::Error Devices::encode(
   const auto way = wayTo(connection);
   auto* const beside = way.get();
   auto encoder = std::make_shared<Encoder>(message, options, route);
-  // After what is queued already; what the user queues next need not wait for
-  // the copies.
+  // The copies run after the work that is already queued; work that the user
+  // queues next need not wait for them.
   auto devices = device::devicesOf(message->tensors());
   if (beside != nullptr && beside->writesOnTargets()) {
     addTargets(route, devices);
@@ -270,8 +270,8 @@ base::Error Devices::encode(
         [&](const base::Error& thrown) { ready(thrown); });
   };
   if (const auto filling = encoder->filling()) {
-    // Not before: a device that has failed is mostly found out here, and then
-    // there is no frame that would have to be taken back.
+    // The frame leaves after the first piece: a failed device mostly shows
+    // there, and then no frame has to be taken back.
     filling->whenFilled(filling->firstBytes(), std::move(goOn));
     filling->start(events_);
   } else {

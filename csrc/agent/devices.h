@@ -21,13 +21,13 @@
 
 namespace torch_rpc_ext::agent {
 
-// What a message with tensors of devices does differently, on its way out and
-// on its way in: its bytes come from a device, or go to one, while no thread
-// waits.
+// Encodes and decodes messages with tensors on devices: their bytes are copied
+// from a device, or to one, and no thread waits for the copies.
 //
-// Owns: the device maps, the kernels, CUDA IPC, and who waits for a device.
+// Owns: the device maps, the kernels, CUDA IPC, and the thread that waits for
+//   devices (device::EventWaiter).
 // Thread: any.
-// Outlives: the ways that it gives (device/way.h), once stopped.
+// Outlives: the ways that it returns (device/way.h), once stopped.
 class Devices {
  public:
   // The references outlive it.
@@ -48,9 +48,9 @@ class Devices {
     return tables_.devices();
   }
 
-  // Makes a frame of a message with tensors of devices, for `connection`.
-  // `ready` gets the frame: at once, or once the devices have copied what goes
-  // into it. Not called when an error is returned.
+  // Encodes a message with tensors on devices, for `connection`. `ready` gets
+  // the frame: at once, or when the devices have copied what goes into it.
+  // `ready` is not called when encode() returns an error.
   using Ready = std::function<void(base::Result<Encoded>)>;
   base::Error encode(
       const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
@@ -59,43 +59,46 @@ class Devices {
       const transport::ConnectionPtr& connection,
       Ready ready);
 
-  // What brings the tensors beside a frame with this note.
+  // The way that brings the tensors beside a frame, to which `note` belongs.
   std::shared_ptr<device::ReceivingWay> wayFrom(
       const transport::ConnectionPtr& connection,
       base::ConstSpan note);
-  // Lets the bulk go on to devices while the rest of it arrives; null where
-  // that is not done.
+  // Lets parts of the bulk be copied to devices while the rest arrives. Returns
+  // the function to be told of each part; null where the bulk is copied
+  // afterwards.
   transport::Incoming::Arrived landEarly(Arrival& arrival);
-  // Makes Arrival::message, of any message. False while devices compute its
-  // checksums: `again` runs when they have been compared.
+  // Sets Arrival::message, also of a message without devices. Returns false
+  // while devices compute checksums of it; `again` runs when they have been
+  // compared.
   bool decode(const ArrivalPtr& arrival, std::function<void()> again);
 
-  // A message of isIpcType().
+  // Handles a message of isIpcType().
   void serveIpc(Arrival& arrival);
-  // The worker cannot be reached any more; see device::Ipc.
+  // The worker cannot be reached any more; see device::Ipc::gone().
   void gone(const std::string& worker, bool exited) {
     ipc_->gone(worker, exited);
   }
-  // How CUDA tensors go to a worker; empty before the first one.
+  // How CUDA tensors travel to a worker; empty before the first one.
   device::Ipc::Description describe(const std::string& worker) const {
     return ipc_->describe(worker);
   }
-  // False when others still copy from here at the deadline. `between` runs now
-  // and then, and may throw.
+  // Waits until no other worker copies from this worker's devices; false if
+  // some still do at the deadline. `between` runs now and then, and may throw.
   bool waitForReaders(
       std::chrono::steady_clock::time_point deadline,
       const std::function<void()>& between) {
     return ipc_->waitUntilReleased(deadline, between);
   }
-  // How many messages they still copy.
+  // The number of messages that other workers still copy.
   size_t readMessages() const {
     return ipc_->awaited();
   }
-  // Closes what has been idle for so long; returns whether anything is open.
+  // Closes CUDA IPC handles that have been idle for so long; returns whether
+  // any was open.
   bool trim(std::chrono::steady_clock::duration idle);
-  // First what waits for a device gets its end; then, those who still copy from
-  // here say in a moment, `patience` at most, that they have done so. While
-  // the transport still runs.
+  // Ends all waits for devices, then waits, `patience` at most, until other
+  // workers no longer copy from here. To be called while the transport still
+  // runs, because those workers send messages when they are done.
   void stop(std::chrono::milliseconds patience);
 
   void addTo(Metrics& metrics) const;
@@ -115,13 +118,14 @@ class Devices {
   ReceiveMemory& memory_;
   const Peers& peers_;
   device::Tables tables_;
-  // Messages that take memory of devices before they are served.
+  // The number of messages that take memory of devices before they are served.
   const std::shared_ptr<std::atomic<int>> landings_ =
       std::make_shared<std::atomic<int>>(0);
   device::Launcher launcher_;
   device::SameProcess sameProcess_{launcher_};
   device::EventWaiter events_;
-  const std::shared_ptr<device::Ipc> ipc_; // after what it links to
+  const std::shared_ptr<device::Ipc>
+      ipc_; // last: its Links refer to the others
 };
 
 } // namespace torch_rpc_ext::agent

@@ -13,17 +13,19 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-// A group that calls itself in circles may want a thread per level of nesting;
-// beyond this it is a bug of the application that memory should not pay for.
+// Workers that call each other in circles may need a thread for each level of
+// nesting. More threads than this are a bug of the application, for which no
+// memory should be spent.
 constexpr size_t kMaxThreads = 4096;
-// Idle threads above the number of request threads end.
+// Idle threads beyond requestThreads_ and this number end.
 constexpr size_t kSpareThreads = 1;
-// For how long queued work may stand still before one more thread joins in.
+// For how long no thread may take queued work before one more thread joins in.
 constexpr int kStallMilliseconds = 1;
-// A leader ends its wait so often: a signal of the system may have come while
-// it was in a handler, or to another thread.
+// A leader ends its wait after this time: an operating system signal may have
+// come to another thread, or while the leader was in a handler.
 constexpr std::chrono::milliseconds kLookEvery{1000};
-// When requests that wait for a thread are worth a word, and how often.
+// After how long a wait of requests for a thread is reported, and how often at
+// most.
 constexpr std::chrono::seconds kFullAfter{1};
 constexpr std::chrono::seconds kFullEvery{60};
 
@@ -37,10 +39,11 @@ class Executor::RequestScope {
 
 namespace {
 
-// What the current thread is to an executor.
+// The state of the current thread for its executor.
 struct ThreadState {
   Executor* executor = nullptr;
-  // The thread returns to its loop soon: it can take one more task along.
+  // The thread will soon return to its loop, and can take one task there:
+  // `next`.
   bool chainable = false;
   bool leads = false;
   Executor::Work next;
@@ -90,10 +93,10 @@ void Executor::spawn() {
   }
 }
 
-// Counted in polling_ on entry.
+// spawn() has already counted the new thread in polling_.
 void Executor::threadMain() {
   threadState.executor = this;
-  std::shared_ptr<void> scope; // only makes Python faster
+  std::shared_ptr<void> scope; // works without: only Python is slower
   base::guarded(base::Boundary::kThread, [&] {
     scope = threadScope_ ? threadScope_() : nullptr;
   });
@@ -103,9 +106,10 @@ void Executor::threadMain() {
     if (work.task != nullptr) {
       const bool last = polling_.fetch_sub(1) == 1;
       if (last && !stopping_.load()) {
-        spawn(); // somebody has to stay at the Poller
+        spawn(); // a thread has to stay at the Poller
       }
-      // A copy may take long and needs no GIL: short work goes on beside it.
+      // Internal tasks do not count as busy: a copy may take long and needs no
+      // GIL, so short tasks should run beside it.
       const size_t counts = work.kind == Kind::kInternal ? 0 : 1;
       busy_.fetch_add(counts);
       run(std::move(work));
@@ -113,7 +117,7 @@ void Executor::threadMain() {
         afterTask_();
       }
       busy_.fetch_sub(counts);
-      joins = true; // it takes the place that it had
+      joins = true; // this thread was busy before, so it does not add one
       if (!comesBack()) {
         return endThread(std::move(scope));
       }
@@ -122,9 +126,10 @@ void Executor::threadMain() {
     if (stopping_.load()) {
       break;
     }
-    // More threads than cores make a burst of short tasks slower, so while
-    // enough are busy this one only attends: it joins in when nothing has been
-    // taken for a while, because then the others are blocked.
+    // More threads than cores make a burst of short tasks slower. So while
+    // enough threads are busy this one only attends to the queue: it joins in
+    // when no task has been taken for a while, because then the busy threads
+    // are blocked.
     const bool attends = readyCount_.load() != 0;
     if (attends) {
       wakePending_.store(true);
@@ -139,16 +144,17 @@ void Executor::threadMain() {
     joins = attends && ended == base::Poller::Ended::kTimeout &&
         taken_.load() == takenBefore;
     if (attends && ended == base::Poller::Ended::kEvent) {
-      wakeOne(); // somebody else attends from here
+      wakeOne(); // another thread attends from here on
     }
   }
   polling_.fetch_sub(1);
-  poller_.wake(); // stop() has woken one, and each wakes the next
+  poller_.wake(); // stop() wakes one thread, and each wakes the next
   endThread(std::move(scope));
 }
 
-// A thread that is going to end is never counted, not for a moment: another
-// one that leaves for a task then would think that this one stays.
+// Counts this thread in polling_ again, unless there are enough without it;
+// then the thread ends. A thread that will end is never counted, not even for a
+// moment: another thread that leaves the Poller would rely on it.
 bool Executor::comesBack() {
   size_t polling = polling_.load();
   do {
@@ -184,7 +190,8 @@ Executor::Work Executor::takeWork(bool joins) {
   }
   {
     std::lock_guard lock(mutex_);
-    // Responses first: a request may be waiting for one.
+    // Internal tasks and completions come first: a running request may be
+    // waiting for one.
     auto& queue = ready_.empty() ? readyRequests_ : ready_;
     if (queue.empty()) {
       return work;
@@ -194,8 +201,8 @@ Executor::Work Executor::takeWork(bool joins) {
     readyCount_.fetch_sub(1);
     taken_.fetch_add(1);
   }
-  // Each thread that takes work wakes at most one more: a burst of short tasks
-  // is served by few threads, and a long task holds nothing up.
+  // Each thread that takes work wakes at most one more thread: few threads
+  // serve a burst of short tasks, and a long task holds nothing up.
   wakeOne();
   return work;
 }
@@ -216,7 +223,7 @@ void Executor::run(Work work) {
   if (scope != nullptr) {
     scope->finished = true;
     if (scope->nested != 0) {
-      return; // its slot was given away already
+      return; // beginNested() has given its slot away
     }
   }
   releaseSlotLocked(lock);
@@ -263,7 +270,8 @@ void Executor::tellWhenFull(std::unique_lock<std::mutex>& lock) {
   if (backlog_.size() == 1) {
     fullSince_ = now;
   }
-  // An admitted request that no thread has taken yet keeps none busy.
+  // While an admitted request still waits to be taken, not all request threads
+  // are busy.
   if (now < fullSince_ + kFullAfter || now < nextFullHook_ || !fullHook_ ||
       !readyRequests_.empty()) {
     return;
@@ -311,7 +319,7 @@ void Executor::beginNested(const RequestScopePtr& scope) {
 void Executor::endNested(const RequestScopePtr& scope) {
   std::lock_guard lock(mutex_);
   if (--scope->nested == 0 && !scope->finished) {
-    ++running_; // it was promised: above the limit rather than blocked
+    ++running_; // maybe above the limit: the request goes on at once
   }
 }
 
@@ -332,7 +340,8 @@ Executor::Claim::~Claim() {
 }
 
 bool Executor::Leader::wait(const std::function<bool()>& done) {
-  // A pool thread that waits inside a user function stays one.
+  // A pool thread may lead inside of a user function; afterwards the thread
+  // belongs to its executor as before.
   struct Restore {
     Executor* const executor = threadState.executor;
     ~Restore() {
@@ -342,7 +351,8 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   } restore;
   threadState.executor = &executor_;
   threadState.leads = true;
-  // Events for others may come again and again.
+  // Events that concern other calls may end each wait early, so lead_.wait()
+  // alone would not keep the time.
   const auto until = std::chrono::steady_clock::now() + kLookEvery;
   bool interrupted = false;
   while (threadState.next.task == nullptr && !done() && !interrupted) {
@@ -351,7 +361,8 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
         std::chrono::steady_clock::now() > until;
   }
   threadState.leads = false;
-  // From here on it may take long: copies, and the GIL.
+  // The tasks below may take long, because they copy, or wait for the GIL:
+  // another thread has to lead.
   lead_.give();
   while (threadState.next.task != nullptr) {
     executor_.run(std::move(threadState.next));
@@ -370,7 +381,7 @@ bool Executor::stop(int milliseconds) {
   std::unique_lock lock(mutex_);
   const auto deadline = std::chrono::steady_clock::now() +
       std::chrono::milliseconds(milliseconds);
-  // A thread in user code looks at stopping_ when it comes back.
+  // A thread in user code sees stopping_ when it comes back.
   while (threads_ != 0) {
     poller_.wake();
     threadEnded_.wait_for(lock, std::chrono::milliseconds(10));

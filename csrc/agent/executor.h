@@ -15,28 +15,29 @@
 
 namespace torch_rpc_ext::agent {
 
-// The threads of an agent: leader/follower. All idle threads wait on one
-// Poller; the one that an event wakes runs the transport and then, itself, the
-// first piece of work that came out of it, so that a call costs no hand-off.
+// The threads of an agent, as leader and followers. All idle threads wait on
+// one Poller. The thread that an event wakes runs the transport and then itself
+// the first task that came out of the event, so that a call needs no hand-off
+// between threads.
 //
-// Three kinds of work:
+// There are three kinds of work:
 //  - internal tasks (copies, decoding): never block on a peer;
 //  - completions of futures: run user callbacks, which may block;
-//  - requests: run user functions; at most `requestThreads` at a time.
-// Nothing waits behind blocked user code: before a thread leaves the Poller for
-// user code it makes sure that another one stays, starting it if need be, and a
-// request that waits for a nested call of its own does not count as running.
+//  - requests: run user functions; at most `requestThreads` at a time. No work
+//    waits behind blocked user code: the last thread that leaves the Poller for
+//    a task starts another thread first, and a request does not count as
+//    running while it waits for its own nested call.
 //
 // Owns: its threads, the Poller, the queues.
 // Thread: any.
 // Outlives: the transport and everything that submits.
 class Executor final : public base::TaskRunner {
  public:
-  // One running request, as seen by the calls it makes.
+  // One running request, as its nested calls see it.
   class RequestScope;
   using RequestScopePtr = std::shared_ptr<RequestScope>;
 
-  // One queued task and what it may do.
+  // One queued task and its kind, which says what the task may do.
   enum class Kind { kInternal, kCompletion, kRequest };
   struct Work {
     base::TaskPtr task;
@@ -50,44 +51,45 @@ class Executor final : public base::TaskRunner {
     return poller_;
   }
 
-  // Lives on each thread from its start to its end; made there. Set it before
-  // start().
+  // Each thread makes such an object when it starts and destroys it when it
+  // ends. To be set before start().
   using ThreadScope = std::function<std::shared_ptr<void>()>;
   void setThreadScope(ThreadScope scope) {
     threadScope_ = std::move(scope);
   }
-  // Runs on a thread of the pool after each task: what user code has changed
-  // there must not reach the next task. Set it before start().
+  // Runs on a thread of the pool after each task, to undo what user code has
+  // changed in the state of the thread. To be set before start().
   void setAfterTask(std::function<void()> afterTask) {
     afterTask_ = std::move(afterTask);
   }
   void start();
-  // Runs what is queued (requests excepted, they are dropped) and joins the
-  // threads. False when some were still in user code after `milliseconds`: then
-  // this object must be kept for ever.
+  // Drops the requests that wait for a thread, and waits until the threads have
+  // run the other tasks and ended. False when some were still in user code
+  // after `milliseconds`: then the Executor must be kept for ever.
   bool stop(int milliseconds);
 
-  void submit(base::TaskPtr task) override; // internal
+  void submit(base::TaskPtr task) override; // an internal task
   void submitCompletion(base::TaskPtr task);
   void submitRequest(base::TaskPtr task);
 
-  // The request that this thread runs now, or null. The scope tells the
-  // executor that the request waits: from beginNested() to endNested().
+  // The request that this thread runs, or null. From beginNested() to
+  // endNested() the request waits for a nested call.
   RequestScopePtr currentRequest();
   void beginNested(const RequestScopePtr& scope);
   void endNested(const RequestScopePtr& scope);
 
-  // On any thread that waits for an answer: it serves the transport in place of
-  // the pool, so that the answer needs no hand-off. Others have a Mailbox.
+  // Lets the thread that waits for an answer serve the transport in place of
+  // the pool, so that the answer needs no hand-off. One thread leads at a time;
+  // the others that wait have a Mailbox.
   class Leader;
-  // True on a thread that is in Leader::wait().
+  // Whether this thread is inside Leader::wait().
   bool leads() const;
-  // While it lives on such a thread, the first task that the thread submits is
-  // run by the thread itself.
+  // While a Claim lives on a thread that leads, the thread itself runs the
+  // first task that it submits.
   class Claim;
 
-  // Called now and then, at most once a minute, while requests have been
-  // waiting for a thread for a second and more: (how many wait, for how long).
+  // `hook` runs when a further request has to wait and requests have been
+  // waiting for a second or more; at most once a minute.
   void setFullHook(std::function<void(size_t waiting, double seconds)> hook) {
     fullHook_ = std::move(hook);
   }
@@ -95,7 +97,7 @@ class Executor final : public base::TaskRunner {
   size_t requestThreads() const {
     return requestThreads_;
   }
-  // Requests that run now, and that wait for a thread.
+  // The numbers of requests that run, and that wait for a thread.
   size_t runningRequests() const;
   size_t queuedRequests() const;
   size_t threads() const;
@@ -120,10 +122,10 @@ class Executor final : public base::TaskRunner {
   std::function<void()> afterTask_;
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
-  const size_t busyTarget_; // threads that run tasks before others join in
+  const size_t busyTarget_; // so many busy threads before others join in
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0}; // running requests and completions
-  std::atomic<uint64_t> taken_{0}; // tasks from the queues, ever
+  std::atomic<uint64_t> taken_{0}; // tasks ever taken from the queues
   std::atomic<bool> stopping_{false};
   std::atomic<bool> wakePending_{false};
 
@@ -134,8 +136,8 @@ class Executor final : public base::TaskRunner {
   std::atomic<size_t> readyCount_{0};
   std::deque<base::TaskPtr> backlog_; // requests, not yet admitted
   std::function<void(size_t, double)> fullHook_;
-  std::chrono::steady_clock::time_point
-      fullSince_; // a backlog that is not empty
+  // Since when the backlog is not empty.
+  std::chrono::steady_clock::time_point fullSince_;
   std::chrono::steady_clock::time_point nextFullHook_;
   size_t running_ = 0;
   size_t threads_ = 0;
@@ -152,24 +154,25 @@ class Executor::Claim {
   const bool claims_;
 };
 
-// Thread: the one that made it, except what signal() gives.
+// Thread: the one that constructs it; the signal, any.
 class Executor::Leader {
  public:
   explicit Leader(Executor& executor)
       : executor_(executor), lead_(executor.poller_, executor.leaderSignal_) {}
 
-  // False when another thread leads already: wait in some other way then.
+  // False when another thread already leads: then the caller has to wait in
+  // some other way.
   bool leads() const {
     return lead_.leads();
   }
-  // To be raised when what wait() waits for happens on another thread. A late
-  // one does no harm.
+  // To be raised when the event that wait() waits for happens on another
+  // thread. Raising it late does no harm.
   const std::shared_ptr<base::Poller::Lead::Signal>& signal() const {
     return executor_.leaderSignal_;
   }
-  // Returns when `done`, or when the claimed task and what followed from it
-  // have run; false after a signal of the system, and each second. To be
-  // called once.
+  // Returns true when `done`, or when the claimed task and the tasks that
+  // followed from it have run; false after an operating system signal, and
+  // after a second. To be called once.
   bool wait(const std::function<bool()>& done);
 
  private:

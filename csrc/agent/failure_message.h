@@ -12,9 +12,10 @@
 
 namespace torch_rpc_ext::agent {
 
-// The answer to a call that this worker, and not the function, has failed: an
-// EXCEPTION of torch's, a text, whose kind is added to the message's type. What
-// a function raises is a plain EXCEPTION, whatever its text says.
+// The type of the answer to a call that failed in this worker and not in the
+// called function. Its payload is a text, as that of torch's EXCEPTION; the
+// kind of the error is added to this type. An exception of the function is a
+// plain EXCEPTION, so no text can pass for such a failure.
 inline constexpr uint16_t kFailureType =
     0x80 | torch::distributed::rpc::MessageTypeFlags::RESPONSE_TYPE;
 
@@ -28,7 +29,7 @@ inline c10::intrusive_ptr<torch::distributed::rpc::Message> makeFailure(
           kFailureType + static_cast<uint16_t>(kind)));
 }
 
-// Nothing for a message that is no such answer.
+// The kind of the error; nothing where the message is no such answer.
 inline std::optional<base::ErrorKind> failureKind(
     const torch::distributed::rpc::Message& message) {
   const int kind = static_cast<int>(message.type()) - kFailureType;

@@ -59,8 +59,8 @@ base::Error Group::onConnected(
 }
 
 void Group::heardOf(const transport::ConnectionPtr& connection) {
-  // Still lost is one that was refused, or only asks whether it may come back:
-  // the end of the group must not wait for it.
+  // A worker that was refused, or only asks whether it may come back, is still
+  // lost: shutdown must not wait for it.
   const std::string name = peers_.nameOf(connection.get());
   if (!peers_.isLost(name)) {
     barrier_.regain(name);
@@ -94,17 +94,19 @@ void Group::release(const Membership::MemberPtr& worker, bool died) {
   if (worker == nullptr || left_.load()) {
     return;
   }
-  // Sends to the others that took part; not for the thread that polls.
+  // A task, because it sends messages to the workers that took part in a
+  // context: too long for the thread that polls.
   runner_.submit(base::makeTask([this, worker, died] {
     const auto id = static_cast<worker_id_t>(worker->info.id_);
-    // It may have come back meanwhile, and begun anew.
+    // The worker may have come back meanwhile: what its new life has begun must
+    // stay.
     const auto now = membership_.find(id);
     std::optional<uint32_t> successor;
     if (now != nullptr && now->life > worker->life) {
       successor = now->life;
     }
     const size_t contexts = compat::releaseAutogradOf(id, successor);
-    // One that cannot be reached may be heard of again, and use its RRefs.
+    // A worker that did not die may connect again and use its RRefs.
     RRefs values;
     if (died) {
       values = compat::releaseRRefsOf(id, successor);
@@ -130,7 +132,7 @@ std::string Group::address() const {
 void Group::setSecret(const std::string& id, const std::string& secret) {
   membership_.setGroup(id);
   remote_->setSecret(secret);
-  compat::beginRRefIds(0); // adding the members makes it theirs
+  compat::beginRRefIds(0); // add() raises the life as members need
 }
 
 void Group::add(
@@ -139,7 +141,7 @@ void Group::add(
     std::string address,
     uint32_t life) {
   if (life > compat::lifeOfRRefs()) {
-    // Before anybody can make an RRef there.
+    // Before any RRef with that life can be made.
     compat::beginRRefIds(life);
   }
   const auto formerId = membership_.idOf(name);
@@ -160,7 +162,7 @@ void Group::add(
     barrier_.regain(name);
     release(former, /*died=*/true);
   }
-  events_.added(name, life); // last: who hears of it may call the worker
+  events_.added(name, life); // last: whoever hears may call the worker
 }
 
 void Group::remove(const std::string& name) {
@@ -170,7 +172,8 @@ void Group::remove(const std::string& name) {
 
 void Group::watch(worker_id_t id) {
   peers_.connection(id);
-  // An attempt that fails at once has no connection whose end is reported.
+  // A connection that failed at once does not report its end as that of a
+  // worker.
   const std::string& name = membership_.byId(id).name_;
   if (peers_.isLost(name)) {
     events_.unreachable(name, /*left=*/false, peers_.whyLost(name));
@@ -182,7 +185,7 @@ bool Group::isAlive(const std::string& worker) {
   if (id == self_.id_) {
     return true;
   }
-  // From here on its death is noticed.
+  // Connects, so that its death is noticed from here on.
   peers_.connection(id);
   return !peers_.isLost(worker);
 }
@@ -201,7 +204,7 @@ base::Error Group::ownerDied(const RRefId& rref, worker_id_t owner) const {
 base::Error Group::ownerDied(const Message& message, worker_id_t owner) const {
   const auto member = membership_.find(owner);
   if (member == nullptr || member->life == 0) {
-    return {}; // it has had one life only, as nearly all have
+    return {}; // the common case: the owner has had one life only
   }
   const auto rref = ownedRRef(message);
   return rref ? ownerDied(*rref, owner) : base::Error{};

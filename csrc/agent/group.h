@@ -19,32 +19,33 @@
 
 namespace torch_rpc_ext::agent {
 
-// The workers of the group: who is there, how to reach each, and what follows
-// when one is lost, leaves, or is started again.
+// The workers of the group: who they are, how to reach each of them, and what
+// follows when a worker is lost, leaves, or is started again.
 //
-// Owns: the members, the transports and the connections, the events, and which
-//   workers the end of the group waits for (Barrier).
+// Owns: the members, the transports, the connections, the events, and the
+//   barrier of the shutdown.
 // Thread: any.
-// Outlives: the transports' callbacks; stop() ends them.
+// Outlives: the transports' callbacks, which end with stop().
 class Group {
  public:
   using WorkerInfo = Membership::WorkerInfo;
   using worker_id_t = Membership::worker_id_t;
 
-  // Who has to hear of what happens to the others. Called without locks.
+  // What other parts do when a connection or a worker is lost. Called without
+  // any lock.
   struct Listeners {
-    // A connection has ended, and with it all that was under way there. Before
-    // anybody hears that its worker is gone.
+    // A connection has ended, and with it everything that was under way over
+    // it. Called before `gone`.
     std::function<void(const transport::ConnectionPtr&, const base::Error&)>
         ended;
-    // A worker cannot be reached any more. If it has `exited`, it does not read
-    // from the devices here any more either.
+    // A worker cannot be reached any more. `exited`: its process has ended too,
+    // so it no longer reads from this worker's devices.
     std::function<void(const std::string& worker, bool exited)> gone;
-    // Lets go of values that may be Python's.
+    // Drops references to values that may be Python objects. May be null.
     std::function<void(RRefs)> dropValues;
   };
 
-  // `runner` outlives it.
+  // `runner` outlives the Group.
   Group(
       const WorkerInfo& self,
       bool isStatic,
@@ -53,8 +54,9 @@ class Group {
       base::TaskRunner& runner,
       Listeners listeners);
 
-  // Frames come to `handler` from here on, and what it hears of connections it
-  // passes on to the four functions of the same names here.
+  // Starts the transports, which call `handler` from here on. `handler` passes
+  // everything but frames on to the four functions below, which have the names
+  // of its own.
   void start(base::Poller& poller, transport::Handler& handler);
   std::string introduction() const;
   base::Error onAccept(
@@ -71,16 +73,17 @@ class Group {
   const WorkerInfo& self() const {
     return self_;
   }
-  // What other members need to reach it.
+  // What other members need to connect to this worker.
   std::string address() const;
   bool isStatic() const {
     return isStatic_;
   }
 
-  // What all members share, before the first connection: the group's id, and
-  // the secret that lets them in. The members are added after it.
+  // Sets what all members share: the group's id, and the secret that lets them
+  // connect. To be called before add() and before the first connection.
   void setSecret(const std::string& id, const std::string& secret);
-  // Adds a member, or puts it in the place of its former life, which is dead.
+  // Adds a member. A member whose `life` is greater than before has been
+  // started again: it takes the place of its former life, which is dead.
   void add(
       const std::string& name,
       worker_id_t id,
@@ -88,17 +91,18 @@ class Group {
       uint32_t life);
   void remove(const std::string& name);
 
-  // Connects to a worker, so that its death is noticed.
+  // Connects to a worker, so that its death will be noticed.
   void watch(worker_id_t id);
-  // False once it has been noticed that a worker is gone. Throws for one that
-  // is not in the group.
+  // Whether a worker is not known to be gone. Connects to it, so that its death
+  // will be noticed. Throws for a worker that is not in the group.
   bool isAlive(const std::string& worker);
-  // An error if the RRef's owner has died since it was made; none if it has
-  // not been started again, when its calls fail by themselves.
+  // An error if the RRef's owner has died since the RRef was made and has been
+  // started again. Without a new start there is no error: calls to the dead
+  // owner fail by themselves.
   base::Error ownerDied(
       const torch::distributed::rpc::RRefId& rref,
       worker_id_t owner) const;
-  // For messages about an RRef that the callee's former life owned.
+  // The same for a message that is about an RRef of its receiver.
   base::Error ownerDied(
       const torch::distributed::rpc::Message& message,
       worker_id_t owner) const;
@@ -119,19 +123,20 @@ class Group {
     return barrier_;
   }
 
-  // Gives memory of the transport back; see transport::Context.
+  // Gives memory of the transport back; see transport::Context::trim().
   bool trim(std::chrono::steady_clock::duration idle);
-  // The beginning of the end: no more events, and nothing is released.
+  // This worker begins to leave: no more events, and what lost workers have
+  // left here is not released any more.
   void leave();
-  // Closes all connections. The Handler hears nothing after it.
+  // Closes all connections. No method of the handler runs after it returns.
   void stop();
 
   void addTo(Metrics& metrics) const;
 
  private:
   void heardOf(const transport::ConnectionPtr& connection);
-  // What a worker that is lost has begun and held here in that life: autograd
-  // contexts (pytorch issue 26379), and RRefs if it is dead.
+  // Releases what a lost worker has left here in that life: its autograd
+  // contexts (pytorch issue 26379) and, if it died, its RRefs.
   void release(const Membership::MemberPtr& worker, bool died);
 
   const WorkerInfo self_;
@@ -142,7 +147,7 @@ class Group {
   Membership membership_;
   const std::shared_ptr<transport::Context> remote_;
   const std::shared_ptr<transport::Context> loopback_;
-  Peers peers_; // after what it refers to
+  Peers peers_; // after the members that it refers to
   WorkerEvents events_;
   Barrier barrier_;
 };

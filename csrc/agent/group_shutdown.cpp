@@ -1,4 +1,4 @@
-// How a static group finds out that it has come to rest.
+// Finds out when a static group has come to rest.
 
 #include "agent/group_shutdown.h"
 
@@ -32,7 +32,8 @@ std::vector<char> encodeRound(uint64_t round, int64_t active) {
   return bytes;
 }
 
-// A wait that deadlines and Ctrl-C can end. The future may outlive it.
+// A wait that a deadline or Ctrl-C can end. Shared with the callback of the
+// future, which may come after the wait.
 struct Waiter {
   std::mutex mutex;
   std::condition_variable changed;
@@ -93,7 +94,8 @@ void GroupShutdown::waitForReaders(Clock::time_point deadline) {
 
 int64_t GroupShutdown::barrier(int64_t active, Clock::time_point deadline) {
   const auto infos = group_.membership().all();
-  // The same choice as upstream's _all_gather: connections to it exist.
+  // The worker that upstream's _all_gather chooses, too: connections to it
+  // exist.
   const auto leader = std::min_element(
       infos.begin(), infos.end(), [](const auto& a, const auto& b) {
         return a.name_ < b.name_;

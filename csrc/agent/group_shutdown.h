@@ -12,19 +12,20 @@
 
 namespace torch_rpc_ext::agent {
 
-// How a static group finds out that it has come to rest.
+// Finds out when a static group has come to rest, so that its workers can end.
 //
-// All members wait until they have no call under way, then report to a leader,
-// which answers when all have reported (barrier.h). Meanwhile a nested call may
-// have begun somewhere, so they report once more, now with the number of their
-// calls: when the sum is zero nothing can begin any more.
+// Each member waits until it has no call under way, then reports to a leader,
+// which answers when all members have reported (barrier.h). A nested call may
+// have begun meanwhile, so all report once more, now with the number of their
+// calls under way. When the sum is zero, no call can begin any more; else all
+// start over.
 //
 // Owns: the number of the round.
-// Thread: join(), one at a time; serve(), any.
+// Thread: join(), one thread at a time; serve(), any.
 class GroupShutdown {
  public:
-  // The references outlive it. `checkInterrupt` is called every 100 ms while
-  // join() waits, and throws to end it; it may be null.
+  // The references outlive it. `checkInterrupt`, which may be null, is called
+  // every 100 ms while join() waits, and ends the wait by throwing.
   GroupShutdown(
       Group& group,
       Caller& caller,
@@ -35,7 +36,7 @@ class GroupShutdown {
   // Blocks until no worker has calls under way. `timeout` in seconds; 0 waits
   // for ever.
   void join(float timeout);
-  // A member reports to this one, which leads.
+  // Handles the report of a member; this worker leads.
   void serve(Arrival& arrival);
 
  private:

@@ -12,7 +12,8 @@ struct Hello {
   std::string group;
   int32_t workerId = -1;
   std::string name;
-  // Which of this name it is: greater than that of any before.
+  // Counts how often the worker of this name has been started again: each life
+  // has a greater number than those before.
   uint32_t life = 0;
 };
 

@@ -20,11 +20,12 @@ c10::Storage makeStorage(at::DataPtr data, size_t size) {
       /*resizable=*/true);
 }
 
-// What a storage is made of; tensors lie in it for as long as it lives.
+// What a storage owns: the memory, and the hold that tells a fork that tensors
+// lie in it.
 template <typename T>
 struct HeldMemory {
   T memory;
-  memory::SharedMap::Hold hold; // goes first
+  memory::SharedMap::Hold hold; // destroyed before `memory`
 };
 using HeldBlock = HeldMemory<Block>;
 using HeldAdopted = HeldMemory<transport::Adopted>;
@@ -40,7 +41,7 @@ void deleteAdopted(void* held) {
 bool hasOneOwner(const c10::Storage& storage) {
   const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
       storage.unsafeGetStorageImpl());
-  // `one` is the second.
+  // `one` itself is the second reference.
   return one.use_count() == 2 && one.weak_use_count() == 1;
 }
 

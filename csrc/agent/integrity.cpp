@@ -21,7 +21,7 @@ std::string inHex(uint64_t sum) {
 std::string tensorOver(const wire::CallFrameView& frame, uint32_t storage) {
   wire::TensorView record;
   int64_t tensor = -1;
-  uint32_t parts = 0; // of the tensor that are still to come
+  uint32_t parts = 0; // how many parts of the tensor are still to come
   for (auto cursor = frame.records(); cursor.next(record);) {
     if (parts == 0) {
       ++tensor;
@@ -106,7 +106,8 @@ void PendingSums::add(
     uint64_t bytes,
     const uint64_t* here,
     Other sent) {
-  // Named now: the frame may be gone when they are compared.
+  // The text is made now because the frame may be gone when the sums are
+  // compared.
   sums_.push_back({tensorOver(frame, storage), kAtSender, bytes, here, sent});
 }
 

@@ -15,8 +15,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// In the text of every kCorrupted, for people: between processes the kind
-// travels as a code (failure_message.h).
+// Part of the text of every kCorrupted, for people to read. Programs go by the
+// kind of the error, which travels as a code (failure_message.h).
 inline constexpr const char* kChangedOnTheWay = "changed on its way";
 
 // Compares what has arrived, on the host, with the sender's checksums: its
@@ -36,15 +36,16 @@ base::Error checkSum(
     base::ConstSpan bytes,
     uint64_t sent);
 
-// Comparisons with checksums that devices compute here (device/sums.h), to be
-// made once that is over and before anybody is given the message.
+// Checksums that this worker's devices are still computing (device/sums.h), and
+// the sender's. To be compared when the devices are done, before anybody gets
+// the message.
 //
-// Owns: what the devices write to.
+// Owns: the memory that the devices write to.
 // Thread: one at a time.
 class PendingSums {
  public:
-  // Of a storage: `here` is where the device writes, `sent` the sender's
-  // checksum, or where that will be.
+  // Adds the checksum of a storage: the device writes it to `here`; `sent` is
+  // the sender's checksum, or the address where that will be.
   using Other = std::variant<uint64_t, const uint64_t*>;
   void add(
       const wire::CallFrameView& frame,
@@ -52,8 +53,9 @@ class PendingSums {
       uint64_t bytes,
       const uint64_t* here,
       Other sent);
-  // Of a block of several that was copied to a device from the host here, where
-  // it had that checksum; or from the sender's device.
+  // Adds the checksum of a block of several storages on device `to`. `there` is
+  // the block's checksum before its last copy: on the host here, or at the
+  // sender.
   void
   addBlock(c10::Device to, uint64_t bytes, const uint64_t* here, Other there);
   void hold(c10::Storage memory) {
@@ -62,13 +64,14 @@ class PendingSums {
   bool empty() const {
     return sums_.empty();
   }
-  // Fails with kCorrupted, and names the first that has changed.
+  // Fails with kCorrupted and names the first storage or block that has
+  // changed.
   base::Error compare() const;
 
  private:
   struct Sum {
     std::string what;
-    std::string where; // the other one was computed
+    std::string where; // where `there` was computed
     uint64_t bytes = 0;
     const uint64_t* here = nullptr;
     Other there;

@@ -12,9 +12,9 @@
 
 namespace torch_rpc_ext::agent {
 
-// How much this worker may have under way to each other one. Who wants more
-// waits: a caller that is faster than its callee is slowed down, and does not
-// fill the callee's memory.
+// Limits the calls that this worker may have under way to each other worker. A
+// thread that wants to make more waits: a caller that is faster than its callee
+// is slowed down and does not fill the callee's memory.
 //
 // Thread: any.
 class LoadLimits {
@@ -29,15 +29,16 @@ class LoadLimits {
     return maxBytes_ != 0;
   }
 
-  // Waits until there is room for a call of `bytes` to `to`; a call that is
-  // larger than the limit goes alone. kOverloaded at the deadline, kShutDown
-  // after stop(); otherwise end() has to follow.
+  // Waits until there is room for a call of `bytes` to `to`; a call with more
+  // bytes than the limit waits until no other bytes are under way. Fails with
+  // kOverloaded at the deadline, with kShutDown after stop(). Otherwise end()
+  // has to follow.
   base::Error begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline);
   void end(worker_id_t to, uint64_t bytes);
-  // Ends all waits.
+  // Ends all waits, and refuses all calls from here on.
   void stop();
 
-  // Calls that had to wait, ever.
+  // How many calls have had to wait so far.
   uint64_t heldBack() const;
 
  private:

@@ -8,8 +8,9 @@ uint64_t LostCallers::add(
     const transport::ConnectionPtr& connection,
     Callback callback) {
   std::lock_guard lock(mutex_);
-  // Under the lock: a connection says that it is closed before its end is
-  // reported, and take() comes after that.
+  // Checked under the lock: closed() is true before the end of a connection is
+  // reported, and take() follows the report. So either take() finds the entry,
+  // or this sees that the connection is closed.
   if (connection->closed()) {
     return 0;
   }

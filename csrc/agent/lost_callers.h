@@ -10,8 +10,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// Functions that run for callers, and what is to be done when the connection to
-// the caller ends.
+// Callbacks of running functions that want to hear when the connection to their
+// caller ends.
 //
 // Owns: the callbacks until they are taken.
 // Thread: any.
@@ -19,12 +19,12 @@ class LostCallers {
  public:
   using Callback = std::function<void()>;
 
-  // Keeps a callback and returns its number, which is never 0. Returns 0, and
-  // does not keep it, where the connection has ended already.
+  // Keeps a callback and returns its number, which is never 0. Returns 0 and
+  // drops the callback if the connection has already ended.
   uint64_t add(const transport::ConnectionPtr& connection, Callback callback);
-  // Null where it was taken already.
+  // Returns the callback; null where it was already taken.
   Callback remove(uint64_t number);
-  // Those of a connection that has ended.
+  // Takes the callbacks of a connection that has ended.
   std::vector<Callback> take(const transport::Connection* connection);
 
  private:

@@ -7,7 +7,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-// A signal may come while this thread is not asleep.
+// A signal may come while this thread is not asleep, and then ends no wait.
 constexpr time_t kLookSeconds = 1;
 
 timespec soon() {

@@ -11,11 +11,11 @@
 namespace torch_rpc_ext::agent {
 
 // Tasks for one thread that waits for an answer while another thread leads
-// (Executor::Leader): who takes the answer from the network leaves here what
-// is to be done with it, so that it crosses one thread and not a third of the
-// pool.
+// (Executor::Leader). The thread that takes the answer from the network puts
+// here what is left to do with it, so that the waiting thread itself, and not a
+// third thread of the pool, does it.
 //
-// Thread: any; serve() is for the one that waits.
+// Thread: any; serve() is for the thread that waits.
 class Mailbox {
  public:
   Mailbox();
@@ -23,16 +23,17 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Takes `task`, which serve() then runs. False, and the task stays with the
-  // caller, once nobody serves any more.
+  // Takes `task`, which serve() then runs. Returns false after close(); then
+  // the task stays with the caller.
   bool put(base::TaskPtr& task);
-  // Makes serve() ask whether it is done.
+  // Wakes serve(), which then asks `done` again.
   void ring();
 
-  // Runs what is put, until `done`; false after a signal of the system, and
-  // after a second, in which one may have gone unseen. To be called once.
+  // Runs the tasks that are put, until `done`. Returns false after an operating
+  // system signal, and after a second without a task, because a signal may have
+  // gone unnoticed. To be called once.
   bool serve(const std::function<bool()>& done);
-  // Nothing is taken from here on. Returns what was put and has not run.
+  // Takes no more tasks. Returns those that were put and have not run.
   std::deque<base::TaskPtr> close();
 
  private:

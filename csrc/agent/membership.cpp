@@ -9,7 +9,8 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-// Enough names to see the mistake, not the whole of a large group.
+// Enough names for an error text to show the mistake, without all names of a
+// large group.
 constexpr size_t kNamesShown = 8;
 
 } // namespace

@@ -11,17 +11,17 @@
 
 namespace torch_rpc_ext::agent {
 
-// Who is in the group and at which address.
+// Who is in the group, and the address of each member.
 //
-// Owns: the list of members, those that left included: references to their
-//   WorkerInfo stay valid, as upstream's callers expect.
+// Owns: the members, also those that left: references to their WorkerInfo stay
+//   valid, as upstream's callers expect.
 // Thread: any.
 class Membership {
  public:
   using WorkerInfo = torch::distributed::rpc::WorkerInfo;
   using worker_id_t = torch::distributed::rpc::worker_id_t;
 
-  // A worker that is started again has a greater life than before.
+  // A worker that is started again has a greater `life` than before.
   struct Member {
     WorkerInfo info;
     std::string address;
@@ -29,12 +29,12 @@ class Membership {
   };
   using MemberPtr = std::shared_ptr<const Member>;
 
-  // What the group is called on the wire: random bytes that all members share,
-  // so that a worker of an older group is never taken for one of this.
+  // The id of the group on the wire: random bytes that all members share, so
+  // that a worker of another group is never taken for a member.
   void setGroup(std::string group);
   std::string group() const;
 
-  // Adds a member, or replaces the one with this name.
+  // Adds a member, or replaces the member with this name.
   void add(
       const std::string& name,
       worker_id_t id,
@@ -42,7 +42,8 @@ class Membership {
       uint32_t life);
   void remove(const std::string& name);
 
-  // Throw the errors that upstream's users know.
+  // Both throw the errors that users of upstream know if there is no such
+  // member.
   const WorkerInfo& byName(const std::string& name) const;
   const WorkerInfo& byId(worker_id_t id) const;
 

@@ -26,16 +26,17 @@ namespace {
 // See creation_failure.h.
 thread_local std::exception_ptr creationFailed;
 
-// Upstream's callback for the creation of an RRef lets go of the RRef for one
-// type of error only; for any other it throws, and the RRef waits for ever.
+// Upstream's callback for the creation of an RRef releases the RRef only if the
+// error is a time-out; for any other error it throws, and the RRef waits for
+// ever.
 rpc::RPCErrorType typeOf(const PendingCall& call, base::ErrorKind kind) {
   return kind == base::ErrorKind::kTimedOut || call.createsRRef
       ? rpc::RPCErrorType::TIMEOUT
       : rpc::RPCErrorType::UNKNOWN_ERROR;
 }
 
-// What a future with these devices has to know of: it refuses storages of the
-// meta device, on which nothing is queued.
+// The storages that a future with these devices has to record. It refuses
+// storages of the meta device, on which no work is queued.
 std::vector<rpc::JitFuture::WeakStorage> storagesOf(
     const rpc::Message& message,
     const std::vector<c10::Device>& devices) {
@@ -50,7 +51,8 @@ std::vector<rpc::JitFuture::WeakStorage> storagesOf(
   return storages;
 }
 
-// What the text of a time-out says about a request that still waits here.
+// What the text of a time-out says about bulk that the callee has not yet taken
+// from this worker.
 std::string whyUntaken(const PendingCall& call) {
   const uint64_t bytes = call.untaken == nullptr ? 0 : call.untaken->load();
   return bytes == 0 ? ""
@@ -76,8 +78,8 @@ void sayWhatWasRaised(const PendingCall& call, F&& complete) {
   }
 }
 
-// Completes a future, which runs its callbacks. Some of upstream's throw when
-// the call has failed; without this the process would end.
+// Completes a future, which runs its callbacks. Some callbacks of upstream
+// throw when the call has failed, which would end the process.
 template <typename F>
 void settle(const PendingCall& call, F&& complete) {
   base::guarded(
@@ -127,7 +129,7 @@ void OpenCalls::begin(PendingCall& call) {
 
 base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
   if (!isUserCall(message.type())) {
-    return {}; // what others wait for: RRefs, backward passes, shutdown
+    return {}; // RRefs, backward passes, shutdown: others wait for them
   }
   if (load_.countsBytes()) {
     call.bytes = bytesOf(message);
@@ -222,7 +224,7 @@ void OpenCalls::fail(PendingCall call, const base::Error& error) {
             whyUntaken(call)),
         typeOf(call, error.kind));
   } else if (error.message.starts_with("RPCErr:")) {
-    text = error.message; // already in upstream's form (fault injection)
+    text = error.message; // fault injection: already in upstream's form
   } else {
     std::string why = error.message;
     if (error.kind == base::ErrorKind::kPeerLost) {
@@ -245,7 +247,7 @@ void OpenCalls::fail(PendingCall call, const base::Error& error) {
 }
 
 void OpenCalls::failLater(PendingCall call, const base::Error& error) {
-  std::shared_ptr<PendingCall> held; // both here and by the task
+  std::shared_ptr<PendingCall> held; // shared by the task and the handler below
   base::guarded(
       base::Boundary::kCompletion,
       [&] {

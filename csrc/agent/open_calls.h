@@ -20,8 +20,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// The calls of this worker from begin() until their futures are complete: with
-// an answer, or with the error that each kind of failure has.
+// The calls of this worker, from begin() until their futures hold an answer or
+// an error.
 //
 // Owns: the calls and their deadlines, the limits of calls in flight, the log
 //   of calls sent.
@@ -37,10 +37,11 @@ class OpenCalls {
       const Peers& peers,
       ExceptionDecoder decodeException);
 
-  // Counts a call of this thread. It has to end: by withdraw(), finish(),
+  // Counts a call of this thread. The call has to end, by withdraw(), finish(),
   // fail() or failLater().
   void begin(PendingCall& call);
-  // Waits for room where the callee has much to do; only what users call.
+  // Waits until the limits of calls in flight leave room for the call
+  // (LoadLimits). Only calls of users' functions wait.
   base::Error limit(
       PendingCall& call,
       const torch::distributed::rpc::Message& message);
@@ -49,32 +50,34 @@ class OpenCalls {
   uint64_t add(PendingCall call) {
     return pending_.add(std::move(call));
   }
-  // Those that are kept: who waits for them, and how they were sent.
+  // The calls that add() keeps: who waits for each, and how it was sent.
   PendingCalls& pending() {
     return pending_;
   }
   const PendingCalls& pending() const {
     return pending_;
   }
-  // Takes a call from those that are kept, as never made.
+  // Removes a call as if it had never been made.
   void withdraw(uint64_t callId);
 
-  // Completes the future with an answer.
+  // Completes the future with an answer, which may be an error.
   void finish(
       PendingCall call,
       c10::intrusive_ptr<torch::distributed::rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
-  // On a thread of the pool: callbacks of the future may be the user's.
+  // As fail(), on a thread of the pool, because callbacks of the future may run
+  // the user's code.
   void failLater(PendingCall call, const base::Error& error);
-  // Fails those that went there.
+  // Fails the calls that were sent over `connection`.
   void failAll(const transport::Connection* connection, const base::Error&);
-  // Fails all, those that still wait for room too, and all further ones that
-  // limit() looks at.
+  // Fails all calls, also those that wait in limit(), and all further calls of
+  // users' functions.
   void failAll(const base::Error& error);
-  // No deadline is looked after any more.
+  // No call runs into its time-out any more.
   void stop();
 
-  // Waits until no call is open, for `patience` at most. Returns how many are.
+  // Waits until a call ends, for `patience` at most, unless none is open.
+  // Returns how many are open.
   int64_t waitUntilNone(std::chrono::milliseconds patience);
 
   metrics::CallLog& log() {

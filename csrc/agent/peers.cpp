@@ -8,7 +8,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-// Between attempts to connect to a worker that cannot be reached.
+// Pauses between attempts to connect to a worker that cannot be reached.
 constexpr std::chrono::milliseconds kFirstPause{1000};
 constexpr std::chrono::milliseconds kLongestPause{5000};
 
@@ -52,12 +52,12 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   {
     std::lock_guard lock(mutex_);
     auto it = unreachable_.find(id);
-    // One that has come back elsewhere is tried at once.
+    // A worker that has come back at another address is tried at once.
     if (it != unreachable_.end() && it->second.address == member->address) {
       if (auto successor = openTo(member->info.name_, member->life + 1)) {
-        return successor; // this worker could not be told that it came back
+        return successor; // the worker has come back, and connected to this one
       }
-      // A dead process does not come back at that address.
+      // A dead process does not come back at the same address.
       const bool isDead =
           it->second.connection->peer() == transport::PeerState::kDead;
       if (isDead || now < it->second.again) {
@@ -69,8 +69,9 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
                    : remote_->connect(member->address, introduction());
   std::lock_guard lock(mutex_);
   if (made->closed()) {
-    // It failed at once, and its onClosed() is over: the call that is sent on
-    // it learns why, the next one connects anew.
+    // The connection failed at once, and onClosed() did not know whose it was.
+    // The call that is sent on it gets the reason; a call after the pause
+    // connects anew.
     lost_.try_emplace(member->info.name_, "a connection to it failed at once");
     auto& entry = unreachable_[id];
     const bool repeated = entry.address == member->address;
@@ -81,8 +82,8 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   }
   unreachable_.erase(id);
   known_[made.get()] = {member->info.name_, member->life, made};
-  // Another thread, or the peer, may have been quicker. Then ours stays idle:
-  // the peer may already be using it.
+  // Another thread, or the peer, may have opened a connection meanwhile. Then
+  // this one stays open and idle, because the peer may already be using it.
   auto& own = connections_[id];
   if (own == nullptr || own->closed()) {
     own = made;
@@ -125,11 +126,11 @@ base::Error Peers::onAccept(
   std::lock_guard lock(mutex_);
   known_[connection.get()] = {peer.value().name, peer.value().life, connection};
   if (member != nullptr && member->life < peer.value().life) {
-    return {}; // it asks whether it may come back; succeed() takes note of it
+    return {}; // it asks whether it may come back; succeed() records that
   }
   lost_.erase(peer.value().name);
   unreachable_.erase(id);
-  // Our own calls use it too, unless we have one that works.
+  // This worker's calls use the connection too, unless there is one that works.
   auto& own = connections_[id];
   if (own == nullptr || own->closed()) {
     own = connection;
@@ -205,7 +206,7 @@ std::optional<std::string> Peers::onClosed(
   const auto id = membership_.idOf(name);
   const auto member = id ? membership_.find(*id) : nullptr;
   if (member != nullptr && member->life != peer.life) {
-    return std::nullopt; // one that came after it is there, or would be
+    return std::nullopt; // a later life has taken its place
   }
   for (const auto& [other, otherPeer] : known_) {
     if (otherPeer.name == name && otherPeer.life == peer.life &&
@@ -213,14 +214,15 @@ std::optional<std::string> Peers::onClosed(
       return std::nullopt; // the worker is still there
     }
   }
-  // The first reason is the one that tells most: later ones say that there is
-  // nobody to connect to.
+  // The first reason tells most: later ones only say that the worker cannot be
+  // connected to.
   std::string& why = lost_[name];
   if (why.empty()) {
     why = error.message;
   }
   if (error.kind == base::ErrorKind::kPeerLost && member != nullptr) {
-    // Each attempt costs a descriptor inside of UCX.
+    // Each attempt to connect costs a descriptor inside of UCX, so the next one
+    // comes after a pause.
     unreachable_[*id] = {
         connection,
         member->address,
@@ -257,7 +259,8 @@ std::string Peers::nameOf(const transport::Connection* connection) const {
     return it->second.name;
   }
   it = ended_.find(connection);
-  // Not another one at the same address.
+  // The pointer may be that of an earlier connection at the same memory
+  // address.
   if (it != ended_.end() && it->second.connection.lock().get() == connection) {
     return it->second.name;
   }

@@ -16,18 +16,18 @@
 
 namespace torch_rpc_ext::agent {
 
-// Which worker, and which of its lives.
+// A worker and which of its lives (Hello::life) a connection belongs to.
 struct PeerLife {
   std::string name;
   uint32_t life = 0;
 };
 
-// The connections to other workers, opened at the first call, whoever makes
-// it; a call to oneself goes through a loopback context.
+// The connections to other workers. The first call between two workers opens
+// one, and both use it; a call to oneself goes through a loopback context.
 //
 // Owns: the connections.
-// Thread: any. Never calls into a transport while it holds its lock: the
-//   transport calls onAccept() under its own.
+// Thread: any. Never calls into a transport with mutex_ held, because the
+//   transport calls onAccept() with its own lock held.
 class Peers {
  public:
   using worker_id_t = Membership::worker_id_t;
@@ -38,10 +38,12 @@ class Peers {
       std::shared_ptr<transport::Context> remote,
       std::shared_ptr<transport::Context> loopback);
 
-  // An open or opening connection. Throws when there is no such worker.
+  // A connection to a worker: open or opening; or closed, where the worker
+  // cannot be reached: then each send() on it fails with the reason. Throws
+  // when the group has no such worker.
   transport::ConnectionPtr connection(worker_id_t id);
 
-  // What Handler asks when a peer introduces itself.
+  // These answer the methods of transport::Handler with the same names.
   std::string introduction() const;
   base::Error onAccept(
       const transport::ConnectionPtr& connection,
@@ -49,34 +51,36 @@ class Peers {
   base::Error onConnected(
       const transport::ConnectionPtr& connection,
       const std::string& hello);
-  // Returns the worker that went away with this connection, if one did.
+  // Returns the name of the worker if this was the last connection to it.
   std::optional<std::string> onClosed(
       const transport::ConnectionPtr& connection,
       const base::Error& error);
 
-  // The connections to former lives of a member, which are no more; its own
-  // are used from now on.
+  // A member has been started again: uses only connections to its present life
+  // from now on. Returns those to its former lives.
   std::vector<transport::ConnectionPtr> succeed(const Membership::Member&);
 
-  // The workers whose last connection has ended and that have not come back.
+  // The lost workers: their last connection has ended, and they have not come
+  // back.
   std::vector<std::string> lost() const;
   bool isLost(const std::string& name) const;
-  // What its last connection ended with; empty for one that is not lost.
+  // Why the last connection of a lost worker ended; empty for a worker that is
+  // not lost.
   std::string whyLost(const std::string& name) const;
 
   // The worker at the other end; for a connection that was never established,
-  // the one it was meant for. As long as the connection lives, also after its
-  // end.
+  // the worker to connect to. nameOf() also knows a connection that has ended,
+  // as long as somebody refers to it; lifeOf() does not.
   std::string nameOf(const transport::Connection* connection) const;
   std::optional<PeerLife> lifeOf(const transport::Connection* connection) const;
 
-  // Worker name -> path, of the connections there are.
+  // Worker name -> path, for each connection that calls use.
   std::map<std::string, transport::PathInfo> paths() const;
   size_t size() const;
 
  private:
-  // A worker that could not be connected to, at that address, and when to try
-  // again: a call to a dead one must not cost an attempt each time.
+  // A worker that could not be reached at that address, and when to try again:
+  // calls to a dead worker must not each cost an attempt.
   struct Unreachable {
     transport::ConnectionPtr connection; // closed; tells each call why
     std::string address;
@@ -92,8 +96,8 @@ class Peers {
   };
 
   base::Result<Hello> check(const std::string& bytes) const;
-  // An open connection to such a worker, of that life or a greater one; null
-  // if there is none. Under the lock.
+  // An open connection to the worker of this name, in life `minLife` or a later
+  // one; null if there is none. Call with mutex_ held.
   transport::ConnectionPtr openTo(const std::string& name, uint32_t minLife)
       const;
 
@@ -105,10 +109,11 @@ class Peers {
   mutable std::mutex mutex_;
   std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
   std::unordered_map<const transport::Connection*, Peer> known_;
-  // Those whose connection has ended; entries stay while somebody refers to it.
+  // Connections that have ended, for nameOf(). Expired entries are erased
+  // later.
   std::unordered_map<const transport::Connection*, Peer> ended_;
   std::unordered_map<worker_id_t, Unreachable> unreachable_;
-  std::map<std::string, std::string> lost_; // name -> why
+  std::map<std::string, std::string> lost_; // worker name -> why
 };
 
 } // namespace torch_rpc_ext::agent

@@ -17,8 +17,8 @@ uint64_t PendingCalls::add(PendingCall call) {
   if (entry.call.timeout.count() > 0) {
     entry.deadline = entry.call.sentAt + entry.call.timeout;
     deadlines_.emplace(entry.deadline, id);
-    // With equal time-outs each deadline is later than the one before, and the
-    // timer needs no touch.
+    // Calls with equal time-outs have ascending deadlines, so the timer mostly
+    // is already set early enough.
     if (entry.deadline < armed_) {
       armLocked();
     }

@@ -23,7 +23,7 @@
 
 namespace torch_rpc_ext::agent {
 
-// Bytes of a request that the callee has not taken yet.
+// Bytes of a request that the callee has not taken yet; 0 once it has.
 using UntakenPtr = std::shared_ptr<std::atomic<uint64_t>>;
 
 // A request that waits for its response.
@@ -35,27 +35,28 @@ struct PendingCall {
   transport::ConnectionPtr connection;
   UntakenPtr untaken; // null: nothing waits to be taken
   std::string worker; // name of the callee
-  std::string label; // what was asked for
+  std::string label; // what the call asks for (call_label.h)
   std::chrono::milliseconds timeout{0}; // 0: none
   Clock::time_point sentAt;
-  Executor::RequestScopePtr scope; // of the request that made the call
-  std::shared_ptr<Mailbox> mailbox; // of a thread that waits for the answer
-  std::function<void()> beforeFailure; // runs before the future has the error
-  bool counted = true; // part of what shutdown waits for
+  // Of the request whose function made the call; else null.
+  Executor::RequestScopePtr scope;
+  std::shared_ptr<Mailbox> mailbox; // of the thread that waits; or null
+  std::function<void()> beforeFailure; // runs before the future fails
+  bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
-  bool limited = false; // counts in LoadLimits, with these:
+  bool limited = false; // whether it counts in LoadLimits, as these say:
   torch::distributed::rpc::worker_id_t to = -1;
   uint64_t bytes = 0;
 };
 
-// As Python's time.perf_counter_ns() has it.
+// In ns, on the clock of Python's time.perf_counter_ns().
 inline int64_t toNanoseconds(PendingCall::Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              time.time_since_epoch())
       .count();
 }
 
-// The calls of this worker that are under way, and their deadlines.
+// The calls of this worker that wait for their answers, and their deadlines.
 //
 // Owns: the calls until take() or expiry, and a timer.
 // Thread: any.
@@ -71,19 +72,22 @@ class PendingCalls {
 
   // Returns the id of the call.
   uint64_t add(PendingCall call);
-  // Says on which connection the call went: it is lost with it.
+  // Says on which connection the call is sent: the call fails when that
+  // connection ends.
   void setSent(
       uint64_t id,
       const transport::ConnectionPtr& connection,
       UntakenPtr untaken);
-  // Says who waits for the answer.
+  // Gives the call the mailbox of the thread that waits for the answer.
   void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
-  // False for a call that is not here any more.
+  // False for a call that is no longer here.
   bool setBeforeFailure(uint64_t id, std::function<void()> hook);
-  // Null also for a call that is not here any more.
+  // Null where no thread waits with a mailbox, and for a call that is no longer
+  // here.
   std::shared_ptr<Mailbox> mailboxOf(uint64_t id) const;
 
-  // Exactly one of take(), takeAll() and expiry gets a call.
+  // Each call is given away exactly once: by take(), by takeAll(), or to
+  // `expired`.
   std::optional<PendingCall> take(uint64_t id);
   std::vector<PendingCall> takeAll(const transport::Connection* connection);
   std::vector<PendingCall> takeAll();

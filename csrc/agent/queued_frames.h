@@ -9,18 +9,18 @@
 
 namespace torch_rpc_ext::agent {
 
-// The frames of requests that no thread serves yet. A frame cannot wait at its
-// sender as large tensors do (see Admission), because the receiver learns of a
-// frame by receiving it. So calls beyond a limit are refused. The limit is the
-// budget, and kLeastLimit at least: nested calls go on however small the budget
-// is.
+// Counts the bytes of the frames of requests that no thread serves yet. A frame
+// cannot wait at its sender as large tensors do (Admission), because the
+// receiver learns of a frame by receiving it. So further calls are refused
+// (Server) when the bytes exceed a limit: the budget, but at least kLeastLimit,
+// so that nested calls work with any budget.
 //
 // Thread: any.
 class QueuedFrames {
   using Bytes = std::shared_ptr<std::atomic<uint64_t>>;
 
  public:
-  // Counts a frame while it lives.
+  // Counts one frame for as long as the Held lives.
   class Held {
    public:
     Held() = default;
@@ -44,7 +44,7 @@ class QueuedFrames {
     friend class QueuedFrames;
     Held(Bytes all, uint64_t bytes) : all_(std::move(all)), bytes_(bytes) {}
 
-    Bytes all_; // null: none
+    Bytes all_; // null: counts no frame
     uint64_t bytes_ = 0;
   };
 

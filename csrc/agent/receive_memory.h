@@ -13,19 +13,19 @@
 
 namespace torch_rpc_ext::agent {
 
-// The memory that tensors of messages arrive in: its blocks, which requests
-// have room in it, and how what lies idle goes back to the system. Copies that
-// are lent to a receiver on this host are blocks of it too.
+// The memory in which tensors of messages arrive: its blocks, the requests that
+// have room in it, and the return of idle blocks to the system. Copies that are
+// lent to a receiver on this host take blocks here too.
 //
 // Owns: the cache of blocks, the admission of requests, a timer.
 // Thread: any.
-// Outlives: nothing; stop() detaches it from the Poller. Storages keep their
-//   blocks alive by themselves.
+// Outlives: nothing; stop() detaches it from the Poller. A block lives as long
+//   as the storage over it.
 class ReceiveMemory {
  public:
   using Duration = base::Timer::Clock::duration;
-  // Trims what other parts keep for messages, of what has been idle for so
-  // long. Returns whether there is more, which may be idle later.
+  // Releases what other parts of the agent keep for messages and have not used
+  // for `idle`. Returns whether they keep more, which can be released later.
   using TrimOthers = std::function<bool(Duration idle)>;
 
   ReceiveMemory(
@@ -43,12 +43,12 @@ class ReceiveMemory {
     return admission_;
   }
 
-  // To be called where memory has been taken: looks after a while for what is
-  // idle, again and again until nothing is kept.
+  // To be called after memory has been taken: releases what has become idle,
+  // after a while and then repeatedly, until nothing is kept.
   void trimLater();
-  // No request gets room any more, and nothing is trimmed.
+  // Gives no more room to requests, and trims no more.
   void stop();
-  // Keeps nothing that is given back from here on.
+  // From here on, frees blocks that are given back instead of keeping them.
   void close();
 
   void addTo(Metrics& metrics) const;

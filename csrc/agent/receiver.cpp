@@ -1,4 +1,4 @@
-// From a frame to a message.
+// Receives messages: from the frame to the complete message.
 
 #include "agent/receiver.h"
 
@@ -34,8 +34,8 @@ void Receiver::onFrame(
     std::unique_ptr<transport::Incoming> incoming) {
   auto decoder = Decoder::parse(incoming->head());
   if (!decoder.ok()) {
-    // A peer that speaks like this cannot be talked to: ending the connection
-    // gives both sides an error instead of a time-out.
+    // No call can work with a peer that sends such frames: to close the
+    // connection gives both sides an error instead of a time-out.
     base::log(
         base::LogLevel::kWarning,
         "closing the connection to worker \"" +
@@ -60,14 +60,14 @@ void Receiver::onFrame(
   const wire::CallHeader& header = arrival->header();
   const bool response = header.kind == wire::CallKind::kResponse;
   if (response && !caller_.expects(header.callId)) {
-    return; // the call has timed out: nobody wants the bulk any more
+    return; // the call has ended, by its time-out: nobody wants the bulk
   }
   if (header.timeout != 0) {
     arrival->deadline =
         PendingCall::Clock::now() + std::chrono::milliseconds(header.timeout);
   }
   if (!response && !server_.announced(*arrival)) {
-    return; // refused
+    return; // announced() has refused it
   }
   const Executor::Claim claim(response && caller_.awaitedHere(header.callId));
   if (arrival->incoming->bulkSizes().empty()) {
@@ -79,7 +79,7 @@ void Receiver::onFrame(
     dispatch(std::move(arrival));
     return;
   }
-  // Mapping memory and copying are not for the thread that polls.
+  // The thread that polls must not map memory or copy: a task does.
   const uint64_t toCopy = response ? 0 : arrival->incoming->bytesToCopy();
   if (toCopy != 0) {
     fetchWhenAdmitted(std::move(arrival), toCopy);
@@ -160,7 +160,7 @@ void Receiver::dispatch(ArrivalPtr arrival) {
   }
   const uint16_t type = arrival->header().messageType;
   if (type == kBarrierRequestType) {
-    // Never waits for a free thread: it is what ends the group.
+    // As an internal task, so that shutdown does not wait behind requests.
     runner_.submit(base::makeTask([this, arrival = std::move(arrival)] {
       shutdown_.serve(*arrival);
     }));

@@ -19,14 +19,13 @@
 
 namespace torch_rpc_ext::agent {
 
-// From a frame to a message that is all here: looks at the frame, waits for
-// room, fetches the bulk, and hands the message to whom it is for: an answer to
-// the Caller, a request to the Server, our own messages to GroupShutdown and to
-// Devices.
+// Receives messages: looks at the frame, waits for room, fetches the bulk, and
+// then passes the message on: an answer to the Caller, a request to the Server,
+// messages of message_types.h to GroupShutdown and to Devices.
 //
-// Owns: nothing; what arrives belongs to its Arrival.
+// Owns: nothing; a message that arrives belongs to its Arrival.
 // Thread: any.
-// Outlives: what is being fetched, once the transport is stopped.
+// Outlives: the callbacks of what it fetches, once the transport is stopped.
 class Receiver {
  public:
   // The references outlive it.
@@ -43,11 +42,11 @@ class Receiver {
   void onFrame(
       const transport::ConnectionPtr& connection,
       std::unique_ptr<transport::Incoming> incoming);
-  // Whose requests wait here for room, by name.
+  // The callers whose requests wait here for room, by name.
   std::map<std::string, Admission::Load> waitingCallers() const;
 
  private:
-  // Has the bulk of a request fetched when there is room for it.
+  // Fetches the bulk of a request when there is room for it.
   void fetchWhenAdmitted(ArrivalPtr arrival, uint64_t bytes);
   void fetchBulk(ArrivalPtr arrival);
   void dispatch(ArrivalPtr arrival);

@@ -9,8 +9,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// What the futures of failed calls hold; bindings/errors.cpp turns it into the
-// class of torch_rpc_ext.errors that belongs to its kind.
+// The error in the futures of failed calls. bindings/errors.cpp turns it into
+// the class of torch_rpc_ext.errors for its kind.
 class RpcError : public std::runtime_error {
  public:
   RpcError(base::ErrorKind kind, std::string worker, const std::string& text)
@@ -19,7 +19,7 @@ class RpcError : public std::runtime_error {
   base::ErrorKind kind() const {
     return kind_;
   }
-  // Name of the worker that the call went to.
+  // Name of the worker that was called.
   const std::string& worker() const {
     return worker_;
   }
@@ -29,9 +29,9 @@ class RpcError : public std::runtime_error {
   std::string worker_;
 };
 
-// This worker refuses a request. Its answer tells the caller the kind; of any
-// other error, such as that of a call which the request has made, it tells the
-// text.
+// This worker refuses a request. The answer carries the kind of a Refusal, so
+// that the caller can tell it from other errors in the request's function, of
+// which the answer carries only the text.
 class Refusal : public RpcError {
  public:
   Refusal(std::string worker, const std::string& text)

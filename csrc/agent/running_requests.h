@@ -9,11 +9,12 @@
 
 namespace torch_rpc_ext::agent {
 
-// What the threads for requests run right now, for people.
+// What the threads for requests are running, for a log message.
+//
 // Thread: any.
 class RunningRequests {
  public:
-  // A request runs while it lives.
+  // Lives while a request runs.
   class Entry {
    public:
     Entry(RunningRequests& requests, std::string label) : requests_(requests) {

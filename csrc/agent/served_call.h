@@ -6,7 +6,7 @@
 
 namespace torch_rpc_ext::agent {
 
-// A request that is being served, for its function, which may ask about it.
+// The request that a thread serves, for its function to ask about.
 //
 // Owns: a reference to the connection that the request came on.
 // Thread: any.
@@ -14,20 +14,21 @@ struct ServedCall {
   using Clock = std::chrono::steady_clock;
 
   transport::ConnectionPtr connection;
-  Clock::time_point deadline = Clock::time_point::max(); // of the caller
-  // Its caller had given up before a thread took it: it is read, and does not
-  // begin.
+  // When the caller stops waiting.
+  Clock::time_point deadline = Clock::time_point::max();
+  // The caller had given up before a thread took the request: the request is
+  // read, and its function is not called.
   bool isOnlyRead = false;
 
-  // True when nobody waits for the answer any more.
+  // Whether the caller no longer waits for the answer.
   bool cancelled() const {
     return connection->closed() || Clock::now() >= deadline;
   }
 
-  // That of this thread; null on a thread that serves none.
+  // The request that this thread serves; null where it serves none.
   static const ServedCall* current();
 
-  // While it lives, `call` is that of this thread.
+  // While a Scope lives, current() is `call`.
   class Scope {
    public:
     explicit Scope(const ServedCall& call);

@@ -1,4 +1,4 @@
-// The serving side: from a request to its answer.
+// The serving side: runs requests and sends their answers.
 
 #include "agent/server.h"
 
@@ -19,7 +19,7 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// What this thread has waited for the GIL so far.
+// How long this thread has waited for the GIL so far.
 thread_local std::chrono::nanoseconds waitedForGil{0};
 
 } // namespace
@@ -28,7 +28,7 @@ struct Server::Served {
   Asker asker;
   PendingCall::Clock::time_point arrived;
   PendingCall::Clock::time_point started;
-  // While it is logged.
+  // Set while the log of calls is on.
   std::string label = {};
   std::chrono::nanoseconds gilWait{0};
 };
@@ -113,7 +113,8 @@ void Server::arrived(ArrivalPtr arrival) {
 
 void Server::serveLater(ArrivalPtr arrival) {
   executor_.submitRequest(base::makeTask([this, arrival = std::move(arrival)] {
-    const uint64_t id = arrival->header().callId; // serve() may drop it
+    // Read now: serve() may drop the header.
+    const uint64_t id = arrival->header().callId;
     base::guarded(
         base::Boundary::kRequest,
         [&] { serve(arrival); },
@@ -170,9 +171,9 @@ void Server::serve(const ArrivalPtr& arrival) {
         !mayHoldRRefs({payload.data(), payload.size()})) {
       return; // the caller has an error already
     }
-    // It is read, and its function is not called (request_callback.cpp): the
-    // RRefs in it are confirmed, and the one that it makes gets an error, for
-    // which others may wait.
+    // The callback reads the request and does not call its function
+    // (request_callback.cpp): so the RRefs in the request are confirmed, and
+    // the RRef that it makes gets an error, for which others may wait.
   }
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
@@ -195,11 +196,11 @@ void Server::serve(const ArrivalPtr& arrival) {
     counters_.serverActiveCalls.fetch_sub(1);
     const device::StreamScope scope(streams);
     if (!streams.empty()) {
-      future->wait(); // makes the current streams wait, and nothing else
+      future->wait(); // only makes the current streams wait
     }
     auto response = responseOf(*future, id);
-    // Before the answer is sent: nobody else may refer to its tensors when
-    // their memory is given away.
+    // Before the answer is sent: the memory of its tensors can be given away
+    // only while nobody else refers to them.
     future.reset();
     answer(std::move(served), std::move(response));
     return;
@@ -236,7 +237,7 @@ void Server::answer(Served served, c10::intrusive_ptr<rpc::Message> response) {
   const auto now = PendingCall::Clock::now();
   counters_.execution.add(now - served.started);
   if (log_.on() && !served.label.empty()) {
-    // Before the caller hears of it, who may ask for the log next.
+    // Before the answer is sent: the caller may ask for the log next.
     log_.add(
         {.id = served.asker.callId,
          .peer = group_.peers().nameOf(served.asker.connection.get()),

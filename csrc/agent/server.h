@@ -22,12 +22,13 @@
 
 namespace torch_rpc_ext::agent {
 
-// The serving side: from a request to its answer.
+// The serving side: runs requests and sends their answers.
 //
-// Owns: what waits to be served and what runs, who wants to hear that a caller
-//   is lost, the log of calls served.
+// Owns: the counts of waiting and running requests, the callbacks for lost
+//   callers, the log of calls served. A waiting request itself is in a task of
+//   the Executor.
 // Thread: any.
-// Outlives: the threads that serve.
+// Outlives: the threads that run requests.
 class Server {
  public:
   // The references outlive it.
@@ -40,26 +41,28 @@ class Server {
       Devices& devices,
       torch::distributed::rpc::RequestCallback& callback);
 
-  // The frame of a request is here, in the order of arrival. False when too
-  // many wait already: then its caller is told so.
+  // The frame of a request has arrived. To be called in the order of arrival.
+  // Returns false if it refuses the request, because too many frames wait
+  // already.
   bool announced(Arrival& arrival);
-  // All of it is here: it is served when a thread is free.
+  // All of a request has arrived: serves it when a thread is free.
   void arrived(ArrivalPtr arrival);
-  // Takes note of a request whose caller has given up.
+  // Counts and logs a request that is not begun because its caller has given
+  // up.
   void notBegun(Arrival& arrival);
 
   Answers& answers() {
     return answers_;
   }
-  // What is to be done when the callers of running functions are lost.
+  // The callbacks of running functions that want to hear of a lost caller.
   LostCallers& lostCallers() {
     return lostCallers_;
   }
-  // The connection to a caller has ended.
+  // The connection to a caller has ended: runs the callbacks of its requests.
   void lose(const transport::Connection* connection);
-  // Of this thread.
+  // Adds to the time that this thread has waited for the GIL.
   void addGilWaitTime(std::chrono::microseconds wait);
-  // No request waits for another one any more.
+  // Drops the requests that wait until others have made their RRefs.
   void stop();
 
   metrics::CallLog& log() {
@@ -68,11 +71,11 @@ class Server {
   void addTo(Metrics& metrics) const;
 
  private:
-  // A request from when a thread takes it until its answer.
+  // A request, from when a thread takes it until its answer is sent.
   struct Served;
 
   void sayThatAllAreBusy(size_t waiting, double seconds);
-  // Answers that too many wait already.
+  // Answers that too many frames wait already.
   void refuse(const Arrival& arrival);
   void serveLater(ArrivalPtr arrival);
   void serve(const ArrivalPtr& arrival);

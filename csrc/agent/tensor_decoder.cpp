@@ -20,7 +20,7 @@ using wire::TensorView;
 
 namespace {
 
-// A sparse tensor has up to this many parts, a quantised one too.
+// The most parts that a sparse or a quantised tensor has.
 constexpr size_t kMaxParts = 3;
 
 struct Shape {
@@ -61,13 +61,14 @@ c10::DispatchKey keyOf(c10::Device device) {
                          : c10::DispatchKey::CUDA;
 }
 
-// torch looks at each index, scale and zero point: with strides of 0 a few
-// bytes could stand for as many as an hour goes through.
+// Whether the storage is large enough for all elements. torch checks each
+// index, scale and zero point: with strides of 0, a few bytes from a peer could
+// make it check for hours.
 bool hasEachElement(const at::Tensor& tensor) {
   return tensor.nbytes() <= tensor.storage().nbytes();
 }
 
-// One tensor of the message and what it is made of.
+// Builds one tensor of the message from its record and its parts.
 class TensorBuilder {
  public:
   using Storages = c10::ArrayRef<c10::Storage>;
@@ -96,7 +97,8 @@ class TensorBuilder {
   Error buildQuantized(const TensorView& view, at::Tensor& tensor);
   Error readParts(wire::TensorCursor& cursor, const TensorView& view);
   Error setFlags(const TensorView& view, const at::Tensor& tensor);
-  // Of the first `count` parts: all of them there, or none readable here.
+  // Whether the first `count` parts are on one device, and the bytes of all or
+  // of none of them are readable here.
   bool onOneDevice(size_t count) const;
   Error fail(const std::string& why) const;
 
@@ -104,9 +106,10 @@ class TensorBuilder {
   Storages onHost_;
   bool isTrusted_;
   size_t index_;
-  TensorView integers_; // kQuantized
+  TensorView integers_; // of a quantised tensor
   std::array<at::Tensor, kMaxParts> parts_;
-  // The same for looking at them; undefined for what no peer sent.
+  // The same parts on the CPU, for checks; undefined where the bytes came
+  // beside the frame, from a trusted sender.
   std::array<at::Tensor, kMaxParts> readable_;
 };
 
@@ -147,8 +150,7 @@ Error TensorBuilder::buildStrided(
     at::QuantizerPtr quantizer,
     at::Tensor& tensor) {
   const auto dtype = toDtype(view.dtype);
-  // The integers of a quantised tensor without its scales would be a tensor
-  // that torch does not expect.
+  // torch does not expect a quantised dtype without scales.
   if (!dtype || c10::isQIntType(*dtype) != (quantizer != nullptr)) {
     return fail("has the unknown dtype " + std::to_string(view.dtype));
   }
@@ -162,7 +164,7 @@ Error TensorBuilder::buildStrided(
         c10::toString(*dtype) + " in a storage of " +
         std::to_string(storage.nbytes()) + " bytes");
   }
-  // What at::empty() and as_strided() do, without their dispatch.
+  // Does what at::empty() and as_strided() do, without their dispatch.
   const auto type = c10::scalarTypeToTypeMeta(*dtype);
   if (quantizer) {
     if (!storage.device().is_cpu()) {
@@ -224,7 +226,7 @@ Error TensorBuilder::readParts(
     }
     part.flags &= static_cast<uint8_t>(~wire::kRequiresGrad);
     if (view.layout == TensorLayout::kQuantized && i == 0) {
-      integers_ = part; // its tensor needs the other two
+      integers_ = part; // its tensor needs the two other parts
       continue;
     }
     if (auto error = buildStrided(part, storages_, nullptr, parts_[i])) {
@@ -271,8 +273,8 @@ Error TensorBuilder::buildCoo(const TensorView& view, at::Tensor& tensor) {
   }
   const bool coalesced = (view.flags & wire::kCoalesced) != 0;
   const Shape shape = shapeOf(view);
-  // torch only does this by itself when the user turned checks on, and uses an
-  // index beyond the sizes without a further look.
+  // torch makes this check only when the user has turned it on, and otherwise
+  // uses an index beyond the sizes.
   if (readable_[0].defined()) {
     at::_validate_sparse_coo_tensor_args(
         readable_[0], readable_[1], shape.sizes, coalesced);
@@ -299,8 +301,9 @@ Error TensorBuilder::buildCompressed(
     return fail("has more indices than it has brought");
   }
   if (layout == at::kSparseBsr || layout == at::kSparseBsc) {
-    // torch's check lets blocks without elements pass, and later on divides by
-    // their size. values: batch, blocks, rows and columns of a block, dense.
+    // torch's check accepts blocks without elements, and torch later divides by
+    // their size. Dimensions of values: batch, blocks, rows of a block, columns
+    // of a block, dense.
     const int64_t batch = parts_[0].dim() - 1;
     if (batch < 0 || values.dim() < batch + 3 || values.size(batch + 1) == 0 ||
         values.size(batch + 2) == 0) {

@@ -20,13 +20,14 @@ using wire::TensorRecord;
 
 namespace {
 
-// cloneSparseTensors' rule (torch/csrc/distributed/rpc/utils.cpp): a storage
-// this large, of which at most half is used, is not worth its way.
+// The rule of cloneSparseTensors() (torch/csrc/distributed/rpc/utils.cpp): of a
+// storage this large of which a tensor uses at most half, only a copy of that
+// part is sent.
 constexpr uint64_t kMinCompactBytes = 8 * 1024;
 constexpr uint64_t kMinCompactRatio = 2;
 
-// The keys that an ordinary strided tensor of a backend may carry. Any other
-// one means that its bytes are not all there is to it.
+// The dispatch keys that an ordinary strided tensor of a backend may have. A
+// tensor with another key is more than its bytes.
 uint64_t plainKeys(c10::DispatchKey dense, c10::BackendComponent backend) {
   using c10::DispatchKey;
   const c10::DispatchKeySet keys = c10::DispatchKeySet(dense) |
@@ -48,7 +49,7 @@ const uint64_t kPlainDeviceKeys =
 const uint64_t kPlainMetaKeys =
     plainKeys(c10::DispatchKey::Meta, c10::BackendComponent::MetaBit);
 
-// 0, which no tensor has only, for devices whose tensors cannot be sent.
+// 0 for devices whose tensors cannot be sent: every tensor has some key.
 uint64_t plainKeysOf(c10::Device device) {
   switch (device.type()) {
     case c10::kCPU:
@@ -121,7 +122,7 @@ Error TensorEncoder::add(const at::Tensor& tensor) {
         (tensor.is_quantized() ? "quantised" : "not a CUDA tensor") +
         ": move it with .cpu() first");
   }
-  // Its parts are not to be recorded by autograd.
+  // Autograd must not record the making of the parts.
   c10::NoGradGuard noGrad;
   if (tensor.is_nested()) {
     return fail("is nested: send its buffer and sizes instead");
@@ -148,7 +149,7 @@ Error TensorEncoder::addCompact(
     bool requiresGrad,
     Held held) {
   if (tensor.device().is_meta()) {
-    return addStrided(tensor, requiresGrad, held); // costs nothing either way
+    return addStrided(tensor, requiresGrad, held); // there are no bytes to save
   }
   const uint64_t whole =
       tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
@@ -289,7 +290,7 @@ Error TensorEncoder::addQuantized(const at::Tensor& tensor) {
       return fail("is quantised by a scheme that cannot be sent");
   }
   addShape(record, {}, {});
-  // Rounded scales would be other numbers for all of its elements.
+  // The scales must arrive exactly: rounding them would change every element.
   addsExact_ = true;
   Error error = addStrided(tensor, /*requiresGrad=*/false, Held::kYes);
   if (!error) {
@@ -306,7 +307,7 @@ void TensorEncoder::addShape(
     TensorRecord record,
     c10::IntArrayRef sizes,
     c10::IntArrayRef strides) {
-  // More than the limit is refused when the frame is written.
+  // More dimensions than the limit are refused when the frame is written.
   record.ndim =
       static_cast<uint8_t>(std::min<size_t>(sizes.size(), wire::kMaxDims + 1));
   records_.push_back(record);

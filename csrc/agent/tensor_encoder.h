@@ -19,6 +19,7 @@
 namespace torch_rpc_ext::agent {
 
 // Describes tensors as storages and records of a call frame. Part of codec.h.
+//
 // Owns: the copies it makes, and the storages that are on devices; the tensors
 //   outlive it.
 // Thread: one.
@@ -39,20 +40,21 @@ class TensorEncoder {
   std::span<const wire::Dim> dims() const {
     return {dims_.data(), dims_.size()};
   }
-  // Lets storages travel with this dtype of which all tensors are float32. To
-  // be called once, after the last add(). `cache` as in EncodeOptions. Fails
-  // with kOverloaded; may throw c10::Error.
+  // Lets a storage travel as `dtype` if all tensors over it are float32. To be
+  // called once, after the last add(). `cache` as in EncodeOptions. Fails with
+  // kOverloaded; may throw c10::Error.
   base::Error narrow(wire::WireDtype dtype, memory::BufferCache* cache);
   // The storages that are on devices: their entries have no bytes yet. To be
-  // called once, after that.
+  // called once, after narrow().
   std::vector<device::Departing> takeDeparting();
-  // All copies, and all storages that go as bulk.
+  // The copies, and the storages that travel as bulk.
   std::vector<c10::Storage> takeOwners() {
     return std::move(owners_);
   }
 
  private:
-  // Whether somebody else holds the tensor until the frame is written.
+  // Whether the caller of add() holds the storage of the tensor until the frame
+  // is written.
   enum class Held : bool { kNo, kYes };
 
   base::Error
@@ -90,20 +92,21 @@ class TensorEncoder {
   base::Error fail(const std::string& why) const;
 
   const uint64_t inlineThreshold_;
-  const device::Route route_; // refers to what lives until the last add()
+  const device::Route route_; // what it refers to lives until the last add()
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
-  // Of storages_; null for a part of one.
+  // Parallel to storages_: the storage of each; null for a part of a storage.
   c10::SmallVector<const c10::StorageImpl*, 8> keys_;
-  // Of storages_: there is a tensor over it that is not float32, or that has to
-  // arrive as it is.
+  // Parallel to storages_: whether a tensor over it is not float32, or must not
+  // be narrowed.
   c10::SmallVector<bool, 8> exact_;
   bool addsExact_ = false;
-  ska::flat_hash_map<const c10::StorageImpl*, uint32_t> index_; // when many
+  ska::flat_hash_map<const c10::StorageImpl*, uint32_t>
+      index_; // used from kMaxScan on
   c10::SmallVector<wire::TensorRecord, 8> records_;
   c10::SmallVector<wire::Dim, 16> dims_;
   std::vector<c10::Storage> owners_;
-  // On devices, each with its number in storages_.
+  // What is on devices, each with its index in storages_.
   std::vector<std::pair<uint32_t, device::Region>> departing_;
 };
 

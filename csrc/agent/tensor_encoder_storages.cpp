@@ -1,4 +1,5 @@
-// TensorEncoder's storages: which there are, what of them is sent, and as what.
+// TensorEncoder's storages: collects them, and decides which bytes of each are
+// sent, and as which dtype.
 
 #include "agent/host_storage.h"
 #include "agent/tensor_encoder.h"
@@ -19,13 +20,13 @@ using base::Result;
 
 namespace {
 
-// Up to here a scan over the storages is faster than a hash table.
+// Up to so many storages a scan is faster than a hash table.
 constexpr size_t kMaxScan = 16;
 
 } // namespace
 
-// A tensor of a device, without the rest of its storage. It is packed where its
-// bytes are copied anyway, or not at all if they follow each other.
+// Adds a tensor on a device without the rest of its storage. The copy from the
+// device packs its bytes if they are scattered.
 Error TensorEncoder::addExcerpt(const at::Tensor& tensor, bool requiresGrad) {
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   c10::SmallVector<wire::Dim, 8> dims;
@@ -109,8 +110,8 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
   if (bulk) {
     const at::DataPtr& pointer = storage.data_ptr();
     if (pointer.get_context() == nullptr && pointer.get_deleter() == nullptr) {
-      // Made by from_blob() over memory of somebody who may free it as soon as
-      // the call returns.
+      // Made by from_blob() over memory that its owner may free as soon as the
+      // call returns.
       owners_.emplace_back(
           c10::Storage::use_byte_size_t(),
           size,
@@ -140,7 +141,8 @@ void TensorEncoder::addEntry(
   }
 }
 
-// The storages that parts of sparse tensors are in.
+// Which storages contain parts of sparse or quantised tensors: the receiver
+// looks at those bytes.
 std::vector<bool> TensorEncoder::checkedStorages() const {
   std::vector<bool> checked(storages_.size());
   uint32_t parts = 0;
@@ -182,7 +184,7 @@ Error TensorEncoder::narrowOne(
   entry.bytes.size /= wire::widening(dtype);
   entry.bulk = entry.bytes.size > inlineThreshold_;
   if (floats.data == nullptr) {
-    return {}; // on a device, where it is narrowed
+    return {}; // on a device, which narrows it
   }
   auto memory = allocateOnHost(cache, entry.bytes.size);
   if (!memory.ok()) {

@@ -16,13 +16,14 @@ struct NewThread {
 };
 
 const NewThread& newThread() {
-  // Taken on a thread of its own: the first one to ask may be a user's.
+  // Taken on a fresh thread: the thread that asks first may be a user's, with
+  // modes set.
   static const NewThread taken = [] {
     std::optional<NewThread> result;
     std::thread([&] {
       base::caughtHere(base::Boundary::kTask, [&] { result.emplace(); });
     }).join();
-    // bad_optional_access: the next one to ask tries again.
+    // Throws bad_optional_access if that failed; the next call tries again.
     return result.value();
   }();
   return taken;
@@ -32,7 +33,7 @@ const NewThread& newThread() {
 
 void restoreThreadState() {
   at::ThreadLocalState::setThreadLocalState(newThread().state);
-  // What at::ThreadLocalState leaves out of autocast.
+  // The parts of autocast that at::ThreadLocalState does not contain.
   at::autocast::set_autocast_cache_enabled(true);
   if (at::autocast::increment_nesting() > 1) {
     while (at::autocast::decrement_nesting() > 0) {
@@ -44,7 +45,8 @@ void restoreThreadState() {
 }
 
 OrdinaryTensors::OrdinaryTensors() {
-  // Whatever makes tensors other than ordinary ones changes the local keys.
+  // Every mode that makes other than ordinary tensors changes the local
+  // dispatch keys.
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const auto& usual = newThread().keys;
   if (!(keys.included_ == usual.included_) ||

@@ -7,16 +7,15 @@
 namespace torch_rpc_ext::agent {
 
 // The state that torch keeps for each thread: grad mode, inference mode,
-// autocast, the modes of Python (a default device is one of them), hooks, what
-// the profiler records.
+// autocast, Python modes (a default device is one), hooks, the profiler.
 
-// Gives a thread of the pool the state of a new thread, whatever user code has
-// left on it. Needs no GIL.
+// Gives a thread of the pool the state of a new thread, so that nothing that
+// user code has changed remains. Needs no GIL.
 void restoreThreadState();
 
-// On any thread: while it lives, tensors that are made are ordinary ones, also
-// within torch.inference_mode() or under a mode that makes tensors of its own
-// (FakeTensorMode). Costs nothing on a thread where they are ordinary anyway.
+// While an OrdinaryTensors lives, its thread makes ordinary tensors, also
+// within torch.inference_mode() or under a mode that makes its own tensors
+// (FakeTensorMode). Costs almost nothing where no such mode is on.
 class OrdinaryTensors {
  public:
   OrdinaryTensors();

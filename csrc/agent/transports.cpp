@@ -19,8 +19,8 @@ namespace torch_rpc_ext::agent {
 namespace {
 
 // Upstream's fault injection: the first `failures` attempts to send a message
-// of a listed type fail, messages of some types are late. Attempts to send the
-// same message are known by their payload.
+// of a listed type fail; messages of other listed types are delayed. Two
+// attempts are of the same message if their payloads are equal.
 class FaultRule {
  public:
   explicit FaultRule(FaultOptions options)

@@ -7,7 +7,8 @@
 
 namespace torch_rpc_ext::agent {
 
-// The one place that knows which transports there are. Throws RpcError.
+// Make the transports: the only code that knows which ones there are.
+// makeRemoteContext() throws RpcError.
 std::shared_ptr<transport::Context> makeRemoteContext(const AgentOptions&);
 std::shared_ptr<transport::Context> makeLoopbackContext(const AgentOptions&);
 

@@ -126,12 +126,13 @@ void UcxAgent::shutdownImpl() {
     return;
   }
   group_.leave();
-  // First the calls: threads that wait for one must be able to end.
+  // The calls first, so that the threads that wait for their answers can end.
   caller_.failAll({base::ErrorKind::kShutDown, "this worker shut down"});
-  devices_.stop(kStopPatience); // while the transport runs: peers tell it
+  devices_.stop(kStopPatience); // needs the transport: see Devices::stop()
   group_.stop();
-  // After the callers of requests that wait for room know that it is the end,
-  // and before creations end: the requests are dropped here.
+  // Drops the requests that wait for room: after group_.stop(), so that their
+  // callers see a connection end and not a refusal; before server_.stop(), so
+  // that Creations still serves what waits for the dropped requests.
   memory_.stop();
   server_.stop();
   caller_.stop();
@@ -149,7 +150,7 @@ void UcxAgent::shutdownImpl() {
     std::lock_guard lock(mutex);
     abandoned.push_back(rpc::RpcAgent::getCurrentRpcAgent());
   }
-  memory_.close(); // last: threads that end give their blocks back
+  memory_.close(); // last: threads that end still give blocks back
 }
 
 // ---- calls -----------------------------------------------------------------

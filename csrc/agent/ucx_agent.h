@@ -27,12 +27,12 @@ namespace torch_rpc_ext::agent {
 
 namespace rpc = torch::distributed::rpc;
 
-// torch's RpcAgent over a transport: makes the parts, and passes on to them
-// what torch and the transport say. It holds no protocol of its own.
+// torch's RpcAgent: makes the parts of the agent, and passes the calls of torch
+// and of the transport on to them. It contains no protocol itself.
 //
 // Owns: the parts, the threads (Executor), the counters.
 // Thread: any.
-// Outlives: the transport's callbacks; shutdown() ends them.
+// Outlives: the transport's callbacks, which end with shutdown().
 class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
  public:
   UcxAgent(
@@ -83,18 +83,18 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
     return receiver_;
   }
 
-  // In a forked child, where the agent's threads do not exist and its UCX
-  // belongs to the parent: nothing is sent any more, RRefs that end there
-  // included.
+  // To be called in a forked child, where the agent's threads do not exist and
+  // UCX belongs to the parent: from here on nothing is sent, not even for RRefs
+  // that die.
   void abandon() {
     rpcAgentRunning_.store(false);
   }
-  // By name: times in ns, sizes in bytes.
+  // Name -> distribution; times are in ns, sizes in bytes.
   std::map<std::string, metrics::Distribution> histograms() const {
     return histogramsOf(counters_);
   }
-  // While a profiler is on: keeps up to `most` calls of each side, and measures
-  // the waits for the GIL, until endCallLog().
+  // For a profiler: until endCallLog(), logs up to `most` calls sent and as
+  // many served, and measures the waits for the GIL.
   void beginCallLog(size_t most);
   struct LoggedCalls {
     std::vector<metrics::LoggedCall> sent;
@@ -118,19 +118,19 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       const base::Error& error) override;
 
-  // What would be a circle among the parts goes through these two. Neither is
-  // on the path of a call.
+  // These two functions close what would otherwise be circles of references
+  // among the parts. Neither is on the path of a call.
   Group::Listeners listeners(AgentHooks& hooks);
   bool trimParts(ReceiveMemory::Duration idle);
 
   const AgentOptions options_;
   const std::function<void()> startHook_;
   std::atomic<bool> stopped_{false};
-  std::atomic<bool> gilProfiled_{false}; // before beginCallLog()
+  std::atomic<bool> gilProfiled_{false}; // as it was before beginCallLog()
   metrics::Counters counters_;
-  // A part refers to those above it, which are made before it and destroyed
-  // after it. So the threads are first, then the memory: what the transport
-  // still holds when it is destroyed is of that memory.
+  // Each part refers to parts above it, which are made before and destroyed
+  // after it. The threads come first, then the memory, because the transport
+  // may hold blocks of the memory until it is destroyed.
   Executor executor_;
   ReceiveMemory memory_;
   Group group_;

@@ -9,12 +9,13 @@
 #include <string>
 #include <unordered_map>
 
-// float32 that travels as bfloat16 or float16: who wants it, and the
-// conversion on the CPU.
+// float32 tensors that travel as bfloat16 or float16: the choice of the dtype,
+// and the conversion on the CPU.
 namespace torch_rpc_ext::agent {
 
-// What this worker's user has chosen for each other worker: for requests to it
-// and for answers to it. A worker's own entry wins over `others`.
+// The dtype that the user of this worker has chosen for each other worker, both
+// for requests to that worker and for answers to it. An entry in `workers` wins
+// over `others`.
 struct WireDtypes {
   wire::WireDtype others = wire::WireDtype::kFloat32;
   std::unordered_map<std::string, wire::WireDtype> workers;
@@ -28,18 +29,18 @@ struct WireDtypes {
   }
 };
 
-// What the calls that this thread begins shall have, and their answers; nothing
-// to leave it to WireDtypes.
+// The dtype for the calls that this thread begins, and for their answers;
+// nothing where WireDtypes decides.
 std::optional<wire::WireDtype> callDtype();
-// Returns what it was before.
+// Returns the value before.
 std::optional<wire::WireDtype> setCallDtype(
     std::optional<wire::WireDtype> dtype);
 
 c10::ScalarType toTorch(wire::WireDtype dtype);
 
-// As torch converts: to nearest, ties to even; a float16 has no number above
-// 65504, and infinity instead. `floats` are float32 and take twice as much as
-// `bytes`; both may throw c10::Error.
+// Both convert as torch does: to the nearest number, ties to even; what float16
+// cannot hold, above 65504, becomes infinity. `floats` has float32 and twice
+// the size of `bytes`. Both may throw c10::Error.
 void narrow(
     base::ConstSpan floats,
     wire::WireDtype dtype,

@@ -11,12 +11,12 @@
 
 namespace torch_rpc_ext::agent {
 
-// What happens to the other workers of the group, in the order in which it
-// happens to each, for who asks. Two sources are brought together here: the
-// list of members, and the connections. They tell of the same departure twice,
-// which is one event.
+// Events of the other workers of the group, for users who ask; the events of
+// one worker come in their order. There are two sources, the list of members
+// and the connections: where both report the same departure, there is one
+// event.
 //
-// Owns: what is known of each worker, and the events that nobody has taken.
+// Owns: the state of each worker, and the events that nobody has taken yet.
 // Thread: any.
 class WorkerEvents {
  public:
@@ -27,21 +27,24 @@ class WorkerEvents {
     std::string reason = {};
   };
 
-  // It is a member now, in that life.
+  // `worker` is a member now, in that life.
   void added(const std::string& worker, uint32_t life);
-  // It is no member any more.
+  // `worker` is no longer a member.
   void removed(const std::string& worker);
-  // The last connection to it has ended: by the worker itself (`left`), or not.
+  // The last connection to `worker` has ended; `left`: the worker ended it
+  // itself.
   void unreachable(const std::string& worker, bool left, std::string reason);
-  // It speaks to this one.
+  // `worker` has connected to this one, or answered it.
   void heardOf(const std::string& worker);
-  // The group shuts down: who leaves from here on does what all do.
+  // The group shuts down: all workers leave, so a departure is no event from
+  // here on.
   void groupEnds();
 
-  // Keeps events from here on. The first are those of the workers that are lost
-  // already; then, at each call, comes kBegan.
+  // Keeps events from here on. The first call begins with an event for each
+  // worker that is already lost. Every call adds kBegan.
   void begin();
-  // The next event. Nothing after `patience`; kEnded for ever after end().
+  // The next event; nothing if none comes within `patience`. After end(), when
+  // all events have been taken, always kEnded.
   std::optional<Event> next(std::chrono::milliseconds patience);
   void end();
 
