@@ -1,1 +1,1 @@
-"""Groups under load while workers are killed, stopped, delayed, restarted, cut off at random."""
+"""Groups under load while workers are killed, stopped, delayed, restarted and cut off at random."""

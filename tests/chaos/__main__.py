@@ -10,7 +10,7 @@ from tests.chaos import driver
 
 
 def main() -> int:
-    """Run the command line; the exit status is 1 when something is wrong."""
+    """Run the command line; the exit status is 1 if there are findings."""
     parser = argparse.ArgumentParser(description=driver.__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 20))

@@ -1,10 +1,10 @@
-"""Injects the faults, and judges.
+"""Inject the faults, and judge what the workers report.
 
-Two groups of four run side by side: a dynamic one on this host, and a static one whose even ranks
-are on one host and whose odd ones on another (network namespaces; on this host too where those are
-forbidden). worker0 of each is never killed: it is the survivor that is measured. A worker that was
-killed is started again under its name and rank while the load goes on. In the end the static group
-shuts down gracefully.
+Two groups of four workers run side by side: a dynamic group on this host, and a static group whose
+even ranks run on one host and whose odd ranks run on another (in network namespaces; where those
+are forbidden, the static group runs on this host too). worker0 of each group is never killed: the
+test measures this survivor. A killed worker is started again under its name and rank while the load
+goes on. In the end the static group shuts down gracefully.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from tests.support import netns
 
 ROUND = 6.0  # s of load
 KEEPALIVE = 1.0
-#: How much a survivor may hold more at the end than after the first rounds.
+#: How much more a survivor may hold at the end than after the first rounds.
 SLACK = {"memory": 60.0, "shared": 120.0, "fds": 12.0, "threads": 12.0, "pending": 0.0}
 WARM_UP = 2  # rounds
-#: The gravest first. A delay is shorter than the keepalive time, a stop longer. A cut is of the
-#: cable between the hosts, for less or more than the keepalive time; it is also made slow.
+#: The kinds of faults, the gravest first. "delay" stops a process for less than the keepalive time,
+#: "stop" for more. "cut" takes the link between the hosts down, for less or more than the keepalive
+#: time; "slow" delays its packets.
 KINDS = ("kill", "cut", "stop", "slow", "delay")
 
 Hosts = tuple[netns.Host, netns.Host]
@@ -40,7 +41,7 @@ Hosts = tuple[netns.Host, netns.Host]
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done to whom, and from when to when it lasted (CLOCK_MONOTONIC)."""
+    """A fault, its victims, and when it began and ended (CLOCK_MONOTONIC)."""
 
     kind: str
     victims: frozenset[str]
@@ -50,7 +51,7 @@ class Fault:
 
 @dataclass
 class Findings:
-    """What came out, over all rounds."""
+    """The results of all rounds."""
 
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
@@ -65,18 +66,18 @@ class Findings:
             met = [
                 fault.kind
                 for fault in faults
-                # What a fault leaves behind may be seen for a moment.
+                # Calls may still meet the consequences of a fault for a while after it.
                 if fault.victims.intersection(call.targets)
                 and fault.start < call.end < fault.end + 10
                 if call.start < fault.end + 1
             ]
-            # Of several at about the same time, the gravest.
+            # Of several faults at about the same time, the gravest counts.
             gravest = min(met, key=KINDS.index) if met else "none"
             self.outcomes.setdefault(gravest, Counter())[call.outcome] += 1
             self.calls += 1
 
     def table(self) -> str:
-        """Faults against outcomes."""
+        """A table: how many calls had which outcome, for each kind of fault."""
         names = sorted({name for row in self.outcomes.values() for name in row})
         rows = [["target's fault", "injected", *names]]
         for kind in ["none", *sorted(set(self.outcomes) - {"none"})]:
@@ -91,7 +92,8 @@ class Findings:
 
 
 class Fleet:
-    """One group and what is done to it. Its thread is the one that calls round()."""
+    """One group, and the faults that it suffers. One thread uses a Fleet: the one that calls
+    round()."""
 
     def __init__(
         self, size: int, dynamic: bool, seed: str, findings: Findings, hosts: Hosts | None = None
@@ -111,7 +113,7 @@ class Fleet:
         )
 
     def round(self, number: int) -> None:
-        """Load and faults, then a quiet moment in which all must serve."""
+        """One round: load and faults, then a pause in which every worker must serve calls."""
         names = [worker.name for worker in self.group]
         running: dict[str, tuple[Worker, Any]] = {}
         end = time.monotonic() + ROUND
@@ -180,7 +182,8 @@ class Fleet:
         self.descriptors.append(self.group.run(load.descriptors))
 
     def judge_growth(self) -> list[str]:
-        """Compare what the survivor held in the first rounds and in the last."""
+        """Compare what the survivor held in the first and in the last rounds; return what grew too
+        much."""
         samples = self.held[WARM_UP:]
         if len(samples) < 3:
             return []
@@ -237,7 +240,7 @@ def _hosts(say: Callable[[str], None]) -> Iterator[Hosts | None]:
 
 
 def run(seconds: float, seed: int, say: Callable[[str], None] = print) -> Findings:
-    """Run for about so long; what is wrong is in the findings."""
+    """Run for about ``seconds``; Findings.wrong says what went wrong."""
     say(f"chaos: {seconds:.0f} s, seed {seed}")
     findings = Findings()
     with _hosts(say) as hosts:
@@ -262,7 +265,7 @@ def _drive(fleets: list[Fleet], seconds: float, findings: Findings) -> None:
             while time.monotonic() < end:
                 fleet.round(number)
                 number += 1
-        except BaseException as problem:  # noqa: BLE001  it is a finding
+        except BaseException as problem:  # noqa: BLE001  each problem is a finding
             output = fleet.group.output()[-20_000:]
             notes = "".join(getattr(problem, "__notes__", []))
             findings.wrong.append(f"round {number}, {fleet.name}: {problem!r} {notes}\n{output}")
@@ -276,8 +279,8 @@ def _drive(fleets: list[Fleet], seconds: float, findings: Findings) -> None:
         findings.wrong += fleet.judge_growth()
         try:
             fleet.close(gently=not findings.wrong)
-        except BaseException as problem:  # noqa: BLE001  as above
-            # Where each one stands is what it wrote last.
+        except BaseException as problem:  # noqa: BLE001  each problem is a finding
+            # The end of the output of each process shows where that process stands.
             ends = [text[-5000:] for text in fleet.group.output().split("\n---- ")]
             output = "\n---- ".join(ends)
             findings.wrong.append(f"the end of the {fleet.name} group: {problem!r}\n{output}")

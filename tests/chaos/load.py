@@ -1,4 +1,4 @@
-"""What the workers do meanwhile: calls of all kinds to random others, each one checked."""
+"""The load: calls of all kinds to random workers, each of which is checked."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 
-#: Time-out of every call, s, and how much later it may end at most.
+#: Time-out of every call, and how much later than that a call may end at most; s.
 TIMEOUT = 2.0
 GRACE = 2.0
 THREADS = 2
-BULK = 300_000  # elements; more than travels inside of a message
-#: What upstream says of an RRef whose creation failed, in a plain RuntimeError.
+BULK = 300_000  # elements: more bytes than travel inside of a frame
+#: What the plain RuntimeError says that upstream raises for an RRef whose creation failed.
 RREF_TIMED_OUT = "timed out, and it is possible that the RRef on the owner node does not exist"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as its caller saw it. Times are of CLOCK_MONOTONIC, the same for all processes."""
+    """One call, as its caller saw it. Times are those of CLOCK_MONOTONIC, which all processes
+    share."""
 
     kind: str
     targets: tuple[str, ...]
@@ -43,14 +44,15 @@ class Call:
 
 @dataclass
 class Report:
-    """What one worker did in one round."""
+    """The calls that one worker made in one round, and what was wrong."""
 
     calls: list[Call] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
 class Clock:
-    """Knows how long this process has not run: a caller that is stopped cannot be on time."""
+    """Measures for how long this process was stopped: a stopped caller cannot end its calls in
+    time."""
 
     STEP = 0.05
 
@@ -73,7 +75,7 @@ class Clock:
 
 
 def relay(to: str, value: int) -> int:
-    """A call within a call."""
+    """A nested call."""
     return int(rpc.rpc_sync(to, f.identity, args=(value,), timeout=TIMEOUT / 2))
 
 
@@ -94,7 +96,7 @@ def _builtins(source: random.Random, to: str, via: str) -> bool:
         try:
             results.append(future.wait())
         except RuntimeError as error:
-            problem = error  # all must end
+            problem = error  # but every future must end
     if problem is not None:
         raise problem
     return all(bool((r == i + value).all()) for i, r in enumerate(results))
@@ -119,7 +121,7 @@ def _nested(source: random.Random, to: str, via: str) -> bool:
 
 
 Kind = Callable[[random.Random, str, str], bool]
-#: Each with the number of time-outs that may pass one after the other.
+#: Each kind of call, and how many time-outs it may take one after another.
 KINDS: dict[str, tuple[Kind, int]] = {
     "small": (_small, 1),
     "builtins": (_builtins, 1),
@@ -130,7 +132,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
 
 
 def run(others: list[str], seconds: float, seed: int) -> Report:
-    """Call for so long from several threads; every call is checked."""
+    """Call from several threads for ``seconds``, and check every call."""
     clock, report, lock = Clock(), Report(), threading.Lock()
     end = time.monotonic() + seconds
 
@@ -181,7 +183,8 @@ def _one(source: random.Random, others: list[str], clock: Clock) -> tuple[Call, 
 
 
 def serves(others: list[str]) -> None:
-    """All answer, those that have come back too; after a cut, once they are connected again."""
+    """Check that all other workers answer, also those that were started again; after a cut of the
+    link this waits until they are connected again."""
     from torch_rpc_ext.errors import PeerLostError
 
     end = time.monotonic() + 20
@@ -227,7 +230,7 @@ def allocated() -> int:
 
 
 def footprint() -> dict[str, float]:
-    """What this process holds, at rest."""
+    """What this process holds while it makes no calls."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     debug: Any = rpc.api._get_current_rpc_agent().get_debug_info()
@@ -242,7 +245,7 @@ def footprint() -> dict[str, float]:
 
 
 def descriptors() -> dict[str, int]:
-    """What the descriptors of this process are, by kind."""
+    """The number of open descriptors of this process, by kind."""
     found: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Functions that the tests call remotely. Module-level, so that they pickle by name."""
+"""Functions that the tests call remotely, at module level, so that they are pickled by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing(*_: Any) -> None:
 
 
 def describe(tensor: Tensor) -> dict[str, Any]:
-    """What a callee sees of a tensor argument."""
+    """Describe a tensor argument as the callee sees it."""
     return {
         "type": type(tensor).__name__,
         "dtype": tensor.dtype,
@@ -37,13 +37,13 @@ def describe(tensor: Tensor) -> dict[str, Any]:
 
 
 def fill(tensor: Tensor, value: float) -> Tensor:
-    """Changes its argument in place."""
+    """Change the argument in place."""
     tensor.fill_(value)
     return tensor
 
 
 def fill_first_look_at_second(first: Tensor, second: Tensor, value: float) -> Tensor:
-    """Shows whether two arguments share memory at the callee."""
+    """Change one argument and return the other: do the two share memory at the callee?"""
     first.fill_(value)
     return second.clone()
 
@@ -61,7 +61,7 @@ def times(tensor: Tensor, factor: float) -> Tensor:
 
 
 def total(tensor: Tensor) -> float:
-    """A checksum that does not need as much memory again as the tensor."""
+    """A checksum that needs little memory, however large the tensor is."""
     return float(
         sum(chunk.sum(dtype=torch.float64).item() for chunk in tensor.flatten().split(1 << 26))
     )
@@ -72,7 +72,8 @@ def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def nested(depth: int, world_size: int) -> int:
-    """Calls itself on the next worker until depth is used up; returns the number of calls made."""
+    """Call this function on the next worker until ``depth`` is 0; return the number of calls
+    made."""
     if depth == 0:
         return 0
     following = (rpc.get_worker_info().id + 1) % world_size
@@ -85,7 +86,7 @@ def sleep(seconds: float, *_: object) -> float:
 
 
 def begin_and_sleep(began: str, seconds: float) -> None:
-    """Sleeps, once a file says that it runs."""
+    """Create the file ``began``, then sleep."""
     Path(began).touch()
     time.sleep(seconds)
 
@@ -103,7 +104,8 @@ def unpicklable_result() -> Any:
 
 
 class NeedsArguments(Exception):
-    """An exception that cannot be built from one string, but from its ``args``, as pickle does."""
+    """An exception that cannot be built from one string, but from its ``args``, as pickle builds
+    it."""
 
     def __init__(self, code: int, where: str) -> None:
         super().__init__(code, where)
@@ -111,7 +113,7 @@ class NeedsArguments(Exception):
 
 
 class ReducesItself(Exception):
-    """An exception that says itself how to build it."""
+    """An exception whose ``__reduce__`` says how to build it."""
 
     def __init__(self, code: int, *, where: str) -> None:
         super().__init__(f"code {code} at {where}")
@@ -133,7 +135,7 @@ class CannotBeBuilt(Exception):
 
 
 class PlainError(Exception):
-    """An exception with upstream's kind of constructor."""
+    """An exception that is built from one text, which is all that upstream's errors need."""
 
 
 def raise_needs_arguments() -> None:
@@ -187,24 +189,24 @@ def async_add_on(worker: str, a: Tensor, b: Tensor) -> Any:
     return rpc.rpc_async(worker, torch.add, args=(a, b)).then(lambda future: future.value() + 1)
 
 
-#: RRefs that a worker keeps from one call to the next.
+#: RRefs that a worker keeps between calls.
 HELD: dict[str, Any] = {}
 
 
 class Owned:
-    """State at its owner."""
+    """A class whose instance stays at the RRef's owner."""
 
     def hello(self) -> str:
         return "hello"
 
 
 def hold_rrefs() -> None:
-    """Keeps one of an object and one of a tensor, both of worker1's."""
+    """Create and keep two RRefs that worker1 owns: one to an object and one to a tensor."""
     HELD["owned"] = rpc.remote("worker1", Owned)
     assert HELD["owned"].rpc_sync().hello() == "hello"
     HELD["tensor"] = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
     HELD["tensor"].to_here()
     for rref in HELD.values():
-        # An RRef's creation is answered by a message of its own, which may come after its value.
-        # Whoever dies before it has come leaves an RRef that was, as far as is known, never made.
+        # The message that confirms the creation of an RRef may come after the RRef's value. If the
+        # user dies before that message, the RRef counts as never created.
         rref._get_future().wait()

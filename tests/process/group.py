@@ -1,7 +1,7 @@
 """Groups of RPC workers in real processes.
 
-The short way: the body runs on worker0, the others serve, all are initialised before and shut down
-gracefully after::
+The short way: the body of the test runs on worker0, and the other workers serve. All workers are
+initialised before the body and shut down gracefully after it::
 
     @workers(2)
     def test_add() -> None:
@@ -13,9 +13,9 @@ The long way, for workers that are killed, leave or join::
         group[1].kill()
         group[0].run(expect_error, "worker1")
 
-What a worker raises is raised here, with its traceback as a note; every worker's output is in the
-report of a test that fails. A group that ends well has shut down gracefully and all its processes
-have left with exit code 0.
+What a worker raises is raised in the test, with the worker's traceback as a note. The report of a
+test that fails has the output of all workers. When a group ends without an error, it has shut down
+gracefully, and all its processes have ended with exit code 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Each = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 class WorkerDied(Exception):
-    """A worker ended while it was running something for us."""
+    """A worker ended while it was running something for the test."""
 
 
 class Call:
@@ -64,8 +64,8 @@ class Call:
         return self._worker.pipe.poll(0)
 
     def result(self, timeout: float = SECONDS) -> Any:
-        """What it returned; raises what it raised, WorkerDied, or TimeoutError (with the stacks in
-        its output)."""
+        """Return what the function returned. Raises what the function raised; WorkerDied; or
+        TimeoutError, and then the worker's stacks are in its output."""
         __tracebackhide__ = True
         worker = self._worker
         if not worker.pipe.poll(timeout):
@@ -89,7 +89,8 @@ class Call:
 
 
 class Worker:
-    """A process of a group. Its main thread runs what it is given, one thing after the other."""
+    """A process of a group. Its main thread runs the functions that it is given, one after
+    another."""
 
     def __init__(
         self,
@@ -111,28 +112,28 @@ class Worker:
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs."""
+        """The exit code of the process; None while the process runs."""
         return self.child.exitcode
 
     def start(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-        """Start ``fn`` there, a module-level function; its result comes from the call's
-        result()."""
+        """Start ``fn``, a module-level function, on this worker. Call.result() returns its
+        result."""
         self.group.mark_used()
         self.pipe.send_bytes(pickle.dumps((fn, args, kwargs)))
         return Call(self, fn.__qualname__)
 
     def run(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run ``fn`` there and return what it returns."""
+        """Run ``fn`` on this worker and return what it returns."""
         __tracebackhide__ = True
         result: T = self.start(fn, *args, **kwargs).result(self.group.timeout)
         return result
 
     def init(self, world_size: int | None, **options: Any) -> Call:
-        """Start init_rpc there, in the group's rendezvous."""
+        """Start init_rpc on this worker, with the group's rendezvous."""
         return self.start(init, self.name, self.rank, world_size, self.group.init_method, options)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the process a signal."""
         self.child.signal(number)
 
     def kill(self) -> None:
@@ -142,16 +143,16 @@ class Worker:
         self.child.process.join(10)
 
     def leave(self) -> None:
-        """End the process after what it is doing; no shutdown of RPC."""
+        """Let the process end after what it is doing, without a shutdown of RPC."""
         self.pipe.send_bytes(b"")
 
 
 class Group:
     """Workers "worker0" ... that know each other.
 
-    ``options`` and ``env`` are for all, or one entry per worker. ``dynamic`` leaves the world size
-    open. With ``init=False`` the processes stand ready, and the test initialises them. ``hosts``
-    puts each into its namespaces (netns.py); then ``init_method`` must be one that both reach.
+    ``options`` and ``env`` are for all workers, or have one entry for each. ``dynamic`` leaves the
+    world size open. With ``init=False`` the processes only start, and the test initialises RPC.
+    ``hosts`` has the host of each worker (netns.py); then all hosts must reach ``init_method``.
     """
 
     def __init__(
@@ -208,21 +209,21 @@ class Group:
         self.close(gently=error is None)
 
     def init_all(self) -> None:
-        """init_rpc on all at once."""
+        """Run init_rpc on all workers at once."""
         world_size = None if self.dynamic else len(self.workers)
         calls = [w.init(world_size, **o) for w, o in zip(self.workers, self._options, strict=True)]
         for call in calls:
             call.result(self.timeout)
 
     def add(self, name: str, rank: int, **options: Any) -> Worker:
-        """A further worker of a dynamic group, initialised."""
+        """Add a worker to a dynamic group, and initialise it."""
         worker = Worker(self, name, rank, None)
         self.workers.append(worker)
         worker.init(None, **options).result(self.timeout)
         return worker
 
     def renew(self, rank: int) -> Worker:
-        """A new process in the place of a worker that is dead; not initialised."""
+        """Start a new process in the place of a dead worker, without init_rpc."""
         former = self.workers[rank]
         former.pipe.close()
         former.child.close()
@@ -230,7 +231,7 @@ class Group:
         return self.workers[rank]
 
     def start_again(self, rank: int) -> Worker:
-        """As renew(), initialised as its former was."""
+        """As renew(), and initialise the worker with the options of its former life."""
         worker = self.renew(rank)
         world_size = None if self.dynamic else len(self.workers)
         worker.init(world_size, **self._options[rank]).result(self.timeout)
@@ -242,15 +243,15 @@ class Group:
         return self.workers[0].run(fn, *args, **kwargs)
 
     def run_all(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
-        """Run ``fn`` on all that live, at once; the results in the order of their ranks."""
+        """Run ``fn`` on all live workers at once; return the results in the order of ranks."""
         calls = [
             worker.start(fn, *args, **kwargs) for worker in self.workers if worker.exitcode is None
         ]
         return [call.result(self.timeout) for call in calls]
 
     def close(self, *, gently: bool = True) -> None:
-        """Shut down and leave, checking both; or, not gently, kill. Does nothing the second
-        time."""
+        """Shut RPC down, end the processes, and check both; or, not ``gently``, kill the processes.
+        A second call does nothing."""
         workers, self.workers = self.workers, self.workers[:]
         try:
             if gently and not self.broken:
@@ -275,7 +276,7 @@ class Group:
             for call in calls:
                 call.result(self.timeout)
         except TimeoutError:
-            # It waits for the others: which one does not come?
+            # A shutdown waits for all workers: the stacks show which worker does not come.
             dump_stacks([worker.child for worker in workers if worker.exitcode is None])
             raise
         for worker in workers:
@@ -288,11 +289,11 @@ class Group:
         assert set(codes.values()) <= {0}, f"exit codes after shutdown: {codes}"
 
     def output(self) -> str:
-        """What all workers wrote, the ended ones' too."""
+        """The output of all workers, also of those that have ended."""
         return "\n".join(worker.child.output() for worker in self.workers) or self._last_output
 
     def mark_used(self) -> None:
-        """Show our output if the running test fails."""
+        """Show this group's output if the running test fails."""
         if self not in USED:
             USED.append(self)
 
@@ -305,7 +306,7 @@ def workers(
     everywhere: bool = False,
     timeout: float = SECONDS,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the body of a test on worker0 of a static group, or on all its workers at once."""
+    """Decorate a test: its body runs on worker0 of a static group, or ``everywhere`` at once."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -323,10 +324,10 @@ def workers(
 def init(
     name: str, rank: int, world_size: int | None, init_method: str, options: Mapping[str, Any]
 ) -> None:
-    """init_rpc with the back end under test."""
+    """Run init_rpc with the back end under test."""
     from torch.distributed import rpc
 
-    import tests.process.functions  # noqa: F401  TorchScript functions must be defined on the callee
+    import tests.process.functions  # noqa: F401  defines the TorchScript functions here
 
     rpc.init_rpc(
         name,
@@ -338,7 +339,7 @@ def init(
 
 
 def shutdown(graceful: bool = True) -> None:
-    """rpc.shutdown, if there is an agent."""
+    """Run rpc.shutdown if there is an agent."""
     from torch.distributed import rpc
 
     if rpc.api._is_current_rpc_agent_set():
@@ -358,7 +359,7 @@ def _each(value: Each, size: int) -> list[Mapping[str, Any]]:
 
 
 def _serve(pipe: connection.Connection) -> None:
-    """What a worker's main thread does."""
+    """The loop of a worker's main thread."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Modules that tests split over workers, what runs on these workers, and the local models' side."""
+"""Modules that tests split over workers, functions that run on these workers, and the local models
+to compare with."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def normed() -> nn.Sequential:
 
 
 def batch_of(name: str, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """An input and a target for the model of this name."""
+    """An input and a target for the model that is called ``name``."""
     torch.manual_seed(4)
     if name == "transformer":
         return torch.randint(11, (size, 5)), torch.randint(11, (size, 5))
@@ -52,7 +53,7 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Chain(nn.Module):
-    """No nn.Sequential, but its parts run one after another."""
+    """Is not an nn.Sequential, but runs its parts one after another."""
 
     def __init__(self, shortcut: bool = False) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def boom(_: torch.Tensor) -> None:
 
 
 class Sleep(nn.Module):
-    """Sleeps in forward and backward, s."""
+    """Sleeps in forward and backward, for so many seconds each."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Sleep(nn.Module):
 
 
 class Pair(nn.Module):
-    """From a tensor, or a dict of two, to a dict of two and a text."""
+    """Makes a dict of two tensors and a text from a tensor or from a dict of two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Pair(nn.Module):
 
 
 class Join(nn.Module):
-    """From what Pair makes to a tensor."""
+    """Makes a tensor from the output of Pair."""
 
     def forward(self, x: Any) -> torch.Tensor:
         assert x["kind"] == "pair"
@@ -128,7 +129,7 @@ class Join(nn.Module):
 
 
 def gradients(model: Any, context: int) -> dict[str, torch.Tensor]:
-    """The gradients that the stages have in a context, by the names of the whole model."""
+    """The gradients of all stages in an autograd context, by their names in the whole model."""
     found = {}
     for handle in model.stages:
         found.update(rpc.rpc_sync(handle.place.worker, _own_gradients, args=(handle.rref, context)))
@@ -152,7 +153,8 @@ def modes(stage: Any) -> list[bool]:
 def local_gradients(
     model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor, parts: int = 1
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and gradients of the local model over micro-batches, one after another."""
+    """The loss and the gradients of the local model, which runs the micro-batches one after
+    another."""
     model.zero_grad()
     total = torch.zeros(())
     for xs, ys in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
@@ -167,7 +169,7 @@ def local_gradients(
 
 
 def same(found: Any, expected: Any) -> None:
-    """Equal to the last bit."""
+    """Check that both have the same tensors, equal to the last bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

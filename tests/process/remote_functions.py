@@ -36,7 +36,7 @@ def scale(x: Tensor, factor: float = 2.0) -> Tensor:
 
 @scripting.script
 def split(pair: Pair, more: dict[str, list[int]], maybe: int | None = None) -> Pair:
-    """Types of all kinds."""
+    """Has arguments and results of many types."""
     extra = 0 if maybe is None else maybe
     return Pair(pair.first + 1, pair.second + len(more["a"]) + extra)
 
@@ -60,13 +60,13 @@ def chance() -> float:
 
 @torch.jit.script
 def scripted_twice(to: str) -> list[float]:
-    """The same call twice: TorchScript may not make one of them."""
+    """Make the same call twice: TorchScript must not merge the two calls."""
     return [chance.sync(to), chance.sync(to), chance.async_(to).wait(), chance.async_(to).wait()]
 
 
 @torch.jit.script
 def scripted_user(to: str, workers: list[str], x: Tensor) -> list[Tensor]:
-    """Calls remote functions in all ways, from within TorchScript."""
+    """Call remote functions in all ways, from within TorchScript."""
     nothing.broadcast(workers, x)
     future = scale.async_(to, x, 5.0)
     return [
@@ -81,7 +81,8 @@ def scripted_user(to: str, workers: list[str], x: Tensor) -> list[Tensor]:
 
 @scripting.script
 def own_names(to: str, workers: list[str], items: int, rpc: int) -> str:
-    """Its arguments have the names of what the methods add, or nearly."""
+    """Has arguments whose names equal, or resemble, those that the methods of a remote function
+    add."""
     return to + workers[0] + str(items + rpc)
 
 
@@ -111,7 +112,7 @@ def whoami(prefix: str = "") -> str:
 
 @scripting.remote
 def fail_on(names: list[str], seconds: float = 0) -> str:
-    """Raises there, and takes its time elsewhere."""
+    """Raise on the workers in ``names``; on others, sleep and return."""
     name = str(rpc.get_worker_info().name)
     if name in names:
         raise LookupError(f"not on {name}")
@@ -121,18 +122,18 @@ def fail_on(names: list[str], seconds: float = 0) -> str:
 
 @scripting.remote(reduce=add)
 def characters(item: str, suffix: str) -> str:
-    time.sleep(0.02 * (item == "a"))  # the first is the slowest
+    time.sleep(0.02 * (item == "a"))  # the first item takes longest
     if item == "?":
         raise ValueError("no such character")
     return item + suffix
 
 
 def hold_gil(seconds: int) -> None:
-    """Holds the GIL in a thread of its own, from a moment after this returned."""
+    """Let a new thread hold the GIL, from shortly after this function has returned."""
 
     def hold() -> None:
         time.sleep(0.2)
-        ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the GIL, unlike CDLL
+        ctypes.PyDLL(None).sleep(seconds)  # unlike CDLL, PyDLL keeps the GIL
 
     threading.Thread(target=hold).start()
 
@@ -156,7 +157,7 @@ INSIDE: list[asyncio.Future[None]] = []
 
 @aio.remote
 async def meet(count: int, value: Any) -> Any:
-    """Returns the value once so many calls are inside."""
+    """Wait until ``count`` calls of this function are under way; return ``value``."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     INSIDE.append(waiter)
     if len(INSIDE) == count:
@@ -168,7 +169,7 @@ async def meet(count: int, value: Any) -> Any:
 
 
 def inside() -> int:
-    """How many calls of meet() wait for others."""
+    """How many calls of meet() are waiting for others."""
     return len(INSIDE)
 
 
@@ -213,7 +214,7 @@ async def thread_name() -> str:
 
 @aio.remote
 async def ask_next(hops: int) -> list[str]:
-    """Calls itself, back and forth."""
+    """Call this function on the other worker, back and forth."""
     here = str(rpc.get_worker_info().name)
     other = "worker1" if here == "worker0" else "worker0"
     return [here, *(await ask_next.call(other, hops - 1) if hops else [])]
@@ -232,7 +233,7 @@ def double(inputs: list[Tensor]) -> Tensor:
 
 @aio.batched(max_size=4, max_wait=10.0)
 def label(texts: list[str], numbers: list[int]) -> list[Any]:
-    """Per-call errors; a batch is full or waits."""
+    """A batched function that raises for some calls of a batch. A batch starts when it is full."""
     return [
         ValueError(f"{number} is odd") if number % 2 else f"{text}{number}"
         for text, number in zip(texts, numbers, strict=True)

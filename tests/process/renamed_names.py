@@ -1,7 +1,9 @@
-"""Another release of torch, as far as one private name goes: a program of test_torch_names.py.
+"""A program for test_torch_names.py: behaves like a release of torch that has renamed one private
+name.
 
-It imports torch once. For each name it forks, gives the name another one wherever upstream's Python
-uses it, and tries what a program would; a line of JSON says what came of it.
+The program imports torch once. For each private name it forks; the child renames it wherever
+upstream's Python code uses it, tries what a user's program would do, and prints the result as a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from torch.distributed import rpc as untyped_rpc
 from torch.distributed.nn.api import remote_module
 
 rpc: Any = untyped_rpc
-#: torch's C++ asks for these by name, so renamed in Python alone they are gone for it.
+#: torch's C++ code looks these up by name, so it does not find them under a name that only Python
+#: uses.
 OF_CPP = {"_run_function", "_handle_exception"}
-#: Who needs a name -> what is refused then.
+#: The part of the package that needs a name -> the feature that is refused without the name.
 FEATURES = {
     "torch_rpc_ext.launch": "WorkerGroup",
     "torch_rpc_ext.profiler": "profile",
@@ -41,16 +44,16 @@ def upstream() -> Iterator[types.ModuleType]:
 
 
 def rename(full: str) -> None:
-    """Give it another name: where it is, where it was imported to, and in the code that uses it."""
+    """Rename ``full``: in its module, wherever it was imported to, and in the code that uses it."""
     before, _, last = full.rpartition(".")
-    parent: Any = sys.modules.get(before)  # torch.distributed.rendezvous is a function, too
+    parent: Any = sys.modules.get(before)  # torch.distributed.rendezvous is a function too
     if parent is None:
         parent = torch
         for part in before.split(".")[1:]:
             parent = getattr(parent, part)
     if not isinstance(parent, (types.ModuleType, type)) and last not in vars(parent):
         parent = type(parent)
-    if not last.startswith("_"):  # upstream takes it from a public place
+    if not last.startswith("_"):  # upstream uses it through a public module
         delattr(parent, last)
         return
     value, new = getattr(parent, last), f"renamed{last}"
@@ -88,7 +91,7 @@ def renamed(code: types.CodeType, old: str, new: str) -> types.CodeType:
 
 
 def call_on(backend: str, **options: Any) -> str:
-    """What a program sees that makes one call."""
+    """What a program sees when it makes one call."""
     try:
         if backend == "TENSORPIPE":
             make = rpc.TensorPipeRpcBackendOptions
@@ -110,7 +113,7 @@ def call_on(backend: str, **options: Any) -> str:
 
 
 def use(who: str) -> str:
-    """What a program sees that uses a feature."""
+    """What a program sees when it uses a feature."""
     try:
         if who == "the option allow_list":
             return call_on("UCX", allow_list=["torch.add"])

@@ -1,4 +1,4 @@
-"""TorchScript functions that ask a worker about itself, by torch_rpc_ext.scripting.operators."""
+"""TorchScript functions that ask a worker about itself with torch_rpc_ext.scripting.operators."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ def half(x: Tensor) -> Tensor:
 
 @scripting.script
 def sent_by_a_call(worker: str) -> float:
-    """How much a call adds to a counter that is read before and after it."""
+    """How much a call adds to the counter of sent calls, which is read before and after the
+    call."""
     before = operators.metrics()["agent.calls_sent"]
     half.sync(worker, torch.ones(1))
     return operators.metrics()["agent.calls_sent"] - before
 
 
 def loaded() -> None:
-    """A call of it makes the callee know all these."""
+    """A call of this function makes the callee import this module, with its TorchScript
+    functions."""

@@ -1,4 +1,5 @@
-"""A service for the tests of the option allow_list: listed as a module, or function by function."""
+"""A service for the tests of the option allow_list, which list it as a module or function by
+function."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-#: Reachable through this module, but not defined in it.
+#: An attribute of this module that another module defines.
 run_command = os.system
 neg = torch.neg
 
@@ -26,12 +27,12 @@ def fail(text: str) -> None:
 
 
 def call_back(worker: str) -> Any:
-    """Takes what another worker answers."""
+    """Call another worker and return its answer."""
     return rpc.rpc_sync(worker, evil_answer)
 
 
 class Evil:
-    """Runs a command where it is unpickled."""
+    """An object that runs a command where it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -45,7 +46,7 @@ def evil_answer() -> Any:
 
 
 class Counter:
-    """State at its owner."""
+    """A class whose instance stays at the RRef's owner."""
 
     step = 1
 
@@ -61,7 +62,7 @@ class Counter:
 
 
 class Journal:
-    """Has what opcodes of pickle look for, and more; it writes down that it was used."""
+    """Has the methods that opcodes of pickle call, and others; records each use."""
 
     def __init__(self, path: str = "") -> None:
         self.path = path
@@ -98,7 +99,7 @@ class Shout(ValueError):
 
 
 def pick_function() -> Any:
-    """Returns what nobody listed."""
+    """Return a function that the allow-list does not name."""
     return os.system
 
 
@@ -107,31 +108,31 @@ def pick_class() -> Any:
 
 
 def serve_through(function: Any, *args: Any) -> Any:
-    """Calls what it is given: what a pickle can hold must be harmless here too."""
+    """Call the argument: whatever a pickle may contain must be harmless when it is called."""
     return function(*args)
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """Plain data of a class of its own."""
+    """A class of plain data."""
 
     x: Any
     y: Any = len
 
 
 class Names(list):  # type: ignore[type-arg]
-    """A list of a class of its own."""
+    """A subclass of list."""
 
 
 class Pair(NamedTuple):
-    """A tuple of a class of its own."""
+    """A subclass of tuple."""
 
     a: Any
     b: Any
 
 
 class Colour(enum.Enum):
-    """One of two."""
+    """An enum."""
 
     RED = 1
     BLUE = 2
@@ -139,20 +140,20 @@ class Colour(enum.Enum):
 
 @torch.jit.interface
 class DoubleInterface:
-    """Of a RemoteModule that is compiled."""
+    """The interface for a RemoteModule that TorchScript compiles."""
 
     def forward(self, x: Tensor) -> Tensor:
         pass
 
 
 def call_module(module: Any, x: Tensor) -> Tensor:
-    """Call a RemoteModule that has been sent here."""
+    """Call a RemoteModule that this worker has been sent."""
     result: Tensor = module.forward(x)
     return result
 
 
 class Double(torch.nn.Module):
-    """For a RemoteModule."""
+    """The module of a RemoteModule."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,8 @@ TO = "worker1"
 
 
 def kept(error: type[Exception]) -> type[Exception]:
-    """As what an error arrives: upstream keeps no types but ValueError and TypeError."""
+    """The class as which an error arrives: upstream keeps only the types ValueError and
+    TypeError."""
     return error if on_ucx() else RuntimeError
 
 
@@ -45,7 +46,7 @@ def check_thousands() -> None:
 
     start = time.monotonic()
     assert asyncio.run(main()) == list(range(1000))
-    # One after the other, or 8 at a time (num_worker_threads), they would take 200 or 25 s.
+    # One after another the calls would take 200 s; 8 at a time (num_worker_threads), 25 s.
     assert time.monotonic() - start < 15
     rpc.rpc_sync(TO, m.ran)
 
@@ -65,7 +66,7 @@ def check_errors() -> None:
         m.nap.sync(TO, 0.0, lambda: None)
     with pytest.raises(RuntimeError, match="StopIteration"):
         asyncio.run(m.stop.call(TO))
-    # sys.exit() is for neither process, nor for the other calls.
+    # sys.exit() in a call ends neither process and no other call.
     waiting = m.nap.async_(TO, 0.5, "still there")
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         m.exit_async.sync(TO)
@@ -85,7 +86,7 @@ def check_awaiting() -> None:
         assert (await aio.as_asyncio(add)).tolist() == [2, 2]
         with pytest.raises(ValueError, match="the value was wrong"):
             await aio.as_asyncio(failing)
-        # The loop goes on meanwhile.
+        # The event loop goes on while a call is under way.
         slow = asyncio.ensure_future(aio.as_asyncio(rpc.rpc_async(TO, f.sleep, (0.5,))))
         ticks = 0
         while not slow.done():
@@ -99,7 +100,7 @@ def check_awaiting() -> None:
     asyncio.run(main())
     with pytest.raises(RuntimeError, match="no running event loop"):
         aio.as_asyncio(torch.futures.Future())
-    # An answer that comes when the loop is closed is nobody's.
+    # An answer that comes after the loop was closed is dropped.
     time.sleep(0.3)
     assert rpc.rpc_sync(TO, f.identity, (1,)) == 1
 
@@ -135,7 +136,7 @@ def check_cancellation() -> None:
 
 
 def check_cancellation_that_comes_first() -> None:
-    """Before its call, as it may when two threads take them from the network."""
+    """A cancellation may come before its call, when two threads take them from the network."""
     from torch_rpc_ext.aio import _server
 
     rpc.rpc_sync(TO, m.ran)
@@ -152,7 +153,7 @@ def check_batches() -> None:
     assert [int(future.wait()) for future in futures] == [2 * i for i in range(64)]
     sizes = rpc.rpc_sync(TO, m.ran)
     assert sum(sizes) == 64 and max(sizes) <= 8 and len(sizes) < 40, sizes
-    # By time: one alone does not wait for others for ever.
+    # By time: a single call does not wait for others for ever.
     assert m.double.sync(TO, torch.tensor([3])).tolist() == [6]
     assert asyncio.run(m.double.call(TO, torch.tensor([4]))).tolist() == [8]
     assert m.double([torch.ones(1)]).tolist() == [[2]], "called itself it runs here"
@@ -160,7 +161,7 @@ def check_batches() -> None:
 
 
 def check_batch_by_size_and_errors_per_call() -> None:
-    # max_wait is 10 s: it is the fourth that starts the batch.
+    # max_wait is 10 s, so the fourth call starts the batch.
     start = time.monotonic()
     futures = [m.label.async_(TO, "n", number) for number in (2, 3)]
     futures += [m.label.async_(TO, texts="m", numbers=number) for number in (4, 5)]
@@ -186,7 +187,7 @@ def check_bad_batches() -> None:
         m.unpicklable_batch.sync(TO, 1)
     with pytest.raises(TypeError, match=r"label\(\): missing.*'numbers'"):
         m.label.sync(TO, "text")
-    # Nor can a peer break a batch of others by such a request.
+    # A peer cannot break a batch with calls of others by such a request either.
     with pytest.raises(TypeError, match="numbers"):
         rpc.rpc_sync(TO, _batch.enqueue, (m.label, ("text",)))
     with pytest.raises(TypeError, match="not a batched"):
@@ -205,7 +206,8 @@ def check_back_pressure() -> None:
             assert "slow_batch waiting, its max_queue" in str(error)
             answers.append(None)
     served = [answer for answer in answers if answer is not None]
-    # One runs, three wait; more only if the thread was faster than the calls came.
+    # One call runs and three wait; more are served only if the thread was faster than the calls
+    # came.
     assert 3 <= len(served) <= 8 and answers.count(None) >= 4
     assert m.slow_batch.sync(TO, 5) == 5
 
@@ -217,7 +219,7 @@ def check_a_name_that_is_taken() -> None:
     first = rpc.rpc_async(TO, target, request)
     while rpc.rpc_sync(TO, m.inside) == 0:
         time.sleep(0.01)
-    # One of a peer that repeats the name leaves the other call alone.
+    # A peer's call that repeats the name of another call leaves that call alone.
     with pytest.raises(ValueError, match="meet runs already"):
         rpc.rpc_sync(TO, _server.run, (m.meet, request[1], (2, "second"), {}))
     assert m.meet.sync(TO, 2, "third") == "third"
@@ -245,7 +247,7 @@ def test_aio(pair: Group, check: Any) -> None:
 
 
 def fork_clients(init_method: str, world_size: int) -> None:
-    """All workers but the first, forked from this process, which has imported aio."""
+    """Fork all workers but the first from this process, which has already imported aio."""
     forks = multiprocessing.get_context("fork")
     clients = [
         forks.Process(target=meet_at_service, args=(rank, world_size, init_method))
@@ -260,7 +262,7 @@ def fork_clients(init_method: str, world_size: int) -> None:
 
 def meet_at_service(rank: int, world_size: int, init_method: str) -> None:
     init(f"worker{rank}", rank, world_size, init_method, {})
-    # The service answers no call before the other client's is there too.
+    # The service answers no call before the other client has called too.
     assert m.meet.sync("worker0", world_size - 1, rank) == rank
     rpc.shutdown()
 

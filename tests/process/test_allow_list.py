@@ -1,4 +1,5 @@
-"""The option allow_list: what is listed runs, all else is refused by name and does not run."""
+"""The option allow_list: what is listed runs; everything else is refused by name and does not
+run."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from tests.support.backend import needs_ucx
 pytestmark = needs_ucx("has no allow-list")
 
 SERVICE = ["tests.process.service", "torch.add"]
-#: worker1 offers something, worker0 is a client without a list.
+#: worker1 offers a service; worker0 is a client without an allow-list.
 OPTIONS: list[dict[str, Any]] = [{}, {"allow_list": SERVICE}]
 
 
 def refused(call: Callable[[], Any], what: str) -> None:
-    """The error is typed, and says who refused what, and by which option."""
+    """Check that the error has its type, and says which worker refused what, and by which
+    option."""
     from torch_rpc_ext.errors import RefusedError
 
     with pytest.raises(RefusedError) as raised:
@@ -50,7 +52,7 @@ def still_serves() -> None:
 
 
 class Reduced:
-    """Pickles as what a hostile peer writes."""
+    """Is pickled as what a hostile peer may write."""
 
     def __init__(self, *reduced: Any) -> None:
         self.reduced = reduced
@@ -59,7 +61,7 @@ class Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """So that it is taken for a function."""
+        """Makes the object callable, so that it is taken for a function."""
 
 
 def serve_listed() -> None:
@@ -78,7 +80,7 @@ def serve_listed() -> None:
 
 
 def only_here() -> None:
-    """Said to be in the service, and is not."""
+    """A function that claims to be in the service, and is not."""
 
 
 only_here.__module__ = service.__name__
@@ -138,7 +140,7 @@ def test_a_pickle_that_runs_a_command(tmp_path: Path) -> None:
 
 
 def named(module: str, name: str) -> bytes:
-    """A request's pickle that calls a global by module and dotted name."""
+    """The pickle of a request that calls a global, by module and dotted name."""
     return b"\x80\x04" + _text(module) + _text(name) + b"\x93)R."
 
 
@@ -147,7 +149,7 @@ def _text(text: str) -> bytes:
 
 
 def build(module: str, name: str) -> bytes:
-    """A request's pickle that sets an attribute of a global: (None, {"x": 1}) by BUILD."""
+    """The pickle of a request that sets an attribute of a global: BUILD with (None, {"x": 1})."""
     body = _text(module) + _text(name) + b"\x93" + b"N}" + _text("step") + b"K\x05s\x86b."
     return b"\x80\x04" + body
 
@@ -178,7 +180,7 @@ def refuse_tricks() -> None:
         refused(lambda module=module, name=name: send(named(module, name)), f"{module}.{name}")
         short = f"\x01Call\0{module}\0{name}\0".encode()  # torch_rpc_ext/_upstream/payloads.py
         refused(lambda short=short: send(short), f"{module}.{name}")
-    # getattr is there, for methods of listed classes only.
+    # Pickles may name getattr, but only for methods of listed classes.
     for owner, name in (
         (service.add, "__globals__"),
         (service.Counter, "__subclasses__"),
@@ -188,7 +190,7 @@ def refuse_tricks() -> None:
     ):
         refused(lambda o=owner, n=name: sync(service.add, Reduced(getattr, (o, n)), 1), name)
     assert sync(Reduced(getattr, (service.Counter(), "count"))) == 1
-    # The state of instances may be set, that of classes and functions not.
+    # A pickle may set the state of instances, but not that of classes and functions.
     for module, name in ((here, "Counter"), (here, "add"), ("torch_rpc_ext.errors", "RpcError")):
         refused(lambda module=module, name=name: send(build(module, name)), "a change of a")
     still_serves()
@@ -240,7 +242,8 @@ def use_remote_module() -> None:
 
 
 def test_upstreams_own_protocol_works() -> None:
-    """RRefs, autograd, RemoteModule, optimizers; all three workers shut down together."""
+    """Upstream itself uses RRefs, autograd, RemoteModule, optimizers, and a shutdown of all three
+    workers together."""
     allow = [*SERVICE, "torch.optim.SGD"]
     with Group(3, options={"allow_list": allow}) as group:
         group.run(use_rrefs)
@@ -281,7 +284,7 @@ def test_values_of_all_kinds_arrive() -> None:
 
 
 def take_evil_answer() -> None:
-    # Upstream makes a RuntimeError of whatever is wrong with an answer.
+    # Upstream raises a RuntimeError for anything that is wrong with an answer.
     with pytest.raises(RuntimeError, match='worker "worker1" refused posix.system.*allow_list'):
         sync(service.call_back, "worker0")
     still_serves()

@@ -1,7 +1,7 @@
 """Attacks on the option allow_list by a worker of the group, which knows the secret.
 
 An attack has failed when the attacker is refused, the command or the method has not run, and the
-worker serves on. docs/security.md says what such a worker can do all the same.
+attacked worker still serves. docs/security.md says what a worker of the group can do nevertheless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.backend import needs_ucx
 
 pytestmark = needs_ucx("has no allow-list")
 
-# Upstream's functions have no types.
+# Upstream's functions have no type annotations.
 api: Any = _untyped_api
 internal: Any = _untyped_internal
 rref_proxy: Any = _untyped_rref_proxy
@@ -43,7 +43,7 @@ HERE = SERVICE.encode()
 
 
 class Reduced:
-    """Pickles as a call, of whatever and with whatever."""
+    """Is pickled as a call of any callable with any arguments."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None, items: Any = None) -> None:
         self.reduced = (function, args, state, items)
@@ -52,11 +52,11 @@ class Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """So that it is taken for a function."""
+        """Makes the object callable, so that it is taken for a function."""
 
 
 class Named:
-    """Pickles as the name of something."""
+    """Is pickled as the name of a global."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +76,7 @@ def send(payload: bytes) -> Any:
 
 
 def refused(call: Callable[[], Any], *words: str, kind: type[Exception] | None = None) -> None:
-    """The attacker gets an error that says so, and worker1 serves on."""
+    """Check that the attacker gets an error with these words, and that worker1 still serves."""
     from torch_rpc_ext.errors import RefusedError
 
     with pytest.raises(kind or RefusedError) as raised:
@@ -106,7 +106,7 @@ UDF = named("torch.distributed.rpc.internal", "PythonUDF")
 
 
 def call_with(argument: bytes) -> bytes:
-    """A request: service.add(argument, 1)."""
+    """The pickle of a request for service.add(argument, 1)."""
     return program(UDF, named(SERVICE, "add"), argument, b"K\x01\x86}\x87\x81")
 
 
@@ -124,7 +124,7 @@ LISTED = [SERVICE, "torch.optim.SGD", "torch.nn.Linear"]
 
 
 def forge_classes(path: str) -> None:
-    # What the attacker has: an RRef to a class, whose type is `type`.
+    # The attacker holds an RRef to a class; the type of a class is `type`.
     held = rpc.remote("worker1", service.Counter)
     held.to_here()
     classes = api.remote("worker1", api._rref_typeof_on_owner, args=(held,))
@@ -132,7 +132,7 @@ def forge_classes(path: str) -> None:
     made = Reduced(api._rref_typeof_on_owner, classes)
     refused(lambda: sync(service.add, made, 1), "_rref_typeof_on_owner")
     empty = Reduced(made, "Empty", (str,), {"__len__": int})
-    # Its startswith() says no.
+    # A str whose startswith() always says no.
     name = Reduced(made, "Name", (str,), {"startswith": empty})
     members = {"__module__": SERVICE, "__qualname__": "Counter"}
     forged = Reduced(made, "Forged", (), members)
@@ -150,7 +150,7 @@ def test_typeof_applied_twice_forges_no_class(tmp_path: Path) -> None:
 
 
 def forge_with_an_empty_list(path: str) -> None:
-    """The chain of forge_classes() in one go, against a worker that lists nothing."""
+    """The steps of forge_classes() in one request, against a worker whose allow-list is empty."""
     from torch_rpc_ext.errors import RefusedError
 
     entry = {"__module__": optimizer.__name__, "__qualname__": "_script_local_optimizer_step"}
@@ -178,20 +178,22 @@ def test_a_worker_that_lists_nothing_runs_nothing(tmp_path: Path) -> None:
 def call_results(path: str) -> None:
     touch = f"touch {path}"
     for picked in (service.pick_function, service.pick_class):
-        # A result is no callable, neither for opcodes nor as the function of the request.
+        # The result of a call may not be called: neither by an opcode nor as the request's
+        # function.
         refused(lambda p=picked: sync(service.add, Reduced(Reduced(p), touch), 1))
         refused(lambda p=picked: sync(Reduced(p), touch))
     journal = Reduced(service.Journal, path)
     refused(lambda: sync(service.add, Reduced(journal, 1), 1), "Journal")
     refused(lambda: sync(journal, 1), "Journal")
-    # What serves requests does not run while a pickle is read, nor in anybody's hands.
+    # Functions that serve upstream's requests may not be called while a pickle is read, nor passed
+    # on as values.
     for served in (api._gather_to_leader, rref_proxy._local_invoke, remote_module._create_module):
         refused(
             lambda s=served: sync(service.add, Reduced(s, 1, 2, 3), 1), "while a pickle is read"
         )
         refused(lambda s=served: sync(service.serve_through, s, 1, 2, 3), kind=TypeError)
     refused(lambda: sync(service.serve_through, getattr, 1, "real"), kind=TypeError)
-    # A module has not defined what it imports; an operator neither.
+    # What a module imports does not count as defined there; an operator does not either.
     refused(lambda: sync(torch.neg, torch.ones(1)), "aten::neg")
     refused(lambda: sync(Reduced(f.identity), 1), "identity")
     refused(lambda: sync(list, "abc"), "list")
@@ -226,15 +228,15 @@ def use_opcodes(path: str) -> None:
         (b"S'posix'\n",),
         (add, b")\x81"),  # NEWOBJ of a function
         (add, b")}\x92"),
-        (named("builtins", "list"), text("ab"), b"R"),  # arguments that are no tuple
+        (named("builtins", "list"), text("ab"), b"R"),  # arguments that are not a tuple
         (b"Nh\x00",),
         (counter, b"N)\x81"),
-        (add, add, b"\x86", add, b"\x93"),  # STACK_GLOBAL of what is no str
+        (add, add, b"\x86", add, b"\x93"),  # STACK_GLOBAL of what is not a str
         (b"K\x01K\x02\x93",),
     ):
         for payload in (call_with(b"".join(parts)), program(*parts)):
             refused(lambda payload=payload: send(payload), kind=Exception)
-    # pybind11's objects have no C++ part before __init__.
+    # Before __init__, an object of pybind11 has no C++ part: it must not be used.
     info = named("torch._C._distributed_rpc", "WorkerInfo") + b")\x81"
     refused(lambda: send(call_with(info)), "WorkerInfo")
     for payload in (
@@ -258,10 +260,10 @@ def use_containers(path: str) -> None:
     journal = named(SERVICE, "Journal") + b")\x81" + state
     for change in (b"Na", b"(Ne", b"K\x01Ns", b"(K\x01Nu", b"(N\x90"):
         refused(lambda change=change: send(call_with(journal + change)), "a change of", "Journal")
-    # A tuple of a tuple of a tuple: hash() of it ends the process.
+    # A deeply nested tuple: hash() of such a tuple ends the process.
     deep = b"}" + b")" + b"\x85" * 200_000 + b"Ns"
     refused(lambda: send(call_with(deep)), "tuples", kind=Exception)
-    # The same for what is freed by recursion.
+    # Objects that are freed recursively: freeing a deep nest of them ends the process.
     slices = named("builtins", "slice") + b"q\x00" + b"h\x00" * 11_000 + b"N" + b"\x85R" * 11_000
     refused(lambda: send(call_with(slices)), "in each other", kind=Exception)
     deques = named("collections", "deque") + b"q\x00)R" + b"h\x00)Ra" * 11_000
@@ -292,7 +294,8 @@ def set_state(path: str) -> None:
         refused(lambda t=target, s=state: send(call_with(t + s)), "a change of", name)
     loud = b"}" + text("loud") + text(path) + b"sb"
     refused(lambda: send(call_with(shout + loud)), "loud")
-    # A name that is no str, a state that is no dict, the state of a class, a function, a tensor.
+    # An attribute name that is not a str; a state that is not a dict; the state of a class, of a
+    # function, of a tensor.
     refused(lambda: send(call_with(counter + b"}K\x01NsK\x01\x86b")), "a change of")
     for target in (named(SERVICE, "Counter"), picked, b"]", b"K\x01", named("builtins", "list")):
         refused(lambda t=target: send(call_with(t + b"}" + text("a") + b"K\x01sb")), "a change of")
@@ -331,7 +334,7 @@ def use_short_forms(path: str) -> None:
         refused(lambda payload=payload: send(payload), kind=Exception)
     for payload in (b"\x01None", b"\x01Tensor", program(b"N"), program(named(SERVICE, "add"))):
         refused(lambda payload=payload: send(payload), kind=Exception)
-    # What only looks like a call.
+    # An object that only looks like a call.
     journal = named(SERVICE, "Journal") + b")\x81}(" + text("func") + named(SERVICE, "add")
     refused(lambda: send(program(journal + text("args") + b")" + text("kwargs") + b"}ub")))
 
@@ -351,7 +354,7 @@ def use_protocol(path: str) -> None:
     linear = rpc.remote("worker1", service.Double)
     held.to_here(), linear.to_here()
     invoke = rref_proxy._local_invoke
-    # What looks like an RRef, and calls of what is no listed class.
+    # Objects that look like an RRef, and calls of what is not a listed class.
     for call in (
         lambda: sync(invoke, journal, "append", (1,), {}),
         lambda: sync(api._rref_typeof_on_owner, journal),
@@ -416,7 +419,7 @@ def test_data_that_lies(tmp_path: Path) -> None:
 
 
 def use_scripts(_: str) -> None:
-    """Neither TorchScript nor torch's operators are of a module that is listed."""
+    """TorchScript functions and torch's operators do not belong to a listed module."""
     script = torch.jit.script(f.script_add)
     refused(lambda: sync(script, torch.ones(1), torch.ones(1)), "script_add")
     refused(lambda: sync(torch.mul, torch.ones(1), 1), "aten::mul")
@@ -431,7 +434,7 @@ def test_scripts_and_operators(tmp_path: Path) -> None:
 
 
 class Answer:
-    """What a worker answers; its pickle names what the caller has not listed."""
+    """An answer of a worker; its pickle names what the caller has not listed."""
 
     def __init__(self, reduced: Any) -> None:
         self.reduced = reduced
@@ -441,7 +444,7 @@ class Answer:
 
 
 def answer(kind: str, path: str) -> Any:
-    """Runs at the attacker, who answers a call of a worker with an allow-list."""
+    """Runs at the attacker, which answers a call from a worker with an allow-list."""
     touch = f"touch {path}"
     evil = pickle.dumps(Reduced(os.system, touch))
     shout = (pickle.dumps(service.Shout),)
@@ -468,7 +471,8 @@ def failed(*parts: Any) -> Any:
 
 
 REFUSED, FAILED = ("RefusedError", 'worker "worker0" refused'), ("Shout", "it failed")
-#: What the caller of each answer sees: a refusal, or the error without what was smuggled into it.
+#: What the caller of each answer sees: a refusal, or the error without the parts that were smuggled
+#: into it.
 SEEN = {
     "command": REFUSED,
     "class": REFUSED,
@@ -485,7 +489,7 @@ SEEN = {
 
 
 def ask(kind: str, path: str) -> None:
-    with pytest.raises(Exception) as raised:  # noqa: PT011  of a class that SEEN names
+    with pytest.raises(Exception) as raised:  # noqa: PT011  SEEN names the class
         rpc.rpc_sync("worker1", functools.partial(answer), args=(kind, path), timeout=20)
     seen, words = SEEN[kind]
     assert type(raised.value).__name__ == seen

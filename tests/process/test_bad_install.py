@@ -1,4 +1,5 @@
-"""Installations that cannot work: a sentence with the remedy, and `import torch` as ever."""
+"""Installations that cannot work: init_rpc raises a sentence with the remedy, and `import torch`
+works as ever."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ANOTHER_PYTHON = (
     "from torch_rpc_ext._native import build\n"
     "build.EXTENSION_SUFFIXES = ['.cpython-399-x86_64-linux-gnu.so']\n" + INIT
 )
-# As in a torch that was built with USE_DISTRIBUTED=0: torch looks at this name when it imports rpc.
+# Imitates a torch that was built with USE_DISTRIBUTED=0: torch looks at this name when it imports
+# rpc.
 WITHOUT_RPC = """
 import sys
 class Remove:
@@ -43,7 +45,8 @@ for attempt in (torch_rpc_ext.take_over, lambda: torch_rpc_ext.UcxRpcBackendOpti
         print("refused:", error)
 print(torch_rpc_ext.info()["ucx"])
 """
-# Any of torch's names that we use may go: here the one that the registry is about.
+# A release of torch may remove any name that this package uses: here the one that the registry
+# needs.
 WITHOUT_A_NAME = """
 import sys
 from torch_rpc_ext._upstream import registry
@@ -60,7 +63,7 @@ rpc.shutdown()
 
 
 def run(code: str, *arguments: str, **env: str) -> tuple[str, str]:
-    """Run code in a fresh Python; what it printed, and what it said on stderr."""
+    """Run code in a fresh Python; return its output on stdout and on stderr."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
     environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     done = subprocess.run(
@@ -75,7 +78,7 @@ def run(code: str, *arguments: str, **env: str) -> tuple[str, str]:
 
 
 def refusal(code: str, **env: str) -> str:
-    """The sentence that init_rpc raises; nothing else is printed."""
+    """Return the sentence that init_rpc raises; check that nothing else is printed."""
     printed, said = run(code, **env)
     assert printed.startswith("refused: ") and printed.count("\n") == 1 and not said, said
     return printed
@@ -93,7 +96,7 @@ def test_a_wheel_for_another_python() -> None:
 
 
 def test_no_write_permission() -> None:
-    # Not a folder without the bit: for root that is no obstacle.
+    # A folder without write permission would not do: root may write there.
     text = refusal(ANOTHER_TORCH, TORCH_EXTENSIONS_DIR="", XDG_CACHE_HOME="/proc/self/none")
     assert "set TORCH_EXTENSIONS_DIR to a folder that can be written to" in text
 

@@ -1,4 +1,5 @@
-"""The benchmarks in real processes: what they call answers rightly, wherever workers come from."""
+"""The benchmarks in real processes: the functions that they call give the right answers, however
+the workers are started."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from benchmarks.results import CaseResult
 from benchmarks.runner import Contender, Runner
 from tests.support import netns
 
-# Each checks its answers; empty, inline, large and changed in place, many, asynchronous, threads.
+# Every case checks its answers. These have: no tensor, an inline tensor, a large one, one changed
+# in place, many tensors, asynchronous calls, threads.
 _CASES = ["empty", "builtin", "python-4m", "python-ops-4m", "many-tensors", "flood-builtin"]
 
 
@@ -56,7 +58,7 @@ def test_answers_of_the_limit_stay_while_they_are_held(tmp_path: Path) -> None:
         )
         assert torch.equal(first, torch.full_like(first, 2.0))
         assert torch.equal(second, values[3])
-        # Who holds none has the same memory for all calls.
+        # A caller that holds no results gets the same memory in every call.
         del first, second
         assert len({caller.call(1, "identity", values[0]).data_ptr() for _ in range(5)}) == 1
 
@@ -82,6 +84,6 @@ def test_workers_of_another_tree_on_two_hosts(
     with trees.working() as tree, Group("ucx", hosts=hosts, tree=tree) as group:
         before = group.cpu_seconds()
         group.run_on([0], "call_all")
-        assert group.cpu_seconds() > before  # of the processes in there, not of what started them
+        assert group.cpu_seconds() > before  # of the worker processes only
         places = {os.readlink(f"/proc/{worker.pid}/ns/net") for worker in group.workers}
     assert len(places) == 2 and os.readlink("/proc/self/ns/net") not in places

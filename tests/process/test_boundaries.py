@@ -1,6 +1,6 @@
-"""Where threads, UCX and torch call our code, an exception fails the call or the connection that
-it was about; the worker goes on serving. Each boundary of csrc/base/boundary.h throws
-std::bad_alloc and c10::Error here, on the calling worker and on the called one."""
+"""Where threads, UCX and torch call the package's code, an exception fails the call or the
+connection that it concerns, and the worker goes on serving. These tests throw std::bad_alloc and
+c10::Error at each boundary of csrc/base/boundary.h, on the calling and on the called worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_rpc_ext._native import loader
 
 pytestmark = needs_ucx("has none of these")
 
-#: Reached by calls between two workers of a host, and these options.
+#: Boundaries that calls between two workers of a host reach, and the options for each.
 PLAIN: dict[str, Any] = {}
 BY_UCX: dict[str, Any] = {"use_cma": False, "use_shared_memory": False}
 REACHED: dict[str, dict[str, Any]] = {
@@ -43,15 +43,15 @@ REACHED: dict[str, dict[str, Any]] = {
     "bulk sent": BY_UCX,
     "bulk received": BY_UCX,
 }
-#: Behind every other boundary; the injector has nothing to do there.
+#: These boundaries surround every other one; nothing is thrown there.
 LAST = {"task", "operation", "deferred"}
 #: Reached when a peer dies.
 AT_A_DEATH = ["broken", "bulk broken"]
-#: Reached when this worker shuts down: endpoints are flushed, and closed later.
+#: Reached when this worker shuts down: its endpoints are flushed, and closed later.
 AT_THE_END = {"closed"}
-#: Reached where a device is at work: tests/unit/event_waiter.cpp throws there.
+#: Reached only with a device: tests/unit/event_waiter.cpp throws there.
 ON_DEVICES = {"device event"}
-#: These fail nothing: what they are about is done again, or was for speed only.
+#: Exceptions at these boundaries fail nothing: the work is done again, or served only speed.
 HARMLESS = {"event", "timer", "thread", "storage"}
 
 
@@ -60,7 +60,7 @@ def throw_at(where: str, out_of_memory: bool) -> None:
 
 
 def left() -> int:
-    """How many throws have not happened."""
+    """How many of the ordered throws have not happened yet."""
     count: int = loader.load().boundaries.left()
     return count
 
@@ -85,7 +85,7 @@ def double_slowly(tensor: Tensor) -> Tensor:
 
 
 def block(_: int) -> None:
-    """Keeps a thread waiting; with enough of them at once the pool starts another thread."""
+    """Block a thread; enough such calls at once make the pool start another thread."""
     rpc.rpc_sync("worker0", double_slowly, args=(torch.ones(1),))
 
 
@@ -105,14 +105,14 @@ def double_after(tensor: Tensor) -> Future[Tensor]:
 
 
 def many(tensor: Tensor) -> Tensor:
-    """More than a socket takes at once."""
+    """Takes and returns more bytes than a socket takes at once."""
     futures = [rpc.rpc_async("worker1", double, args=(tensor,)) for _ in range(1000)]
     results: list[Tensor] = torch.futures.wait_all(futures)
     return results[-1]
 
 
 def calls() -> list[str]:
-    """One of each kind; the errors of those that failed."""
+    """Make one call of each kind; return the errors of the calls that failed."""
     small, large = torch.ones(3), torch.ones(3_000_000)
     attempts = [
         lambda: rpc.rpc_sync("worker1", double, args=(small,)),
@@ -129,7 +129,7 @@ def calls() -> list[str]:
         try:
             result = attempt()
         except Exception as error:
-            # Heard of at once, and not after the time-out of the call.
+            # The failure is noticed at once, and not by the time-out of the call.
             assert not isinstance(error, errors.CallTimeoutError), error
             failures.append(f"{type(error).__name__}: {error}")
         else:
@@ -138,7 +138,7 @@ def calls() -> list[str]:
 
 
 def pass_time() -> None:
-    """Until a timer has come: one call that waits for its time-out in vain."""
+    """Wait until a timer has fired: make a call that runs into its time-out."""
     with contextlib.suppress(RuntimeError):
         rpc.rpc_sync("worker1", double_never, timeout=0.2)
 
@@ -153,7 +153,7 @@ def throws(group: Group, where: str, at: int, out_of_memory: bool) -> None:
     failures = []
     if where == "sent":
         failures += send_to_one_that_is_stopped(group, at)
-    for _ in range(100):  # only a moment decides whether a call comes by some
+    for _ in range(100):  # whether a call reaches some boundaries depends on timing
         failures += group.run(calls)
         group.run(pass_time)
         if group[at].run(left) == 0:
@@ -165,7 +165,8 @@ def throws(group: Group, where: str, at: int, out_of_memory: bool) -> None:
 
 
 def recover(group: Group) -> None:
-    """A worker whose connection broke is tried again after a second; until then calls fail."""
+    """Wait until calls work again: a worker whose connection broke is tried again after a
+    second."""
     end = time.monotonic() + 30
     while failures := group.run(calls):
         assert time.monotonic() < end, failures
@@ -211,8 +212,8 @@ def take_answers() -> list[str]:
 
 
 def send_to_one_that_is_stopped(group: Group, at: int) -> list[str]:
-    """More than the queue between two workers takes: UCX keeps the rest, and says later when it has
-    sent that."""
+    """Send more than the queue between two workers takes: UCX keeps the rest, and reports later
+    that it has sent the rest."""
     other = group[1 - at]
     if at == 1:
         group[0].run(send_thousand, True)
@@ -254,8 +255,8 @@ def fail_the_first_call_of_all() -> None:
 
 
 def test_a_connection_given_up_while_it_begins() -> None:
-    """In one group of three UCX took the next connection, at the called worker, for the one that
-    had been given up; each call of the caller ran into its time-out from then on."""
+    """In one run of three, UCX at the called worker took the next connection for the one that had
+    been given up: from then on each call ran into its time-out."""
     for _ in range(8):
         with Group(2, options={"rpc_timeout": 5}) as group:
             group[0].run(fail_the_first_call_of_all)
@@ -263,21 +264,22 @@ def test_a_connection_given_up_while_it_begins() -> None:
 
 
 def break_and_call() -> None:
-    """Break the connection; then call with what UCX sends in one part, and in several."""
+    """Break the connection; then make calls that UCX sends in one part, and in several parts."""
     throw_at("send", True)
     with pytest.raises(errors.OverloadedError):
         rpc.rpc_sync("worker1", double, args=(torch.ones(3),))
     for elements in (3, 3000):
         rpc.rpc_sync("worker1", double, args=(torch.ones(elements),))
         for function in (double_later, ask_later):
-            # worker1 calls too, maybe on what it has not heard of yet.
+            # worker1 calls too, maybe over a connection of which it does not know yet that it
+            # broke.
             with contextlib.suppress(errors.PeerLostError):
                 rpc.rpc_sync("worker1", function, args=(torch.ones(elements),))
 
 
 def test_messages_after_connections_broke() -> None:
-    """What broken connections left behind in UCX broke those after them, or took the parts of their
-    messages of more than 8 KB, in silence."""
+    """What broken connections had left in UCX broke later connections, or silently took parts of
+    their messages of more than 8 KB."""
     for _ in range(4):
         with Group(2, options={"rpc_timeout": 5}) as group:
             group[0].run(fail_the_first_call_of_all)
@@ -301,7 +303,8 @@ def lose(to: str) -> None:
 @pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
 @pytest.mark.parametrize("where", AT_A_DEATH)
 def test_a_peer_that_dies(where: str, out_of_memory: bool) -> None:
-    """Over TCP, where UCX itself notices that the endpoint, and the one for bulk, have broken."""
+    """Over TCP, where UCX itself notices that an endpoint, and the endpoint for bulk, have
+    broken."""
     with Group(3, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
         group[0].run(double_at, "worker1")
         group[0].run(throw_at, where, out_of_memory)
@@ -316,7 +319,7 @@ def test_a_peer_that_dies(where: str, out_of_memory: bool) -> None:
 
 
 def shut_down_under(where: str, out_of_memory: bool) -> bool:
-    """Whether something came by."""
+    """Shut down under load with throws ordered at ``where``; return whether one has happened."""
     double_at("worker1")
     throw_at(where, out_of_memory)
     rpc.shutdown()
@@ -329,8 +332,8 @@ def shut_down() -> None:
 
 @pytest.mark.parametrize("out_of_memory", [True, False], ids=["bad_alloc", "c10"])
 def test_its_own_end(out_of_memory: bool) -> None:
-    """Mostly UCX has something left to send when an endpoint is closed, and says later that it has
-    closed it; else it is closed at once."""
+    """Mostly UCX still has to send something when an endpoint is closed, and reports the end later;
+    else it closes the endpoint at once, and the boundary is not reached."""
     for _ in range(20):
         with Group(2, options=BY_UCX, env={"UCX_TLS": "tcp"}) as group:
             other = group[1].start(shut_down)

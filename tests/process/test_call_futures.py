@@ -1,4 +1,5 @@
-"""What csrc/bindings/calls.cpp does in place of upstream: overloads, and futures."""
+"""What csrc/bindings/calls.cpp does in place of upstream: it chooses overloads and completes
+futures."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MATRIX = torch.arange(6.0).reshape(2, 3)
 
 
 class Call:
-    """Arguments of an operator."""
+    """An operator and its arguments."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
@@ -58,7 +59,7 @@ OVERLOADS = [
     Call(torch.clamp, MATRIX, 1, 3),
     Call(torch.clamp, MATRIX, min=ONE[:1]),
     Call(torch.cat, [ONE, ONE]),
-    # Not one tensor.
+    # The result is not a single tensor.
     Call(torch.numel, ONE),
     Call(torch.add, 1, 2),
     Call(torch.split, MATRIX, 1),
@@ -93,7 +94,7 @@ WRONG = [
 
 @needs_ucx("is what it is compared with")
 def test_arguments_that_no_overload_takes(pair: Group) -> None:
-    """The error is upstream's."""
+    """The error is the same as upstream's."""
     pair.run(check_wrong)
 
 
@@ -146,7 +147,7 @@ SCRIPT_CALLS: list[tuple[Any, ...]] = [
 def outcome(invoke: Callable[..., Any], *call: Any) -> Any:
     try:
         return shown(invoke(*call))
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - any error is compared
         return type(error), str(error).split("frame #")[0]
 
 
@@ -158,7 +159,7 @@ def by_upstream(*call: Any) -> Any:
 
 
 def check_script_calls() -> None:
-    # No callee would find it by its name.
+    # No callee could find this function by its name.
     elsewhere = torch.jit.CompilationUnit("def g(x: Tensor) -> Tensor:\n  return x\n").g
     calls = [*SCRIPT_CALLS, ("worker1", elsewhere, (ONE,))]
     found = []
@@ -211,12 +212,12 @@ def late(result: Any) -> Any:
 
 
 BIG = torch.ones(2000, 2000)
-#: Whose answers come when the caller has long returned from rpc_async().
+#: Calls whose answers come long after rpc_async() has returned.
 LATE = [Call(torch.mm, BIG, BIG), Call(late, ONE), Call(late, None)]
 
 
 def done_while_python_stands_still(call: Call, seconds: float) -> bool:
-    """Whether the answer completes the future while this thread keeps the GIL for itself."""
+    """Return whether the answer completes the future while this thread never releases the GIL."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:
@@ -249,7 +250,7 @@ def test_no_gil_is_needed_to_complete_one(pair: Group) -> None:
 
 
 class Unwilling:
-    """Can be pickled, and not unpickled."""
+    """Can be pickled but not unpickled."""
 
     def __init__(self, error: type[Exception]) -> None:
         self.error = error
@@ -301,5 +302,6 @@ def check_unwilling() -> None:
 
 
 def test_a_result_that_cannot_be_unpickled(pair: Group) -> None:
-    """Three classes of error, as upstream: others are RuntimeErrors too, beside what they are."""
+    """Errors have three classes, as upstream: an error of any other class is a RuntimeError as
+    well."""
     pair.run(check_unwilling)

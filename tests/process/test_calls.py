@@ -1,4 +1,4 @@
-"""Every way to call, from every kind of place."""
+"""Every way to make a call, from every kind of thread and function."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_async_execution_goes_on_elsewhere() -> None:
 
 
 def check_threads(count: int, calls: int, payload: int = 1) -> None:
-    """Call from so many threads; with tensors of up to `payload` elements times their number."""
+    """Call from ``count`` threads; the tensors of thread i have i times ``payload`` elements."""
     wrong: list[Any] = []
 
     def call(number: int) -> None:
@@ -87,7 +87,7 @@ def test_calls_from_8_threads(pair: Group) -> None:
 
 
 def test_calls_from_threads_with_little_and_much(pair: Group) -> None:
-    # 4 B, and 14, 29 and 43 MB: copied by the pool before they leave.
+    # 4 B, and 14, 29 and 43 MB, which the pool copies before they leave.
     pair.run(check_threads, 4, 12, 3_600_000)
 
 
@@ -130,8 +130,8 @@ def test_nested_32_deep(threads: int) -> None:
 
 
 def call_round(size: int, rounds: int) -> int:
-    """What every worker of a ring does at the same time: call the next one, which calls the next
-    one ..."""
+    """All workers of a ring do this at the same time: call the next worker, which calls the next
+    one, and so on."""
     return sum(f.nested(2 * size, size) for _ in range(rounds))
 
 
@@ -164,7 +164,8 @@ def open_up(_: Any) -> None:
 
 
 class CallsWhenPickled:
-    """Begins a call that ends only after the call whose argument it is."""
+    """While it is pickled as an argument, begins a call that ends only after the call with that
+    argument."""
 
     def __init__(self, to: str) -> None:
         self.to = to
@@ -208,7 +209,7 @@ def test_callbacks_that_call_again(pair: Group, count: int) -> None:
 
 
 class Scale(nn.Module):
-    """A layer with one weight, somewhere else."""
+    """A layer with one weight, for a RemoteModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +281,7 @@ def test_profiler_shows_local_and_remote_events(times: int) -> None:
 
 
 class OwnOperator:
-    """aten::rpc_test_own in this process, as a library defines it and takes it away again."""
+    """Defines aten::rpc_test_own in this process, as a library would, and removes it again."""
 
     library: Any = None
 

@@ -1,4 +1,4 @@
-"""A little of `make chaos`: tests/chaos says what it does."""
+"""A short run of `make chaos`; tests/chaos describes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a whole: how it is called, and what it says without a command."""
+"""The command line: how it is called, and what it prints without a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.backend import ROOT, needs_ucx
 
 pytestmark = needs_ucx("is not what the commands are about")
 
-#: What an installer writes into the script's file.
+#: What an installer writes into the file of a console script.
 SCRIPT = """\
 import sys
 from {module} import {function}
@@ -36,7 +36,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 
 
 def called(command: list[str]) -> str:
-    """What its texts call it."""
+    """The name that the texts of the command use for it."""
     return "python -m torch_rpc_ext" if "-m" in command else "torch-rpc-ext"
 
 

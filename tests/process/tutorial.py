@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""A parameter server as upstream's tutorials write it: it has never heard of torch_rpc_ext.
+"""A parameter server as upstream's tutorials write it, without any mention of torch_rpc_ext in its
+code.
 
-``python tutorial.py`` spawns a server and two trainers; under torchrun every process is the rank
-that torchrun says. The last line that rank 0 prints is the class of the agent that ran it.
+``python tutorial.py`` spawns a server and two trainers; under torchrun every process takes its rank
+from torchrun. The last line that rank 0 prints is the class of the agent.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""Nothing breaks, and nothing may grow."""
+"""A long run without faults: every call must be right, and no process may grow."""

@@ -9,7 +9,7 @@ from tests.soak.driver import soak
 
 
 def main() -> int:
-    """Run the command line; the exit status is 1 when something is wrong or grew."""
+    """Run the command line; the exit status is 1 if a call was wrong or a process grew."""
     parser = argparse.ArgumentParser(description="Mixed calls; nothing may grow.")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,7 +1,8 @@
 """Mixed calls between four workers for ten minutes: `make soak`.
 
-Ten rounds; after each, when all calls have ended, every worker says what it holds. After the first
-minute memory, descriptors and threads must not grow, and every call must give what it should.
+There are ten rounds. After each round, when all calls have ended, every worker reports what it
+holds. After the first minute, memory, descriptors and threads must not grow. Every call must give
+the right result.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from tests.process.group import Group
 
 WORKERS = 4
 ROUNDS = 10
-#: What may come and go between two rounds: MB of memory (the allocator's arenas), MB of it that are
-#: in use, MB that are shared with others (blocks of 40 MB that one of the caches keeps), others by
-#: number (the pool makes a thread when it first needs it).
+#: How much may come and go between two rounds. In MB: memory (the allocator's arenas), memory in
+#: use, and memory shared with other processes (blocks of 40 MB that a cache keeps). The rest are
+#: counts (the pool starts a thread when it first needs one).
 SLACK = {
     "memory": 40.0,
     "allocated": 10.0,
@@ -29,17 +30,18 @@ SLACK = {
     "threads": 8.0,
     "pending": 0.0,
 }
-#: When what each worker holds is taken for the first time: caches are full then.
+#: When the workers are measured for the first time: by then the caches are full.
 WARM_UP_SECONDS, WARM_UP_ROUNDS = 60.0, 3
 LARGE = 10_000_000  # elements
 
 
 def mixed(others: list[str], seconds: float, seed: int) -> tuple[int, list[str]]:
-    """The calls of the chaos test, all of which must be right; then large tensors and autograd.
+    """Make the calls of the chaos test, all of which must succeed; then send large tensors and use
+    autograd.
 
-    Returns how many calls they were, and what went wrong: not the list of them. To pickle tens of
-    thousands takes blocks of some MB, and glibc's malloc() keeps twice the largest block that it
-    gave back at the end of each thread's arena: the test would find its own list.
+    Returns the number of calls and what went wrong, but not the calls themselves: pickling tens of
+    thousands of calls takes blocks of several MB, and at the end of each thread's arena glibc's
+    malloc() keeps twice the largest block that was freed. The test would find its own list.
     """
     report = load.run(others, 0.8 * seconds, seed)
     wrong = report.wrong + [
@@ -48,7 +50,7 @@ def mixed(others: list[str], seconds: float, seed: int) -> tuple[int, list[str]]
     end = time.monotonic() + 0.2 * seconds
     while time.monotonic() < end:
         for other in others:
-            # No temporary of 10 MB: the same as above.
+            # This makes no temporary of 10 MB, which malloc() would keep as well.
             lowest, highest = torch.aminmax(
                 rpc.rpc_sync(other, f.identity, args=(torch.ones(LARGE),))
             )
@@ -60,7 +62,7 @@ def mixed(others: list[str], seconds: float, seed: int) -> tuple[int, list[str]]
 
 
 def backward(other: str) -> bool:
-    """One distributed backward pass; whether the gradient is right."""
+    """Make a distributed backward pass; return whether the gradient is right."""
     weight = torch.ones(1000, requires_grad=True)
     with dist_autograd.context() as context:
         loss = rpc.rpc_sync(other, f.times, args=(weight, 3.0)).sum()
@@ -69,7 +71,7 @@ def backward(other: str) -> bool:
 
 
 def soak(seconds: float, seed: int) -> list[str]:
-    """Run for about so long, and print a table; returns what is wrong."""
+    """Run for about ``seconds`` and print a table; return what is wrong."""
     wrong: list[str] = []
     first: list[dict[str, float]] = []
     calls, began, warm = 0, time.monotonic(), False
