@@ -105,7 +105,7 @@ def double_after(tensor: Tensor) -> Future[Tensor]:
 
 
 def many(tensor: Tensor) -> Tensor:
-    """Takes and returns more bytes than a socket takes at once."""
+    """Make calls at once with more bytes than a socket takes."""
     futures = [rpc.rpc_async("worker1", double, args=(tensor,)) for _ in range(1000)]
     results: list[Tensor] = torch.futures.wait_all(futures)
     return results[-1]
@@ -319,7 +319,7 @@ def test_a_peer_that_dies(where: str, out_of_memory: bool) -> None:
 
 
 def shut_down_under(where: str, out_of_memory: bool) -> bool:
-    """Shut down under load with throws ordered at ``where``; return whether one has happened."""
+    """Shut down with throws ordered at ``where``; return whether all have happened."""
     double_at("worker1")
     throw_at(where, out_of_memory)
     rpc.shutdown()

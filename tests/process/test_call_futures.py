@@ -302,6 +302,6 @@ def check_unwilling() -> None:
 
 
 def test_a_result_that_cannot_be_unpickled(pair: Group) -> None:
-    """Errors have three classes, as upstream: an error of any other class is a RuntimeError as
-    well."""
+    """As upstream, a ValueError or TypeError stays what it is; any other error becomes a
+    RuntimeError, which also keeps its own class."""
     pair.run(check_unwilling)

@@ -61,7 +61,7 @@ def test_async_execution_goes_on_elsewhere() -> None:
 
 
 def check_threads(count: int, calls: int, payload: int = 1) -> None:
-    """Call from ``count`` threads; the tensors of thread i have i times ``payload`` elements."""
+    """Call from ``count`` threads; the tensors of thread i have i * ``payload`` + 1 elements."""
     wrong: list[Any] = []
 
     def call(number: int) -> None:

@@ -1,5 +1,6 @@
-"""CUDA tensors through whole calls, on the fake devices of tests/support/fake_cuda: each kernel and
-copy is late, so what does not wait for a stream sees old bytes, and freed memory is overwritten."""
+"""CUDA tensors in whole calls, on the fake devices of tests/support/fake_cuda. Every kernel and
+copy there is late, so code that does not wait for a stream sees old bytes; freed memory is
+overwritten."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a real CUDA"),
 ]
 
-#: One that travels inside the frame, one that goes as bulk, one without elements.
+#: Sizes of tensors: one travels inside the frame, one travels as bulk, one has no elements.
 SIZES = pytest.mark.parametrize("size", [100, 100_000, 0])
 SWAPPED = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
 SAME = {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}
@@ -31,7 +32,7 @@ SAME = {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}
 
 @contextlib.contextmanager
 def devices(maps: Sequence[Mapping[str, Any]]) -> Iterator[Group]:
-    """One worker with two devices for each entry of ``maps``: its device maps."""
+    """One worker with two devices for each entry of ``maps``, which is its device maps."""
     fake_cuda.build()
     options = [{"device_maps": each, "num_worker_threads": 8} for each in maps]
     with Group(len(maps), options=options, init=False) as group:
@@ -47,7 +48,7 @@ def cuda_pair() -> Iterator[Group]:
 
 
 def ramp(size: int, device: str, start: int = 0) -> torch.Tensor:
-    """Return start, start + 1, ... as the current stream will have it a little later."""
+    """Return the tensor start, start + 1, ..., which the current stream computes a little later."""
     zero_based = torch.arange(size, dtype=torch.float32).to(device)
     return zero_based + start
 
@@ -149,7 +150,8 @@ def test_nothing_waits_for_a_device(cuda_pair: Group) -> None:
 
 
 def returns_early(size: int) -> tuple[float, float]:
-    """Seconds until the call returns, and until its result is there, of a tensor that is late."""
+    """Send a tensor that is late; return the seconds until the call returned, and until its result
+    was there."""
     tensor = ramp(size, "cuda:0")
     fake_cuda.set_delay(0.5)
     try:
@@ -203,7 +205,7 @@ def test_500_tensors_are_one_copy(cuda_pair: Group) -> None:
     after = cuda_pair[1].run(fake_cuda.counts)
     for kind in ("device_to_host", "host_to_device"):
         assert here[kind] == 1 and after[kind] - before[kind] == 1
-    assert here["foreach_copies"] == 2  # a gather, a scatter
+    assert here["foreach_copies"] == 2  # one gather, one scatter
 
 
 def kinds() -> None:
@@ -212,7 +214,7 @@ def kinds() -> None:
     assert got == ["cuda:1", "cpu", "cuda:0", "cuda:0"]
     whole = ramp(30_000, "cuda:0")
     assert rpc.rpc_sync("worker1", same_memory, args=(whole, whole.view(300, 100).view(-1)))
-    column = whole.view(300, 100).t()[3]  # small beside its storage
+    column = whole.view(300, 100).t()[3]  # much smaller than its storage
     assert torch.equal(rpc.rpc_sync("worker1", plus, args=(column, 1)).cpu(), column.cpu() + 1)
     for dtype in (torch.bfloat16, torch.int8, torch.complex64, torch.bool):
         value = torch.ones(5, device="cuda:0", dtype=dtype)
@@ -267,7 +269,7 @@ def part_to_oneself() -> dict[str, int]:
 
 
 def test_a_part_of_a_storage_to_oneself(cuda_pair: Group) -> None:
-    """One copy of the part there, and one back."""
+    """Copies only the part: once on the way there, and once on the way back."""
     assert cuda_pair.run(part_to_oneself)["device_to_device"] == 2
 
 
@@ -309,7 +311,8 @@ def forward() -> None:
 
 
 def test_the_forward_pass_of_dist_autograd(cuda_pair: Group) -> None:
-    """It gives its calls maps of their own. A backward pass needs more than the fake has."""
+    """dist_autograd passes device maps with each call. A backward pass needs more than the fake
+    devices can do."""
     cuda_pair.run(forward)
 
 
@@ -373,7 +376,8 @@ def meta_tensors() -> None:
         "meta",
         "cuda:1",
     ]
-    # torch's own futures, where devices are: the error says which device, and the callee lives.
+    # This error comes from torch's own futures, where there are devices. It names the device, and
+    # the callee lives on.
     with pytest.raises(Exception, match="to be on a device of type cuda, got one on device meta"):
         rpc.rpc_sync("worker1", torch.neg, args=(meta,))
     assert_ramp(rpc.rpc_sync("worker1", plus, args=(ramp(3, "cuda:0"), 5)), "cuda:0", 5)

@@ -1,4 +1,4 @@
-"""What tests/gpu/test_agent_calls.py does on a GPU, in small on the fake devices."""
+"""What tests/gpu/test_agent_calls.py does on a GPU, with small tensors on the fake devices."""
 
 from __future__ import annotations
 

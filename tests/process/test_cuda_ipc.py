@@ -1,7 +1,7 @@
 """CUDA IPC between real processes, on a driver without a GPU.
 
-The `sender` has device memory, the `receiver` opens it. Each is a process of its own; what they
-hold between two steps is in HELD.
+The `sender` has device memory; the `receiver` opens it. Each is a process of its own, and keeps in
+HELD what it holds between two steps of a test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support import libcuda
 from tests.support.libcuda import FakeCuda
 
 SIZE = 1 << 20
-PEER = 7  # what the receiver calls the sender
+PEER = 7  # the number by which the receiver knows the sender
 INVALID_VALUE, ALREADY_MAPPED = 1, 208
 
 HELD: dict[str, Any] = {}
@@ -30,7 +30,7 @@ def processes() -> Iterator[tuple[Worker, Worker]]:
 
 
 def pair(sender: str = "ab", receiver: str = "ab", **fake: object) -> Group:
-    """A sender and a receiver, each with its devices."""
+    """Start a sender and a receiver with these devices."""
     env = [libcuda.environment(uuids=uuids, **fake) for uuids in (sender, receiver)]
     group = Group(2, init=False, env=env)
     group.run_all(begin)
@@ -47,7 +47,7 @@ def begin() -> None:
 
 
 def send(value: int, device: int = 0, size: int = SIZE, offset: int = 0) -> bytes:
-    """Make memory full of a value; returns an export of it from the offset on."""
+    """Allocate device memory full of ``value``; return its export, from ``offset`` on."""
     address = HELD["fake"].allocate(size, device)
     libcuda.write(address, bytes([value]) * size)
     HELD["address"] = address
@@ -64,7 +64,7 @@ def free() -> None:
 
 
 def receive(exported: bytes, device: int = 0, keep: bool = False) -> tuple[int, int]:
-    """Open it; returns the first byte and the address that it is mapped at."""
+    """Open an export; return its first byte and the address at which it is mapped."""
     run = libcuda.native().describe_export(exported)
     mapping = HELD["importer"].open(PEER, device, exported)
     if keep:
@@ -102,7 +102,8 @@ def test_an_allocation_is_exported_and_opened_once(processes: tuple[Worker, Work
 
 
 def test_a_stale_handle_is_not_used(processes: tuple[Worker, Worker]) -> None:
-    """The allocator gives memory back to the driver, and gets the same address again."""
+    """The handle is stale after the allocator has returned memory to the driver and got the same
+    address again."""
     sender, receiver = processes
     old = sender.run(send, 5)
     assert receiver.run(receive, old)[0] == 5
@@ -154,7 +155,7 @@ def test_a_peer_that_goes_and_memory_that_is_freed(processes: tuple[Worker, Work
 
 def freed(exported: bytes) -> None:
     run = libcuda.native().describe_export(exported)
-    HELD["importer"].freed(PEER, run["base"], run["buffer_id"] + 1)  # another one: nothing
+    HELD["importer"].freed(PEER, run["base"], run["buffer_id"] + 1)  # unknown: nothing happens
     HELD["importer"].freed(PEER, run["base"], run["buffer_id"])
 
 
@@ -165,7 +166,7 @@ def test_the_oldest_makes_room_and_idle_ones_are_closed(processes: tuple[Worker,
         receiver.run(receive, one)
     assert receiver.run(stats) == {"hits": 0, "opened": 4, "stale": 0, "open": 3}
     receiver.run(receive, exported[1])
-    assert receiver.run(stats)["hits"] == 1  # the first one made room
+    assert receiver.run(stats)["hits"] == 1  # exported[0] was closed to make room
     assert receiver.run(trim, 60.0) == 0
     assert receiver.run(trim, 0.0) == 3
 
@@ -181,7 +182,8 @@ def test_memory_that_cannot_be_exported_says_why(processes: tuple[Worker, Worker
         sender.run(send_unexportable)
     with pytest.raises(ValueError, match="not in one allocation"):
         sender.run(send_too_much)
-    # Asked once, and remembered; another allocation is asked again.
+    # The driver is asked once for an allocation, and its refusal is remembered; for another
+    # allocation it is asked again.
     with pytest.raises(ValueError, match="unsupported: .* cuIpcGetMemHandle: CUDA_ERROR_INVALID"):
         sender.run(send_refused, INVALID_VALUE)
     with pytest.raises(ValueError, match="unsupported: .* cuIpcGetMemHandle: CUDA_ERROR_INVALID"):
@@ -213,8 +215,8 @@ def test_a_handle_that_cannot_be_opened(processes: tuple[Worker, Worker]) -> Non
     with pytest.raises(ValueError, match="unsupported: .*OpenMemHandle: CUDA_ERROR_ALREADY_MAPPED"):
         receiver.run(receive_refused, exported, ALREADY_MAPPED)
     with pytest.raises(ValueError, match="CUDA_ERROR_INVALID_CONTEXT"):
-        sender.run(receive, exported)  # its own
-    assert receiver.run(receive, exported)[0] == 5  # the worker lives
+        sender.run(receive, exported)  # a process cannot open its own export
+    assert receiver.run(receive, exported)[0] == 5  # the worker lives on
 
 
 def receive_refused(exported: bytes, error: int) -> None:
@@ -241,8 +243,8 @@ def change(numbers: bytes, index: int, value: int) -> bytes:
 
 
 def test_a_receiver_waits_for_the_senders_stream(processes: tuple[Worker, Worker]) -> None:
-    """The sender's stream does nothing until the receiver has queued all: without the event, the
-    receiver would have copied before."""
+    """The sender's stream stands still until the receiver has queued its copy: without the event,
+    the copy would run before the data is there."""
     sender, receiver = processes
     for value in (9, 10):
         sender.run(hold, True)
@@ -251,10 +253,10 @@ def test_a_receiver_waits_for_the_senders_stream(processes: tuple[Worker, Worker
         sender.run(hold, False)
         assert receiver.run(copied) == bytes([value]) * SIZE
         sender.run(give_back)
-    # The second message used the same event, which was open already.
+    # The second message used the same event, which the receiver had already opened.
     assert len(sender.run(calls, "cuIpcGetEventHandle")) == 1
     assert len(receiver.run(calls, "cuIpcOpenEventHandle")) == 1
-    # Nothing waited but the test itself, in copied().
+    # Only the test itself has waited for a stream, in copied().
     assert len(receiver.run(calls, "cuStreamSynchronize")) == 2
     assert sender.run(calls, "cuStreamSynchronize") == []
 
@@ -277,14 +279,14 @@ def give_back() -> None:
 
 
 def copy_after(exported: bytes, event: bytes) -> None:
-    """Queue a copy to another device of the receiver's, on a stream that waits for the event."""
+    """Queue a copy to another device of the receiver, on a stream that waits for the event."""
     cuda, fake = libcuda.native(), HELD["fake"]
     mapping = HELD["importer"].open(PEER, 0, exported)
     target, stream = fake.allocate(SIZE, 1), fake.stream(1)
     HELD["peer_events"].wait(PEER, 0, event, 1, stream)
     cuda.copy(HELD["driver"], 1, target, mapping.address, SIZE, stream)
     HELD["copy"] = (mapping, target, stream)
-    time.sleep(0.1)  # what does not wait is done by then
+    time.sleep(0.1)  # a copy that does not wait is done by then
 
 
 def copied() -> bytes:

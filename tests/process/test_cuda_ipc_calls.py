@@ -1,5 +1,5 @@
-"""CUDA tensors through whole calls by CUDA IPC: the fake devices of tests/support/fake_cuda on the
-driver of tests/support/fake_libcuda, so that other processes can map them."""
+"""CUDA tensors in whole calls by CUDA IPC. The fake devices of tests/support/fake_cuda use the fake
+driver of tests/support/fake_libcuda, so that other processes can map their memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def devices(
     fake: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Group:
-    """One worker with two devices for each entry of ``maps``, its device maps."""
+    """One worker with two devices for each entry of ``maps``, which is its device maps."""
     libcuda.needs_headers()
     fake_cuda.build()
     group = Group(
@@ -70,14 +70,14 @@ def agent() -> Any:
 
 
 def way_to(worker: str) -> tuple[str, str]:
-    """How CUDA tensors go to a worker, and why not better."""
+    """How CUDA tensors travel to a worker, and why not in a faster way."""
     [found] = [peer for peer in agent().describe_peers() if peer["worker"] == worker]
     return found["devices"], found["devices_why"]
 
 
 def until_devices(worker: str, way: str) -> str:
-    """Make calls until tensors go that way, and it is known how they come back; returns why they do
-    not go in a better one."""
+    """Make calls until tensors travel that way, and the way back is known too; return why they do
+    not travel in a faster way."""
     me = rpc.get_worker_info().name
     ways = []
     deadline = time.monotonic() + 20
@@ -103,7 +103,7 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def released() -> None:
-    """Wait until nobody copies from here any more."""
+    """Wait until no other worker copies from this one."""
     until(lambda: metric("held_messages") == 0)
 
 
@@ -146,7 +146,8 @@ def freed_at_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [100, 100_000])
 def test_the_sender_may_free_its_tensor(ipc_pair: Group, size: int) -> None:
-    """Memory that is freed is overwritten: before the copy, the callee would see it."""
+    """Freed memory is overwritten: if it were freed before the copy, the callee would see other
+    values."""
     ipc_pair.run(freed_at_once, size)
 
 
@@ -156,7 +157,8 @@ def test_the_receiver_waits_for_the_senders_stream(ipc_pair: Group) -> None:
 
 
 def test_memory_is_held_until_it_is_copied(ipc_pair: Group) -> None:
-    """The receiver's streams do nothing: what it was sent stays, and goes when it has copied."""
+    """While the receiver's streams stand still, the sender holds the memory; it releases the memory
+    after the copy."""
     ipc_pair[1].run(hold, True)
     call = ipc_pair[0].start(keeps_until_copied)
     time.sleep(0.3)
@@ -193,7 +195,7 @@ def many_small() -> dict[str, int]:
 def test_500_tensors_are_one_block(ipc_pair: Group) -> None:
     opened = ipc_pair[1].run(driver_calls, "cuIpcOpenMemHandle")
     counts = ipc_pair.run(many_small)
-    # A gather and a scatter: by torch where numba-cuda is not installed.
+    # One gather and one scatter; torch does them where numba-cuda is not installed.
     assert counts["foreach_copies"] + counts["launches"] == 2
     assert counts["device_to_host"] == counts["host_to_device"] == 0
     assert ipc_pair[1].run(driver_calls, "cuIpcOpenMemHandle") - opened <= 1
@@ -205,12 +207,12 @@ def views_and_kinds() -> None:
     mixed = [ramp(3, "cuda:0"), torch.ones(3), ramp(40_000, "cuda:1"), ramp(5, "cuda:0")]
     got = rpc.rpc_sync("worker1", sums_of, args=(mixed,))
     assert got == [("cuda:1", 3.0), ("cpu", 3.0), ("cuda:0", 799980000.0), ("cuda:1", 10.0)]
-    column = whole.view(300, 100).t()[3]  # small beside its storage
+    column = whole.view(300, 100).t()[3]  # much smaller than its storage
     assert torch.equal(rpc.rpc_sync("worker1", plus, args=(column, 1)).cpu(), column.cpu() + 1)
 
 
 def parts_that_are_freed() -> None:
-    """Columns and rows, of storages that the sender frees at once."""
+    """Send columns and rows of storages that the sender frees at once."""
     sent = metric("sent_bytes")
     futures = []
     for start in range(10):
@@ -295,7 +297,7 @@ def fail(function: str, error: int, times: int) -> None:
 
 @pytest.mark.parametrize("off", [0, 1])
 def test_the_option(off: int) -> None:
-    """Off at one worker, neither direction uses it."""
+    """If one worker turns CUDA IPC off, neither direction uses it."""
     options = [{"use_cuda_ipc": rank != off} for rank in range(2)]
     with Group(
         2,
@@ -450,7 +452,7 @@ def test_a_sender_that_is_killed_before_its_tensor_is_there() -> None:
             group.run(sends_and_dies)
         group.broken = False
         group[2].run(lives_on)
-        group[1].run(until_closed, 2)  # the trial, and the memory
+        group[1].run(until_closed, 2)  # the memory of the trial, and that of the tensor
 
 
 def until_closed(count: int) -> None:
@@ -480,7 +482,7 @@ def test_a_worker_that_comes_back() -> None:
 
 
 def test_it_works_with_nothing_mapped_the_same() -> None:
-    """Two workers that both send and answer, each to itself, too."""
+    """Two workers send and answer at the same time, also to themselves."""
     with devices([{"worker1": SAME}, {"worker0": SAME, "worker1": SAME}]) as group:
         group.run(until_devices, "worker1", "cuda ipc")
         for worker in group:

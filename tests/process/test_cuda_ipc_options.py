@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def narrowed(dtype: torch.dtype) -> None:
-    """The numbers are those of the staged way, and half the bytes are copied."""
+    """Tensors have the same values as when they are staged, and half as many bytes are copied."""
     sizes = (1, 100, 3000, 17, 100_000)
     numbers = [torch.linspace(-3, 3, size) + 0.0001 for size in sizes]
     sent = metric("sent_bytes")
@@ -72,7 +72,8 @@ def checked() -> Iterator[Group]:
 
 
 def summed() -> dict[str, int]:
-    """How often which checksums were launched for a call with small and large tensors."""
+    """Make a call with small and large tensors; return how often each kernel for checksums was
+    launched."""
     tensors = [ramp(size, "cuda:0") for size in (10, 20, 30, 40, 100_000, 200_000)]
     FakeCuda().forget_calls()
     with fake_cuda.counted() as counts:
@@ -86,7 +87,7 @@ def summed() -> dict[str, int]:
 
 def test_checksums_are_the_devices(checked: Group) -> None:
     counts = checked.run(summed)
-    # Of a block and two large ones that leave, and of as many that arrive.
+    # One block of small tensors and two large tensors leave, and as many arrive.
     assert counts["checksums"] == 6
     assert counts["synchronizations"] == counts["device_to_host"] == counts["host_to_device"] == 0
     checked.run(narrowed, torch.bfloat16)
@@ -110,11 +111,11 @@ HELD: dict[str, Any] = {}
 
 
 def send_and_change() -> None:
-    """Memory that changes between the sender's checksum and the receiver's copy."""
+    """Change memory between the sender's checksum and the receiver's copy."""
     tensor = ramp(100_000, "cuda:0")
     HELD["future"] = rpc.rpc_async("worker1", notes_that_it_ran, args=(tensor,))
     until(lambda: metric("held_messages") == 1)
-    time.sleep(0.1)  # the sender's checksum is there
+    time.sleep(0.1)  # by now the sender has its checksum
     tensor[7] = -1.0
     tensor.cpu()
 

@@ -1,7 +1,7 @@
-"""The agent's use of the kernels: real calls, on devices and a driver that exist in host memory.
+"""How the agent uses the kernels: real calls, on fake devices and a fake driver in host memory.
 
-The driver runs what the agent launches on the streams of tests/support/fake_cuda, as late as
-everything there.
+The fake driver runs the kernels that the agent launches on the streams of tests/support/fake_cuda,
+late as everything there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
 SWAPPED = {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}
 MAPS = {"worker0": SWAPPED, "worker1": SWAPPED}
 LAUNCH_FAILED = 719
-#: Small ones, which are gathered, and one that goes as bulk.
+#: Small tensors, which are gathered, and one that travels as bulk.
 SIZES = (1, 100, 17, 3000, 64, 0, 100_000)
 
 
@@ -58,7 +58,8 @@ def two() -> Iterator[Group]:
 
 
 def tensors(device: str) -> list[Tensor]:
-    """Numbers that the narrow dtypes do not have, as the current stream will have them later."""
+    """Tensors that the current stream computes later, of numbers that the narrow dtypes cannot
+    represent."""
     return [torch.linspace(-3, 3, size).to(device) + 0.0001 for size in SIZES]
 
 
@@ -94,7 +95,7 @@ def call(dtype: torch.dtype | None) -> tuple[dict[str, int], list[str]]:
 def test_one_launch_for_many_tensors(two: Group) -> None:
     two[1].run(launches)
     counts, here = two.run(call, None)
-    # The gather of the arguments, the scatter of the results; as much there.
+    # A gather of the arguments and a scatter of the results; the callee launches as many.
     assert here == ["segments"] * 2 and two[1].run(launches) == ["segments"] * 2
     assert counts["foreach_copies"] == 0 and counts["synchronizations"] == 0
 
@@ -104,7 +105,7 @@ def test_casts_are_part_of_the_copy(two: Group, dtype: torch.dtype) -> None:
     two[1].run(launches)
     counts, here = two.run(call, dtype)
     name = str(dtype).removeprefix("torch.")
-    # For the large tensor and for all small ones.
+    # One for the large tensor, one for all small ones.
     narrow, wide = [f"segments_float32_to_{name}"] * 2, [f"segments_{name}_to_float32"] * 2
     assert here == narrow + wide
     assert two[1].run(launches) == wide + narrow
@@ -151,13 +152,13 @@ def test_without_numba_cuda() -> None:
 
 
 def excerpts(base: Tensor) -> list[Tensor]:
-    """Parts of a storage that go without the rest: five scattered ones, two runs of bytes."""
+    """Parts of a storage that travel without the rest: five are scattered, two are contiguous."""
     table = base.view(600, 1000)
     return [
         table.t()[3],
         table[:, 10:13],
         table[5],
-        table[:300, ::7],  # goes as bulk, as the next two
+        table[:300, ::7],  # travels as bulk, as do the next two
         table[100:300],
         table.t()[::5, :300],
         table[2:3, :4].expand(7, 4),
@@ -199,7 +200,7 @@ def test_parts_of_storages_are_packed_where_they_are_copied(
     kinds = [name.split("_")[0] for name in names]
     assert kinds.count("strided") == 5
     assert all(("bfloat16" in name) == (dtype is not None) for name in names)
-    # No temporary: nothing is copied from device to device by torch.
+    # No temporary is made: torch copies nothing from device to device.
     assert counts["device_to_device"] == counts["foreach_copies"] == 0
     assert counts["synchronizations"] == 0
 
@@ -261,7 +262,8 @@ def test_checksums_of_large_tensors_are_the_devices() -> None:
         for dtype in (None, torch.bfloat16):
             group[1].run(launches)
             counts, names = group.run(call, dtype)
-            # Of what leaves: the large one. Of what arrives: that, and the block of the small ones.
+            # One checksum for what leaves: the large tensor. Two for what arrives: the large
+            # tensor, and the block of small tensors.
             assert names.count("checksum") == group[1].run(launches).count("checksum") == 3
             assert counts["synchronizations"] == 0
 
@@ -307,7 +309,8 @@ def with_damage(size: int, where: str, dtype: torch.dtype | None) -> None:
 def test_a_copy_to_a_device_that_changes_bytes(
     checked: Group, size: int, where: str, dtype: torch.dtype | None
 ) -> None:
-    """Of a request (on worker1) the function does not run, of an answer the caller sees nothing."""
+    """If the request is damaged (on worker1), its function does not run; if the answer is, the
+    caller gets no result."""
     checked.run(with_damage, size, where, dtype)
     line = "changed on its way"
     assert line in checked.workers[int(where[-1])].child.output()
@@ -315,7 +318,7 @@ def test_a_copy_to_a_device_that_changes_bytes(
 
 @pytest.mark.parametrize("where", ["worker0", "worker1"])
 def test_a_chunk_that_changes_while_the_rest_arrives(where: str) -> None:
-    """Between workers that cannot read each other's memory the receiver copies chunk by chunk."""
+    """Where workers cannot read each other's memory, the receiver copies chunk by chunk."""
     with pair(integrity=True, use_cma=False) as group:
         group.run(with_damage, 10_000_000, where, None)
         assert "changed on its way" in group.workers[int(where[-1])].child.output()
@@ -327,7 +330,7 @@ def test_a_checksum_that_cannot_be_launched_is_computed_by_the_host(checked: Gro
 
 
 def many_at_once() -> None:
-    """More requests than threads, each of which waits for its checksums."""
+    """Send more requests than there are threads; each request waits for its checksums."""
     sent = [torch.linspace(-3, 3, 100_000).to("cuda:0") + i for i in range(40)]
     futures = [rpc.rpc_async("worker1", notes_that_it_ran, args=(tensor,)) for tensor in sent]
     for tensor, future in zip(sent, futures, strict=True):

@@ -1,7 +1,8 @@
-"""Large tensors of devices that leave, and are copied on, piece by piece: on the fake devices of
-tests/support/fake_cuda, between workers that cannot read each other's memory.
+"""Large tensors leave a device piece by piece, and are copied to the receiver's device piece by
+piece: on the fake devices of tests/support/fake_cuda, between workers that cannot read each other's
+memory.
 
-Each copy is late, so a call of many pieces takes long enough to look at in its middle.
+Every copy is late, so a call with many pieces lasts long enough to be observed while it runs.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ pytestmark = [
 ]
 
 MB = 1 << 20
-#: Elements of a tensor of 10 pieces, which are 3 chunks of the transport, the last one a part.
+#: Elements of a tensor of 10 pieces, which are 3 chunks of the transport, the last of them not
+#: full.
 LARGE = 40 * MB // 4
 MAPS = {"worker1": SAME, "worker0": SAME}
 
 
 @contextlib.contextmanager
 def apart(size: int = 2, **options: Any) -> Iterator[Group]:
-    """Workers whose bulk goes through UCX."""
+    """A group whose bulk travels through UCX."""
     fake_cuda.build()
     given = {"device_maps": MAPS, "num_worker_threads": 8, "use_cma": False, **options}
     with Group(size, options=given, init=False) as group:
@@ -58,7 +60,7 @@ def sealed_pair() -> Iterator[Group]:
 
 
 def warm_up() -> None:
-    """The first message leaves before it is known what the connection is made of."""
+    """Make a first call: it leaves before the connection knows which way bulk travels."""
     rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(2),))
 
 
@@ -82,7 +84,7 @@ def copied() -> int:
 
 
 def slow_result(seconds_until_broken: float) -> torch.Tensor:
-    """One whose pieces are late, and whose device fails meanwhile."""
+    """Return a tensor whose pieces are late, and whose device fails before all have left."""
     tensor = ramp(LARGE, "cuda:0")
     tensor.cpu()
     fake_cuda.set_delay(0.2)
@@ -124,7 +126,8 @@ def test_there_and_back_encrypted(sealed_pair: Group, size: int) -> None:
 
 
 def all_kinds() -> None:
-    """Inline and large, on two devices and the CPU, views of one storage, in one message."""
+    """Send inline and large tensors, on two devices and the CPU, with views of one storage, in one
+    message."""
     sizes = [10, 300_000, 100, 3 * MB, 5, 2_000_000, 0, 700_000, 1]
     tensors = []
     for i, size in enumerate(sizes):
@@ -158,7 +161,7 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_many_at_once_and_freed_at_once(far_pair: Group) -> None:
-    """More than may take memory of the device early."""
+    """Sends more tensors than may take memory of the device before they are served."""
     far_pair.run(many_at_once)
 
 
@@ -188,7 +191,7 @@ def counted_echo() -> dict[str, int]:
 
 
 def begin(timeout: float = 30) -> torch.futures.Future[float]:
-    """A call whose pieces take 2 s to leave the device; in its middle, on return."""
+    """Begin a call whose pieces take 2 s to leave the device; return when some have arrived."""
     before = rpc.rpc_sync("worker1", copied)
     tensor = ramp(LARGE, "cuda:0")
     tensor.cpu()
@@ -207,7 +210,7 @@ def overlap(in_pieces: bool) -> None:
     before = rpc.rpc_sync("worker1", copied)
     tensor = ramp(LARGE, "cuda:0")
     want = total(tensor)
-    # 2 s to leave the device, whether in ten copies or in one.
+    # The tensor takes 2 s to leave the device, in ten copies or in one.
     fake_cuda.set_delay(0.2 if in_pieces else 2)
     try:
         future = rpc.rpc_async("worker1", total, args=(tensor,))
@@ -224,12 +227,12 @@ def overlap(in_pieces: bool) -> None:
         assert len(seen) > 20, "small calls waited for the large one"
         assert seconds > 0.2, seen
     else:
-        assert seconds < 2, seen  # which one more piece would take
+        assert seconds < 2, seen  # another piece would take 2 s
 
 
 def test_copies_of_both_devices_and_the_network_overlap(far_pair: Group) -> None:
     """The first two of three chunks are on their way to the callee's device, or there, while the
-    last one has yet to leave the caller's."""
+    last chunk has yet to leave the caller's device."""
     far_pair.run(overlap, True)
 
 
@@ -257,7 +260,7 @@ def test_the_device_of_the_caller_fails(pair: str, request: pytest.FixtureReques
 
 
 def the_caller_breaks_unseen() -> None:
-    """Encrypted, nothing of it is copied on before all is there."""
+    """With encryption, nothing is copied to the device before all has arrived."""
     tensor = ramp(LARGE, "cuda:0")
     tensor.cpu()
     fake_cuda.set_delay(0.2)
@@ -282,7 +285,8 @@ def the_callee_breaks() -> None:
 
 @pytest.mark.parametrize("pair", ["far_pair", "sealed_pair"])
 def test_the_device_of_the_callee_fails(pair: str, request: pytest.FixtureRequest) -> None:
-    """The frame of the answer has left: the caller is told that the rest does not come."""
+    """The frame of the answer has already left: the callee tells the caller that the bulk will not
+    come."""
     request.getfixturevalue(pair).run(the_callee_breaks)
 
 
@@ -302,7 +306,7 @@ def test_a_time_out(far_pair: Group) -> None:
 
 
 def no_memory_early() -> None:
-    """A callee without memory says so as it does when it copies all at once."""
+    """A callee without device memory raises the same error as when it copies everything at once."""
     tensor = ramp(LARGE, "cuda:0")
     rpc.rpc_sync("worker1", set_memory, args=(MB,))
     with pytest.raises(RuntimeError, match="could not take the message: CUDA out of memory"):
@@ -364,5 +368,5 @@ def leave_in_the_middle() -> float:
 def test_shutdown_in_the_middle() -> None:
     with apart(3) as group:
         assert group.run(leave_in_the_middle) < 10
-        group[0].killed = True  # it has said goodbye
+        group[0].killed = True  # it has left by itself
         assert group[1].run(serves_on, "worker2") == 3

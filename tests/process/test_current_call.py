@@ -1,4 +1,4 @@
-"""current_call(): what a remote function can ask about the call that it serves."""
+"""current_call(): what a remote function can ask about its call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def caller(*_: Any) -> str:
 
 @rpc.functions.async_execution
 def caller_later() -> Future[str]:
-    """Its call is asked once the function has returned."""
+    """Ask the call for its caller on another thread, maybe after the function has returned."""
     call, future = torch_rpc_ext.current_call(), Future[str]()
     threading.Thread(target=lambda: future.set_result(call.caller)).start()
     return future
@@ -34,7 +34,8 @@ class Asker:
 
 
 def caller_through(to: str) -> tuple[str, str, str]:
-    """Whose call this one is, before, within and after a call of its own."""
+    """Return the caller of this function before a nested call, the caller of the nested call, and
+    the caller after it."""
     return caller(), str(rpc.rpc_sync(to, caller)), caller()
 
 
@@ -71,7 +72,7 @@ def test_the_caller_has_a_name() -> None:
 
 @workers(3)
 def test_a_call_whose_rrefs_are_yet_to_be_confirmed() -> None:
-    """It begins on the thread that hears that they are."""
+    """The function begins on the thread that receives the confirmation."""
     for _ in range(20):
         rref = rpc.remote("worker2", Asker)
         assert rpc.rpc_sync("worker1", caller, args=(rref,)) == "worker0"

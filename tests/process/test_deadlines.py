@@ -1,4 +1,5 @@
-"""A deadline reaches the callee: what nobody waits for is not begun, and what runs can ask."""
+"""The callee knows the deadline of a call: it does not begin a call that nobody waits for, and a
+running function can ask."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from torch_rpc_ext import aio, errors
 
 pytestmark = needs_ucx("tells callees nothing of time-outs")
 
-SHORT = 0.3  # s; a time-out that passes
-#: So too, but within one of these a call begins first, however busy the machine is.
+SHORT = 0.3  # s; a time-out that passes during the test
+#: Such time-outs, too; but within one of these a call begins, however busy the machine is.
 LONGER_AND_LONGER = (SHORT, 3.0, 15.0)
 RAN: list[str] = []
 _began, _end = threading.Event(), threading.Event()
@@ -71,12 +72,12 @@ def start_to_block(to: str) -> None:
 
 
 def wait_for_queue(waiting: int) -> None:
-    """So many requests wait behind block()."""
+    """Wait until so many requests wait behind block()."""
     wait_until(lambda: metric("queued_requests") >= waiting)
 
 
 def release_too_late(waiting: int, seconds: float) -> None:
-    """Let block() end when so many requests have waited for longer than their time-out."""
+    """Let block() end after ``waiting`` requests have waited for longer than their time-outs."""
     wait_for_queue(waiting)
     time.sleep(seconds)
     _end.set()
@@ -101,7 +102,7 @@ def make_calls_that_time_out() -> list[str]:
         texts.append(str(raised.value))
     with pytest.raises(RuntimeError):
         rref.to_here()
-    # Behind all of them: the callee has only one thread.
+    # This call runs after all of them, because the callee has only one thread.
     assert rpc.rpc_sync(to, note, ("in time",), timeout=0) == "in time"
     return texts
 
@@ -159,13 +160,14 @@ def share_what_is_not_begun(timeout: float) -> str:
 
 
 def test_the_rref_of_a_call_that_is_not_begun_has_an_error() -> None:
-    """Who else holds the RRef would wait for ever for a value that nobody computes."""
+    """Without an error, another holder of the RRef would wait for ever for a value that nobody
+    computes."""
     timeout = 3.0
     with Group(3, options=[{}, {"num_worker_threads": 1}, {}]) as group:
         group[2].run(start_to_block, "worker1")
         group[1].run(wait_for_begin)
         text = group[0].start(share_what_is_not_begun, timeout)
-        # The call, and the other worker's question about the RRef.
+        # Two requests wait: the call, and the other worker's request for the RRef's value.
         group[1].run(release_too_late, 2, timeout + SHORT)
         assert "did not begin the call" in text.result()
         assert group[1].run(ran) == []
@@ -183,7 +185,8 @@ def test_how_long_the_caller_waits() -> None:
     for timeout in (20, 1e6):
         left, remaining, cancelled = rpc.rpc_sync("worker1", times, timeout=timeout)
         assert 0 < remaining <= left <= timeout + 0.01 and left > timeout - 15 and not cancelled
-    # By default that of the options; and more than 49 days do not fit into the frame.
+    # The default time-out is that of the options; a time-out of more than 49 days does not fit into
+    # the frame.
     assert rpc.rpc_sync("worker1", times)[0] <= rpc.get_rpc_timeout() + 0.01
     assert rpc.rpc_sync("worker1", times, timeout=5e6) == (None, None, False)
 
@@ -205,7 +208,7 @@ def wait_for_the_end_if_it_began(notes: list[Any]) -> None:
 
 
 def seen() -> list[bool]:
-    """What the call noted that has timed out, if it had begun."""
+    """What the timed-out call has noted, if it had begun."""
     wait_for_the_end_if_it_began(_seen)
     _end.clear()
     found = _seen.copy()
@@ -235,7 +238,7 @@ def give_up_a_remote_call() -> None:
     with pytest.raises(errors.CallTimeoutError):
         rref._get_future().wait()
     del rref
-    rpc.rpc_sync("worker1", let_go)  # behind the message that nobody holds the RRef any more
+    rpc.rpc_sync("worker1", let_go)  # served after the message that releases the RRef
 
 
 def wait_until_no_value_is_left() -> None:
@@ -243,7 +246,7 @@ def wait_until_no_value_is_left() -> None:
 
 
 def test_the_value_of_a_remote_call_that_nobody_waits_for_is_freed() -> None:
-    """Its RRef is let go of before the function has made it."""
+    """The caller releases the RRef before the function has made its value."""
     with Group(2) as group:
         group[0].run(give_up_a_remote_call)
         group[1].run(wait_until_no_value_is_left)
@@ -261,7 +264,7 @@ def take_in_script(rref: RRef[torch.Tensor]) -> bool:
 def give_up_calls_with_rrefs() -> None:
     rref = rpc.remote("worker1", torch.add, args=(torch.ones(1), 1))
     rref.to_here()
-    busy = rpc.rpc_async("worker1", f.sleep, args=(5.0,))  # its only thread
+    busy = rpc.rpc_async("worker1", f.sleep, args=(5.0,))  # occupies its only thread
     with autograd.context():
         calls = [
             rpc.rpc_async("worker1", take, (rref,), timeout=0.5),
@@ -277,7 +280,7 @@ def give_up_calls_with_rrefs() -> None:
 
 
 def test_rrefs_in_calls_that_are_not_begun_are_let_go_of() -> None:
-    """Else shutdown waits 100 s for them, at both ends."""
+    """If they were not, shutdown would wait 100 s for them, at both ends."""
     with Group(2, options={"num_worker_threads": 1}) as group:
         group[0].run(give_up_calls_with_rrefs)
         group[1].run(wait_until_no_value_is_left)
@@ -288,7 +291,7 @@ def test_rrefs_in_calls_that_are_not_begun_are_let_go_of() -> None:
 
 @aio.remote
 async def callers() -> list[str]:
-    """Whose call this is: here, in a task of its own, and on another thread."""
+    """The caller of this function, as it is seen here, in a new task, and on another thread."""
 
     async def inside() -> str:
         return torch_rpc_ext.current_call().caller
@@ -382,7 +385,7 @@ def test_a_batch_leaves_out_who_has_given_up() -> None:
     rpc.rpc_sync("worker1", wait_for_begin)
     with pytest.raises(errors.CallTimeoutError):
         slow.sync("worker1", "too late", rpc_timeout=SHORT)
-    # Its deadline at the callee has passed too: it was counted from the request's arrival.
+    # The deadline at the callee has passed too: the callee counts it from the request's arrival.
     rpc.rpc_sync("worker1", time.sleep, (SHORT,))
     last = slow.async_("worker1", "in time", rpc_timeout=0)
     rpc.rpc_sync("worker1", let_go)

@@ -1,4 +1,5 @@
-"""A worker that dies is noticed at once, by name, and disturbs nobody else."""
+"""The death of a worker is noticed at once, the errors name the worker, and other workers are not
+disturbed."""
 
 from __future__ import annotations
 
@@ -23,18 +24,19 @@ from tests.process.group import Group, Worker
 from tests.support.backend import needs_ucx, on_ucx
 from tests.support.script import running
 
-QUICK = 15.0  # s, on a loaded machine; the calls themselves would wait for 20, and for 50
+QUICK = 15.0  # s, on a loaded machine; without the death the calls would take 20 s or 50 s
 
 
 def call_error(to: str) -> tuple[str, float]:
-    """The text of the error that a long call to a dying worker ends with, and when (s)."""
+    """Make a long call to a worker that will die; return the text of its error, and when it came
+    (s)."""
     with pytest.raises(RuntimeError) as raised:
         rpc.rpc_sync(to, f.sleep, args=(50.0,))
     return str(raised.value), time.monotonic()
 
 
 def served() -> int:
-    """Calls that this worker is running."""
+    """The number of calls that this worker is running."""
     metrics: dict[str, Any] = rpc.api._get_current_rpc_agent().get_metrics()
     return int(metrics["agent.server_active_calls"])
 
@@ -45,18 +47,19 @@ def wait_until_serving(worker: Worker, count: int = 1) -> None:
         assert time.monotonic() < deadline, "the call has not arrived"
         time.sleep(0.01)
     if not on_ucx():
-        time.sleep(0.5)  # TENSORPIPE does not say
+        time.sleep(0.5)  # TENSORPIPE has no such metric
 
 
 def kill(worker: Worker) -> float:
-    """Kill it; the moment (s)."""
+    """Kill the worker; return the time of that (s)."""
     moment = time.monotonic()
     worker.kill()
     return moment
 
 
 def call_errors_of_threads(to: str, count: int) -> list[tuple[str, float]]:
-    """As call_error(), of so many threads at once: one of them leads, the others do not."""
+    """As call_error(), in ``count`` threads at once: only one of them leads
+    (csrc/agent/answer_wait.h)."""
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(call_error, [to] * count))
 
@@ -73,7 +76,8 @@ def check_alive(to: str) -> None:
 
 
 def named(name: str, text: str) -> bool:
-    """TENSORPIPE does not say who died; we do."""
+    """Whether an error text names the worker that died; TENSORPIPE never does, so any text
+    passes."""
     return name in text or not on_ucx()
 
 
@@ -108,7 +112,7 @@ def test_calls_to_a_dead_worker_fail_quickly() -> None:
         assert time.monotonic() - start < 2 * QUICK
         assert named(
             "worker1", group[2].run(error_of_call_to, "worker1")
-        )  # never spoke to it before
+        )  # had no connection to it before
         group[2].run(check_alive, "worker0")
 
 
@@ -140,7 +144,7 @@ def test_killed_in_the_middle_of_bulk(after: float) -> None:
     with Group(3) as group:
         group.run(check_alive, "worker1")
         call = group[0].start(stream, "worker1", 10_000)
-        time.sleep(after)  # whatever it is doing then
+        time.sleep(after)  # kill it in the middle of anything
         group[1].kill()
         text = call.result()
         assert named("worker1", text) and ("died" in text or not on_ucx()), text
@@ -154,7 +158,7 @@ def test_graceful_shutdown_after_a_death_is_bounded() -> None:
         start = time.monotonic()
         calls = [group[rank].start(shutdown_error) for rank in (0, 2)]
         texts = [call.result(60) for call in calls]
-        # Two waits, upstream's and ours, and room for a loaded machine.
+        # Upstream waits once and this package waits once; QUICK is for a loaded machine.
         assert time.monotonic() - start < 2 * SHUTDOWN_TIMEOUT + QUICK, texts
         assert any("worker1" in text for text in texts), texts
 
@@ -171,8 +175,8 @@ def shutdown_error() -> str:
 
 
 def peer_lost(call: Callable[[], Any], *words: str) -> float:
-    """The error is typed and says who was called, for what, and what happened; seconds that it
-    took."""
+    """Check that the error has its type, and says which worker was called, for what, and what
+    happened. Return the seconds that the call took."""
     from torch_rpc_ext.errors import PeerLostError
 
     start = time.monotonic()
@@ -188,7 +192,7 @@ def lose_while_it_sleeps(began: str) -> None:
     start = rpc.rpc_async("worker1", f.begin_and_sleep, args=(began, 50.0))
     peer_lost(start.wait, "functions.begin_and_sleep")
     builtin = torch.ones(2)
-    # Later calls too: of every kind, and through whatever they go.
+    # Later calls get such an error too, of whatever kind they are.
     for call, word in (
         (lambda: rpc.rpc_sync("worker1", f.nothing), "functions.nothing"),
         (lambda: rpc.rpc_async("worker1", torch.add, args=(builtin, 1)).wait(), "aten::add"),
@@ -216,7 +220,7 @@ def test_errors_are_typed_and_say_what_happened(tmp_path: Path) -> None:
 
 def begin_to_connect() -> None:
     f.HELD["call"] = rpc.rpc_async("worker1", f.nothing)
-    rpc.api._get_current_rpc_agent().get_debug_info()  # waits for what the transport was given
+    rpc.api._get_current_rpc_agent().get_debug_info()  # waits for what was posted
 
 
 def lose_while_connecting() -> None:
@@ -234,7 +238,7 @@ def test_one_that_dies_before_it_answers_an_introduction() -> None:
 
 
 def state_of(pid: int) -> str:
-    """R, S, T, Z, ...; '' when it is gone."""
+    """The state of a process, as in ps: R, S, T, Z, ...; '' when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -255,7 +259,7 @@ ZOMBIE = """
 
 @needs_ucx("its errors are RuntimeErrors without names")
 def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
-    """Killed, and its parent, which is this process, does not take note of it."""
+    """The worker is killed, and its parent, this process, does not wait for it."""
     store = f"file://{tmp_path / 'store'}"
     code = textwrap.dedent(ZOMBIE)
     with Group(1, init=False, init_method=store) as group:
@@ -305,7 +309,7 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def begin_pass() -> None:
-    """A forward pass over all other workers that is never ended."""
+    """Begin a forward pass over all other workers, and never end it."""
     autograd._new_context()
     tensor = torch.ones(2, requires_grad=True)
     for worker in ("worker0", "worker2"):
@@ -360,11 +364,11 @@ def test_values_that_a_dead_worker_held_are_released() -> None:
         while group[0].run(owned_values) != 1:
             assert time.monotonic() < deadline, group[0].run(owned_values)
             time.sleep(0.05)
-        assert group[2].run(use_passed_on) == 4  # passed on, and held by one that lives
+        assert group[2].run(use_passed_on) == 4  # it was passed on, and a live worker holds it
 
 
 def begin_own() -> None:
-    """One that has nothing to do with worker1, and must stay."""
+    """Begin a forward pass that does not involve worker1: its context must stay."""
     autograd._new_context()
     rpc.rpc_sync("worker2", double, args=(torch.ones(2, requires_grad=True),))
 
@@ -381,7 +385,7 @@ def create_rrefs_until_it_dies() -> None:
 
 @needs_ucx("its errors are RuntimeErrors without names")
 def test_killed_while_it_creates_rrefs() -> None:
-    """The callers live on."""
+    """The callers survive."""
     with Group(3, dynamic=True) as group:
         calls = [group[rank].start(create_rrefs_until_it_dies) for rank in (0, 2)]
         time.sleep(0.5)
@@ -404,9 +408,9 @@ def create_rrefs_too_late(to: str) -> None:
 
 
 def create_rrefs_late_and_use_them_at_once(count: int) -> None:
-    """Who hears of the error uses the RRef before anything else can happen."""
+    """Whoever gets the error uses the RRef before anything else can happen."""
     wrong: list[str] = []
-    # On one core who is woken may run before the one that wakes goes on.
+    # On a single core, a woken thread may run before the thread that woke it goes on.
     core = {min(os.sched_getaffinity(0))}
     for task in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(task), core)
@@ -465,7 +469,7 @@ def test_leaving_after_an_rref_failed_is_quick() -> None:
 
 
 def open_sockets() -> int:
-    """How many this process has."""
+    """The number of sockets of this process."""
     count = 0
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -490,7 +494,7 @@ def test_calls_to_a_dead_worker_open_nothing() -> None:
 
 
 def wait_until_stopped(pid: int) -> None:
-    """A signal takes its time, in which a call may be answered."""
+    """Wait: until the signal has its effect, the process may still answer a call."""
     deadline = time.monotonic() + 10
     tasks = Path(f"/proc/{pid}/task")
     while any(runs(task) for task in tasks.iterdir()):
@@ -501,7 +505,7 @@ def wait_until_stopped(pid: int) -> None:
 def runs(task: Path) -> bool:
     try:
         return "T (stopped)" not in (task / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+    except (FileNotFoundError, ProcessLookupError):  # the thread has just ended
         return False
 
 
@@ -528,11 +532,11 @@ def meet_a_connection_that_broke(to: str) -> None:
     from torch_rpc_ext.errors import PeerLostError
 
     check_alive(to)
-    # The other end loses the connection when it answers a builtin.
+    # The fault makes the other end lose the connection when it answers a builtin.
     with pytest.raises(PeerLostError, match="worker1.*the connection broke at the other end"):
         rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=30)
     deadline = time.monotonic() + 30
-    while True:  # there is a pause before a lost worker is connected to again
+    while True:  # a lost worker is connected to again after a pause
         try:
             check_alive(to)
             return
@@ -545,7 +549,8 @@ def meet_a_connection_that_broke(to: str) -> None:
 @pytest.mark.parametrize("encryption", ["off", "on"])
 @pytest.mark.parametrize("env", [{}, {"UCX_TLS": "tcp"}], ids=["default", "tcp"])
 def test_a_connection_that_broke_at_one_end_only(env: dict[str, str], encryption: str) -> None:
-    """UCX lets the other end go on sending, to nobody: it has to be told."""
+    """UCX would let the other end go on sending to nobody, so the agent has to tell the other
+    end."""
     faults: dict[str, Any] = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
     options = [{"encryption": encryption}, {"encryption": encryption, **faults}]
     with Group(2, env=env, options=options) as group:

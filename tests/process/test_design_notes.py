@@ -1,4 +1,4 @@
-"""The sequences of docs/design are what the workers send each other."""
+"""The sequences in docs/design show what the workers really send each other."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ import figures  # noqa: E402  the path comes first
 
 pytestmark = needs_ucx("speaks another wire format")
 Listen = Callable[[], Capture]
-#: Within how long what follows from a call has been sent; s.
+#: Time within which all messages that follow from a call have been sent; s.
 SETTLED = 0.4
-#: For a sequence that a busy machine may change.
+#: Attempts for a sequence that a busy machine may change.
 TRIES = 5
 MEGABYTE = 1_000_000
 kept: list[Any] = []
@@ -45,7 +45,7 @@ def listen() -> Listen:
 
 @pytest.fixture(scope="module")
 def three(listen: Listen) -> Iterator[Group]:
-    """Workers whose connections exist, and are heard."""
+    """Three workers that are connected, and whose messages are recorded."""
     with Group(3, env={"UCX_TLS": "tcp"}) as group:
         group.run_all(call_all)
         yield group
@@ -113,7 +113,7 @@ def test_an_rref_is_passed_on(three: Group, listen: Listen) -> None:
     time.sleep(SETTLED)
     sent = messages.calls(listen_to(three, listen, share), three)
     three[0].run(forget)
-    # The parent hears of the child's confirmation beside what the function does.
+    # The confirmation of the child reaches the parent at the same time as the function's messages.
     check(sent, figures.RREF_SHARE, in_order=False)
     confirmed = sent.index(("worker1", "worker2", "RREF_ACK"))
     assert sent.index(("worker2", "worker1", "RREF_FORK_REQUEST")) < confirmed
@@ -155,7 +155,7 @@ def step() -> None:
 
 def test_a_backward_pass(three: Group, listen: Listen) -> None:
     sent = messages.calls(listen_to(three, listen, step), three)
-    # The releases of both sides, and the answers to the gradients, cross.
+    # The releases of both sides and the answers with gradients cross each other.
     check(sent, figures.AUTOGRAD, in_order=False)
     assert sent[:3] == figures.AUTOGRAD.messages()[:3]
     assert all("CLEANUP" in name for _, _, name in sent[-4:])
@@ -195,7 +195,7 @@ def test_bulk(listen: Listen, use_cma: bool, figure: Any) -> None:
         if use_cma and "cma" not in group.run(bulk_path):
             pytest.skip("this machine does not let processes read each other's memory")
         sent = messages.frames(listen_to(group, listen, send_much), group)
-        # Alone, and not with the answer, where that takes more than 5 ms.
+        # A kDone is sent alone, and not with the answer, if the answer takes more than 5 ms.
         check([message for message in sent if message[2] != "kDone"], figure)
 
 
@@ -207,7 +207,7 @@ def bulk_path() -> str:
 
 def test_a_result_is_handed_over(listen: Listen) -> None:
     with Group(2, env={"UCX_TLS": "tcp"}) as group:
-        group.run(echo)  # so the callee knows that it returns what it was sent
+        group.run(echo)  # so that the callee learns that it returns its argument
         group.run(forget)
         if "cma" not in group.run(bulk_path):
             pytest.skip("this machine does not let processes read each other's memory")
@@ -215,5 +215,5 @@ def test_a_result_is_handed_over(listen: Listen) -> None:
         for _ in range(TRIES):
             sent = messages.frames(listen_to(group, listen, echo, forget), group)
             if sent == figures.HANDOVER.messages():
-                break  # else a step has taken more than 5 ms, and a kDone went before it
+                break  # else a step took more than 5 ms, and a kDone was sent alone
         check(sent, figures.HANDOVER)

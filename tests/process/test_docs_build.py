@@ -1,4 +1,4 @@
-"""The manual is built without a warning, and its reference has every public name."""
+"""The manual builds without a warning, and its reference has every public name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch_rpc_ext
 from tests.support.backend import ROOT, needs_ucx
 
 pytestmark = [needs_ucx("is not what the manual is about"), pytest.mark.timeout(300)]
-#: Of the commands, what is not for the command line: docs/cli.md shows its use.
+#: Public names of the commands that programs use; docs/cli.md shows their use.
 FROM_INSIDE = [
     "torch_rpc_ext.cli.ping.ping",
     "torch_rpc_ext.cli.poller.Poller",
@@ -29,7 +29,7 @@ FROM_INSIDE = [
 
 
 def test_the_manual(tmp_path: Path) -> None:
-    """One test, because several would build it several times where they run in parallel."""
+    """One test, because several tests that run in parallel would each build the manual."""
     build(tmp_path)
     manual = tmp_path / "html"
     check_names(manual)
@@ -41,7 +41,7 @@ def build(folder: Path) -> None:
     ended = subprocess.run(
         [*command, "-d", str(folder / "trees"), ".", str(folder / "html")],
         cwd=ROOT,
-        # As in a room without a network.
+        # As on a machine without a network.
         env={**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
         capture_output=True,
         text=True,
@@ -53,14 +53,14 @@ def build(folder: Path) -> None:
 def public_modules() -> Iterator[ModuleType]:
     yield torch_rpc_ext
     for found in pkgutil.iter_modules(torch_rpc_ext.__path__):
-        # The commands are for the command line; what of them is not is in FROM_INSIDE.
+        # The modules of the commands are for the command line, except for the names in FROM_INSIDE.
         if not found.name.startswith("_") and found.name != "cli":
             yield importlib.import_module(f"torch_rpc_ext.{found.name}")
-    yield importlib.import_module("torch_rpc_ext.scripting")  # has a folder of its own
+    yield importlib.import_module("torch_rpc_ext.scripting")  # is a folder, not a module
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """(full name, what it is) of what others may use; methods and properties included."""
+    """(full name, object) of everything public, methods and properties included."""
     for module in public_modules():
         names = getattr(module, "__all__", None)
         if names is None:
@@ -99,7 +99,8 @@ def check_names(manual: Path) -> None:
 
 
 def find(name: str) -> Any:
-    """The object of a full name; None for what is none, such as an attribute of instances."""
+    """The object with this full name; None where there is none, such as for an attribute of
+    instances."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -113,7 +114,8 @@ def find(name: str) -> Any:
 
 
 def check_pages(manual: Path) -> None:
-    """Every source is a page, those with outputs show them, and the root leads to the start."""
+    """Every source file has a page, pages with outputs show them, and the root leads to the start
+    page."""
     for kind in ("docs/*.md", "docs/*/*.md", "tutorials/[0-9]*.ipynb"):
         for source in ROOT.glob(kind):
             assert (manual / source.relative_to(ROOT).with_suffix(".html")).exists(), source

@@ -1,4 +1,4 @@
-"""What docs/profiling.md and docs/cli.md show is run here."""
+"""Runs what docs/profiling.md and docs/cli.md show."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_training_step(tmp_path: Path) -> None:
     assert (len(backward), len(steps)) == (3, 2), executions
     named = {e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
     assert named == {"trainer", "stage1", "stage2"}
-    # The picture that the page shows is of the same three.
+    # The picture on the page shows the same three workers.
     assert (ROOT / "docs" / "profiling.png").stat().st_size > 10_000
 
 

@@ -1,5 +1,5 @@
-"""The how-to pages, the start page and the README: their programs run and print what stands there,
-and what they claim that no other test shows."""
+"""The how-to pages, the start page and the README: their programs run and print what the pages
+show, and the claims that no other test covers hold."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_program_of_several_ranks(program: Program) -> None:
 def test_program(program: Program, tmp_path: Path) -> None:
     match = PYTHON.match(program.command)
     assert match is not None
-    if not match[1]:  # in a process that has imported torch
+    if not match[1]:  # runs in a process that has already imported torch
         with Group(1, init=False) as group:
             assert group.run(execute, program.code) == program.prints
         return
@@ -84,7 +84,7 @@ def test_every_program_is_run_by_a_test() -> None:
     left = [
         p.name for p in PROGRAMS if not TORCHRUN.match(p.command) and not PYTHON.match(p.command)
     ]
-    assert left == ["both.py"]  # below
+    assert left == ["both.py"]  # tested below
     assert len(PROGRAMS) > 6
 
 
@@ -99,7 +99,7 @@ def test_fragments(page: str) -> None:
 
 
 class NoTakeover:
-    """Stands in for the package: a takeover would last in this process."""
+    """Stands in for the package, because a takeover would stay in force in this process."""
 
     @staticmethod
     def take_over() -> None:
@@ -176,7 +176,7 @@ def test_ports_are_within_the_range() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_used_up_range_is_named(size: int) -> None:
-    """One port is too few, also for one worker: it would lack one at its first large tensor."""
+    """One port is too few even for one worker: at the first large tensor it would need another."""
     with (
         pytest.raises(RuntimeError, match="is the port range used up"),
         Group(size, options={"port_range": free_port()}),
@@ -215,8 +215,8 @@ PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}
 
 
 def forbid_direct_copies() -> None:
-    """As a container's seccomp filter does: process_vm_readv() gives EPERM, here and in the threads
-    to come."""
+    """Make process_vm_readv() fail with EPERM in this thread and its future threads, as a
+    container's seccomp filter does."""
     load_number, jump_if_equal, end = 0x20, 0x15, 0x06
     allow, eperm = 0x7FFF0000, 0x00050001
     steps = [

@@ -1,4 +1,4 @@
-"""docs/scripting.md: its examples run, and print what stands there."""
+"""The examples of docs/scripting.md run and print what the page shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def load_service(folder: Path) -> None:
 
 
 def run_examples(text: str) -> tuple[int, int]:
-    """How many examples failed, and how many there are; the failures are in the output."""
+    """Run the examples; return how many failed and how many there are. The output shows the
+    failures."""
     examples = doctest.DocTestParser().get_doctest(text, {}, PAGE.name, str(PAGE), 0)
     results = doctest.DocTestRunner(verbose=False).run(examples, out=sys.stderr.write)
     return results.failed, results.attempted

@@ -1,4 +1,4 @@
-"""Groups whose size is not fixed: workers join and leave while others work."""
+"""Groups without a fixed size: workers join and leave while others work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def names() -> list[str]:
 
 
 def call_until(to: str, seconds: float) -> int:
-    """Call without a pause; the number of calls, every one of which must succeed."""
+    """Call without a pause, and check that every call succeeds; return the number of calls."""
     end, count = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         assert rpc.rpc_sync(to, f.identity, args=(count,), timeout=20) == count
@@ -109,6 +109,6 @@ def test_rrefs_of_two_lives_are_told_apart() -> None:
         assert group[1].run(keep_values_at, "worker0", range(5)) == [0, 1, 2, 3, 4]
         group[1].kill()
         again = group.add("worker1", 1)
-        # worker0 still holds the former values.
+        # worker0 still holds the values of the former life.
         assert again.run(keep_values_at, "worker0", range(10, 15)) == [10, 11, 12, 13, 14]
         group.close(gently=False)

@@ -1,4 +1,4 @@
-"""What goes wrong is said on the side that can act: which worker, which function, what to do."""
+"""Errors appear on the side that can act, and say which worker, which function, and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.backend import needs_ucx, on_ucx
 
 
 def caught(fn: Any, *args: Any, to: str = "worker1", timeout: float = -1.0) -> Exception:
-    """The exception that a call raises at its caller."""
+    """Return the exception that a call raises at its caller."""
     try:
         rpc.rpc_sync(to, fn, args=args, timeout=timeout)
     except Exception as error:  # noqa: BLE001
@@ -55,7 +55,7 @@ def test_timeout_names_worker_and_function(pair: Group) -> None:
 
 
 def timeout_names() -> list[str]:
-    """Of the function in the time-outs of functions of all kinds."""
+    """The names in the errors of calls of all kinds of functions that time out."""
     from tests.process import remote_functions as r
 
     rpc.rpc_sync("worker1", r.ran)
@@ -170,7 +170,7 @@ def check_what_exceptions_hold() -> None:
     assert [type(error) for error in group.exceptions] == [KeyError, ValueError]
     only: Any = caught(raise_keyword_only)
     assert isinstance(only, KeywordOnly) and only.code == 7 and "worker1" in str(only)
-    # The same through an RRef.
+    # An RRef raises the same.
     with pytest.raises(FileNotFoundError) as raised:
         rpc.remote("worker1", raise_missing_file).to_here()
     assert raised.value.filename == "/no such/file"
@@ -194,7 +194,7 @@ def check_exception_that_cannot_be_built() -> None:
 
 
 def test_remote_exception_that_cannot_be_built(pair: Group) -> None:
-    """Upstream's text, which its own suite reads."""
+    """The error has upstream's text, which upstream's own suite checks."""
     pair.run(check_exception_that_cannot_be_built)
 
 
@@ -216,7 +216,7 @@ def test_a_timeout_is_told_by_its_code(pair: Group) -> None:
     pair.run(check_what_is_a_timeout)
 
 
-#: What errors of ours say.
+#: Words that only this package's errors contain.
 OUR_WORDS = (
     'worker "worker1" refused x: it is not in its allow_list',
     "the payload of the message changed on its way: its 3 bytes have another checksum",
@@ -258,7 +258,7 @@ def count_and_raise(text: str) -> None:
 
 
 def creation_error(fn: Any, *args: Any) -> Exception:
-    """What an RRef to the value of a call raises."""
+    """Return the exception that the RRef of a remote() call raises."""
     rref = rpc.remote("worker1", fn, args=args)
     try:
         rref.to_here()
@@ -272,7 +272,7 @@ def count(text: str) -> None:
 
 
 class ReadOnce:
-    """Says so each time that it is unpickled."""
+    """Reports each time that it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (count, ("RemoteException",))
@@ -319,7 +319,7 @@ def test_unpicklable_function_and_result(pair: Group) -> None:
 
 
 def only_here() -> None:
-    """Removed from the callee's module."""
+    """A function that is removed from the callee's module."""
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""Events for workers that are lost, leave, join and return: callbacks, and an iterator."""
+"""Events for workers that are lost, leave, join or return, by callbacks and by an iterator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = needs_ucx("tells of no events")
 
 
 class Heard:
-    """What one subscription has heard."""
+    """Collects the events of one subscription."""
 
     def __init__(self) -> None:
         self.events: list[WorkerEvent] = []
@@ -49,7 +49,7 @@ def subscribe() -> None:
 
 
 def heard(count: int) -> list[tuple[str, str]]:
-    """The first so many events, once they are here."""
+    """Wait for ``count`` events and return them."""
     return _heard.wait_for(lambda events: len(events) >= count)[:count]
 
 
@@ -83,7 +83,8 @@ def test_who_subscribes_late_hears_of_the_lost() -> None:
         group[1].kill()
         group[0].run(subscribe)
         assert group[0].run(heard, 1) == [("worker1", "lost")]
-        # The second subscription of a worker too; the first hears nothing twice.
+        # A second subscription in the same worker gets the event too, and the first gets nothing
+        # twice.
         group[0].run(subscribe)
         assert group[0].run(heard, 2) == [("worker1", "lost")] * 2
         group[2].kill()
@@ -103,7 +104,7 @@ def test_a_worker_that_comes_back() -> None:
 def test_a_worker_that_leaves_alone() -> None:
     with Group(2) as group:
         group[0].run(subscribe)
-        # Who leaves before it has seen that somebody connects cannot say goodbye.
+        # A worker cannot say goodbye over a connection that it does not know of yet.
         group[0].run(check_alive, "worker1")
         group[1].run(leave, False)
         assert group[0].run(heard, 1) == [("worker1", "left")]
@@ -211,7 +212,7 @@ def test_a_callback_may_call() -> None:
 
 
 def iterate_to_the_end() -> list[list[tuple[str, str]]]:
-    """The events that two iterators give, to the end of RPC here."""
+    """The events of two iterators until RPC ends in this worker."""
 
     async def collect(events: Any, found: list[tuple[str, str]]) -> None:
         async for event in events:

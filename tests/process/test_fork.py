@@ -1,7 +1,8 @@
-"""A fork leaves both processes with their values.
+"""After a fork, both processes keep the values of their tensors.
 
-Large tensors that arrived lie in memory that is shared with the worker that sent them. Neither that
-worker's next calls nor what one process of a fork writes may show in the other's tensors.
+Received large tensors lie in memory that is shared with the worker that sent them. Neither the next
+calls of that worker nor the writes of one process of the fork may change the tensors of the other
+process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ kept: list[Any] = []
 
 
 class Fork:
-    """A child process that runs ``check`` when it is told to, and not before."""
+    """A forked child that runs ``check`` when it is told to."""
 
     def __init__(self, check: Callable[[], object]) -> None:
         ours, self._go = os.pipe()
@@ -49,7 +50,7 @@ class Fork:
             return
         code = 1
         try:
-            signal.alarm(50)  # not for ever, whatever becomes of the test
+            signal.alarm(50)  # ends the child even if the test fails
             os.close(self._go)
             os.read(ours, 1)
             check()
@@ -60,8 +61,8 @@ class Fork:
             os._exit(code)
 
     def check(self) -> None:
-        """Have it check, and raise if it found something."""
-        os.write(self._go, b"x")  # to close it is not enough: later children have it too
+        """Let the child check; raise if it has found something."""
+        os.write(self._go, b"x")  # closing it would not do: later children have it open
         os.close(self._go)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         assert code == 0, f"the child ended with {code}"
@@ -80,7 +81,7 @@ def expect(tensor: Tensor, start: float) -> None:
 
 
 def call(to: str, times: int = CALLS) -> None:
-    """Each call would use the memory of the one before again."""
+    """Make calls: without the fork, each would reuse the memory of the call before it."""
     for i in range(times):
         back = rpc.rpc_sync(to, f.identity, args=(numbers(-i),))
         expect(back, -i)
@@ -93,12 +94,13 @@ def keep(tensor: Tensor) -> None:
 
 
 def send(to: str, start: float) -> None:
-    rpc.rpc_sync(to, f.identity, args=(numbers(0),))  # from now on the connection is open
+    rpc.rpc_sync(to, f.identity, args=(numbers(0),))  # opens the connection
     rpc.rpc_sync(to, keep, args=(numbers(start),))
 
 
 def fork_and_drop(start: float) -> int:
-    """The child keeps the tensor, this process lets go of it. Returns the region that it lay in."""
+    """Fork: the child keeps a received tensor, and this process drops it. Return the region in
+    which it lay."""
     tensor = kept.pop()
     region = region_of(tensor)
     expect(tensor, start)
@@ -125,7 +127,7 @@ def take_result(to: str, function: Callable[..., Tensor], *arguments: Any) -> No
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_result(pair: Group, echo: bool) -> None:
-    """An echo lies in this process's own memory, another result in the callee's."""
+    """The result of an echo lies in this process's own memory, any other result in the callee's."""
     function, arguments = (f.identity, (numbers(4),)) if echo else (f.times, (numbers(2), 2.0))
     pair.run(take_result, "worker1", function, *arguments)
     start = 4 if echo else None
@@ -148,7 +150,8 @@ def fork_result(start: float | None) -> int:
 
 
 def many(to: str) -> None:
-    """More tensors than are lent with one message: read by the callee, and given away by it."""
+    """More tensors than one message lends: the callee reads the rest, and gives it away with its
+    answer."""
     sent = [torch.full((500_000,), float(i)) for i in range(20)]
     for _ in range(3):
         kept[:] = rpc.rpc_sync(to, f.identity, args=(sent,))
@@ -185,7 +188,7 @@ def write_on_both_sides(start: float) -> None:
     untouched = tensor[: SIZE // 2]
 
     def check() -> None:
-        expect(tensor, start)  # after the parent has written to all of it
+        expect(tensor, start)  # after the parent has written to the whole tensor
         tensor.fill_(-2)
         untouched.fill_(-3)
 
@@ -193,7 +196,7 @@ def write_on_both_sides(start: float) -> None:
     tensor.fill_(-1)
     fork.check()
     assert tensor.eq(-1).all()
-    # And what was not written to before the fork is the parent's as well.
+    # A tensor that nobody wrote to before the fork keeps its value in the parent as well.
     fork = Fork(functools.partial(tensor.fill_, -4))
     fork.check()
     assert tensor.eq(-1).all()
@@ -264,7 +267,7 @@ def test_what_is_written_around_a_fork_is_returned(pair: Group) -> None:
 
 
 def child_drops(start: float) -> None:
-    """The child's end of a tensor tells nobody anything: it is still the parent's."""
+    """When the child drops a tensor, it tells no worker: the parent still has the tensor."""
     tensor = kept[-1]
 
     def check() -> None:
@@ -302,7 +305,7 @@ def check_rref() -> None:
         gc.collect()
 
     Fork(check).check()
-    call("worker1", 2)  # had the child sent something, it would have arrived by now
+    call("worker1", 2)  # by now, anything that the child sent would have arrived
     expect(kept.pop().to_here(), 3)
 
 
@@ -329,7 +332,7 @@ def test_a_grandchild(pair: Group) -> None:
 
 
 def shared_files() -> list[str]:
-    """Descriptors and maps of this process's that are shared memory of the agent's."""
+    """Descriptors and maps of this process that belong to the shared memory of the agent."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -351,7 +354,7 @@ def check_nothing_is_shared() -> None:
 
 
 def test_the_lender_forks(pair: Group) -> None:
-    """Its child has none of the memory that others use, and none that waits for its next use."""
+    """The child of a lender inherits neither memory that other workers use nor idle blocks."""
     pair.run(send, "worker1", 11)
     pair.run(check_nothing_is_shared)
     pair[1].run(check_nothing_is_shared)
@@ -388,7 +391,7 @@ def test_descriptors_and_maps_do_not_grow(pair: Group) -> None:
 
 
 class Received(Dataset[Tensor]):
-    """What was received, to be given out by workers of a DataLoader."""
+    """A dataset of received tensors, which the workers of a DataLoader return."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -408,7 +411,7 @@ def check_data_loader() -> None:
         iterator = iter(loader)
         first = next(iterator)
         if epoch == 1:
-            data.tensors = [torch.zeros(1)] * 4  # the workers have theirs
+            data.tensors = [torch.zeros(1)] * 4  # the workers keep theirs
         call("worker1", 4)
         for i, tensor in enumerate([first, *iterator]):
             expect(tensor, i)
@@ -444,7 +447,8 @@ def test_multiprocessing(pair: Group) -> None:
 
 
 def fork_for_another_process(start: float, go: str, verdict: str) -> None:
-    """The child waits for the one, and writes to the other what it has found."""
+    """Fork a child that waits for the file ``go`` and writes to the file ``verdict`` what it has
+    found."""
     tensor = kept.pop()
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""The helper itself: what these tests report can be relied on."""
+"""Tests of group.py itself: its reports can be relied on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_worker_that_dies_is_named() -> None:
 
 def test_a_worker_that_hangs_is_reported_with_its_stack() -> None:
     with Group(1, init=False) as group:
-        group.run(os.getpid)  # it has begun, and listens to the signal that asks for its stacks
+        group.run(os.getpid)  # it runs, and handles the signal for stacks
         with pytest.raises(TimeoutError, match="sleep on worker0"):
             group[0].start(time.sleep, 60).result(0.2)
         assert "_serve" in group.output()

@@ -1,4 +1,5 @@
-"""`ping` and `top`: a command joins a running dynamic group, looks, and leaves it as it was."""
+"""`ping` and `top`: these commands join a running dynamic group as a guest, look at it, and leave
+it as it was."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def _group() -> Iterator[Group]:
 
 @pytest.fixture
 def group(_group: Group) -> Iterator[Group]:
-    """Two workers of a dynamic group; no guest may be there after the test."""
+    """Two workers of a dynamic group. After the test no guest may be left."""
     _group.mark_used()
     yield _group
     assert _group.run_all(names) == [MEMBERS] * 2
@@ -51,7 +52,7 @@ def group(_group: Group) -> Iterator[Group]:
 
 @dataclass
 class Ended:
-    """How a command ended: its exit code, and all that it wrote."""
+    """The exit code of a command, and all its output."""
 
     code: int | None
     out: str
@@ -59,7 +60,7 @@ class Ended:
 
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[Child]:
-    """A command in a process of its own; forked, which takes less long than importing torch."""
+    """Run a command in a forked process, which starts faster than one that has to import torch."""
     child = Child(enter, (arguments,), name=f"command {arguments[0]}")
     child.start()
     try:
@@ -122,7 +123,7 @@ def test_ping_names_a_worker_that_is_not_there(group: Group) -> None:
 
 
 def call_without(to: str, path: str) -> None:
-    """Call without a pause until there is such a file."""
+    """Call without a pause until the file exists."""
     while not os.path.exists(path):
         rpc.rpc_sync(to, f.identity, args=(1,))
 
@@ -150,7 +151,7 @@ def test_a_guest_that_was_killed_is_swept_out(group: Group) -> None:
         top.terminate()
         top.process.join(10)
     assert run("ping", group, "worker1", "--count", "1", "--megabytes", "1").code == 0
-    # `group` checks that nobody is left.
+    # The fixture `group` checks that no guest is left.
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -164,7 +165,7 @@ def test_a_signal_ends_it_properly(group: Group, number: signal.Signals) -> None
 
 
 class Terminal:
-    """A command in a pseudo-terminal, and what a person would see there."""
+    """Runs a command in a pseudo-terminal, and keeps what a person would see there."""
 
     def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
         size = (24, 80)
@@ -178,10 +179,10 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self._screen.display)
 
     def wait_for(self, *words: str, without: str = "", seconds: float = 30) -> str:
-        """The screen, once it shows all the words, in this order, and not `without`.
+        """Wait until the screen shows all the words, in this order, and not `without`; return it.
 
-        What is drawn arrives in pieces, so a test that looks for something else on the screen that
-        this returns may see half of a picture.
+        The output arrives in pieces, so the returned screen may show half of a picture: a test must
+        not look there for anything but these words.
         """
         end = time.monotonic() + seconds
         in_order = re.compile(".*".join(map(re.escape, words)), re.DOTALL)
@@ -196,7 +197,7 @@ class Terminal:
         self._stream.feed(output)
 
     def end(self) -> int:
-        """Exit code; the rest of the output goes to the screen."""
+        """Wait for the end and return the exit code. The rest of the output goes to the screen."""
         self._feed(self.process.read())
         self.process.wait()
         return int(self.process.exitstatus)
@@ -221,7 +222,7 @@ def test_top_in_a_terminal(group: Group, key: str) -> None:
         assert "…" not in shown, shown
         terminal.process.send(key)
         assert terminal.end() == 0, terminal.text()
-        # Back to the screen from before, with its cursor.
+        # The terminal is back on its former screen, with the cursor.
         assert terminal.output.rindex(b"\x1b[?1049l") > terminal.output.rindex(b"\x1b[?1049h")
         assert terminal.output.rindex(b"\x1b[?25h") > terminal.output.rindex(b"\x1b[?25l")
         assert b"Traceback" not in terminal.output
@@ -241,7 +242,7 @@ def press_keys(group: Group) -> None:
         terminal.wait_for("?: help", "worker0", "worker1")
         terminal.process.send("?")
         terminal.wait_for("s  sorts", "requests that wait for a thread now", without="worker0")
-        with pytest.raises(AssertionError):  # later looks leave it there
+        with pytest.raises(AssertionError):  # later updates do not scroll it away
             terminal.wait_for("2 alive", seconds=1)
         terminal.process.send("x")
         terminal.wait_for("2 alive", "worker0")
@@ -365,9 +366,9 @@ def test_quantiles_of_a_histogram() -> None:
     from torch_rpc_ext.cli.poller import quantile
 
     bounds = [10, 20, 40]
-    assert quantile([5, 0, 0, 0], [5, 4, 0, 0], bounds, 0.5) == 15  # what is new counts
+    assert quantile([5, 0, 0, 0], [5, 4, 0, 0], bounds, 0.5) == 15  # only what is new counts
     assert quantile([0] * 4, [1, 0, 1, 0], bounds, 0.99) == pytest.approx(39.6)
-    assert quantile([0] * 4, [0, 0, 0, 2], bounds, 1.0) == 80  # no bound: as if they doubled on
+    assert quantile([0] * 4, [0, 0, 0, 2], bounds, 1.0) == 80  # as if bounds went on doubling
     assert math.isnan(quantile([3, 0, 0, 0], [3, 0, 0, 0], bounds, 0.5))
 
 

@@ -1,7 +1,7 @@
-"""Large tensors are lent and handed over, not read from the other process; nobody can tell by the
-values.
+"""Large tensors are lent and handed over instead of being read from the other process, without any
+effect on their values.
 
-From the second call on: for the first one the connection is not open yet.
+This happens from the second call on, because at the first call the connection is not open yet.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 
-SIZE = 600_000  # floats; more than the least that is worth it
+SIZE = 600_000  # floats: more than the least that is lent
 kept: list[Any] = []
 
 
 def region_of(tensor: Tensor) -> int:
-    """The inode of the shared memory that a tensor lies in; 0 for none."""
+    """The inode of the shared memory in which a tensor lies; 0 where it lies in other memory."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             addresses, _, _, _, inode, *path = line.split()
@@ -67,7 +67,8 @@ def test_a_result_is_lent(pair: Group) -> None:
 
 
 def open_regions() -> set[int]:
-    """What this process has descriptors of: its own, and what it has mapped of others."""
+    """The regions of which this process has descriptors: its own, and those of others that it has
+    mapped."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -92,7 +93,7 @@ def check_more_than_there_are_blocks(count: int) -> None:
     warm_up()
     regions = [rpc.rpc_sync("worker1", keep, args=(numbers(i),)) for i in range(count)]
     lent = [region for region in regions if region in open_regions()]
-    # The rest is read by the callee, as where nothing can be shared.
+    # The callee reads the rest, as it does where no memory can be shared.
     assert 100 < len(lent) < count and len(set(lent)) == len(lent)
     for i in range(0, count, 7):
         assert rpc.rpc_sync("worker1", value_kept, args=(i,)) == i
@@ -116,7 +117,7 @@ def check_callers_write_at_once() -> None:
     for i in range(12):
         sent = numbers(i)
         futures.append((i, rpc.rpc_async("worker1", f.identity, args=(sent,))))
-        sent.fill_(-1)  # 2.4 MB: has been copied when rpc_async() returns
+        sent.fill_(-1)  # 2.4 MB: copied before rpc_async() returned
     for i, future in futures:
         assert future.wait().equal(numbers(i))
 
@@ -141,7 +142,7 @@ def send_large(floats: int) -> None:
 
 @needs_ucx("its copies are private")
 def test_arguments_outlive_the_caller() -> None:
-    floats = 10_000_000  # 40 MB: copied by a thread of the pool
+    floats = 10_000_000  # 40 MB: a thread of the pool copies them
     with Group(3) as group:
         group[0].run(send_large, floats)
         group[0].kill()
@@ -186,7 +187,8 @@ def check_one_block_is_enough() -> None:
 
 @needs_ucx("copies")
 def test_what_came_back_is_lent_again_at_once(pair: Group) -> None:
-    """Not when the callee, which returned it, has said that it is done with it."""
+    """At once: not only after the callee, which returned the memory, has reported that it no longer
+    uses it."""
     pair.run(check_one_block_is_enough)
 
 
@@ -216,7 +218,7 @@ def check_many_results_stay_apart(count: int) -> None:
         sent = numbers(i)
         back = rpc.rpc_sync("worker1", f.identity, args=(sent,))
         if i % 3 == 0:
-            back.mul_(2)  # ours: nobody else may see it
+            back.mul_(2)  # in this process only
         if i % 4 != 1:
             results.append((back, sent * 2 if i % 3 == 0 else sent.clone()))
         sent.zero_()
@@ -245,7 +247,7 @@ def keep_numpy_and_return(tensor: Tensor) -> Tensor:
 
 def keep_graph_and_return(tensor: Tensor) -> Tensor:
     weight = torch.ones(SIZE, requires_grad=True)
-    kept.append((weight, (weight * tensor).sum()))  # its graph keeps the tensor
+    kept.append((weight, (weight * tensor).sum()))  # the graph keeps the tensor
     return tensor
 
 
@@ -295,7 +297,8 @@ def check_views() -> None:
         first, second, five = rpc.rpc_sync("worker1", two_views, args=(numbers(i),))
         assert five == 5 and first.equal(numbers(i)[: SIZE // 4 * 3])
         assert second.equal(numbers(i)[SIZE // 4 :])
-        # One storage there, one storage here, and it can grow as any other.
+        # Two views of one storage at the callee are views of one storage here, and the storage can
+        # grow.
         assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
         first.resize_(2 * SIZE)
         assert first.numel() == 2 * SIZE
@@ -363,7 +366,7 @@ def test_results_outlive_rpc() -> None:
         start = time.monotonic()
         for call in calls:
             call.result(20)
-        # The callee need not wait for memory that it has given away.
+        # The callee does not wait for memory that it has given away.
         assert time.monotonic() - start < 5
         group[0].run(check_kept_results)
 
@@ -378,7 +381,7 @@ def memory_mapped() -> int:
 def check_idle_memory_is_given_back() -> None:
     check_is_handed_over()
     kept = rpc.rpc_sync("worker1", f.identity, args=(numbers(1),))
-    time.sleep(1.0)  # nothing else is left when this goes
+    time.sleep(1.0)  # when this returns, nothing else is left
     del kept
     deadline = time.monotonic() + 10
     while memory_mapped() or rpc.rpc_sync("worker1", memory_mapped):
@@ -415,7 +418,7 @@ def test_descriptors_and_maps_do_not_grow(pair: Group) -> None:
 
 
 def keep_echoes() -> None:
-    sent = [torch.full((SIZE,), float(i)) for i in range(20)]  # too many to be lent: read
+    sent = [torch.full((SIZE,), float(i)) for i in range(20)]  # too many to be lent
     for _ in range(3):
         kept[:] = rpc.rpc_sync("worker1", f.identity, args=(sent,))
     assert all(region_of(tensor) for tensor in kept)

@@ -1,4 +1,4 @@
-"""A process that is no peer connects to a worker and sends rubbish: the worker goes on."""
+"""A process outside of the group connects to a worker and sends rubbish; the worker goes on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rubbish(seed: int) -> list[bytes]:
 
 
 def attack(address: str, port: int, data: bytes, stay: list[socket.socket]) -> None:
-    """Send and leave: at once, with a reset, or not at all."""
+    """Send the data; then close the socket, reset it, or keep it open."""
     with contextlib.suppress(OSError):
         victim = socket.create_connection((address, port), timeout=2)
         victim.settimeout(0.2)
@@ -110,7 +110,7 @@ def test_many_silent_connections_do_not_stop_calls() -> None:
 
 @needs_ucx("may crash on bytes from a stranger")
 def test_rubbish_during_init() -> None:
-    """The port is open before the group is complete."""
+    """Rubbish comes while the port is open and the group is not complete yet."""
     stay: list[socket.socket] = []
     with Group(2, init=False) as group:
         first = group[0].init(2)

@@ -1,4 +1,4 @@
-"""`python -m torch_rpc_ext info`: what is used and why, before anything is initialised."""
+"""`python -m torch_rpc_ext info`: says what the agent would use and why, without init_rpc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The option integrity: bytes that change on their way are noticed, and the workers live."""
+"""The option integrity: bytes that change on their way are noticed, and the workers live on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch_rpc_ext import errors, wire_dtype
 pytestmark = needs_ucx("the option is ours")
 
 ON = {"integrity": True}
-#: One that travels inside the frame, one that goes as bulk, one in a receive buffer of its own.
+#: Sizes of tensors: one travels inside the frame, one travels as bulk, one has its own receive
+#: buffer.
 SIZES = pytest.mark.parametrize("size", [100, 100_000, 1_000_000])
 
 
@@ -47,7 +48,7 @@ def test_a_request(size: int) -> None:
     with Group(2, options=[ON | corrupting("SCRIPT_CALL"), {}]) as group:
         before = group[1].run(served)
         group.run(request_fails, size)
-        assert group[1].run(served) == before + 1  # the first one has not run
+        assert group[1].run(served) == before + 1  # the function of the damaged call has not run
         assert "changed on its way" in group.output()
 
 
@@ -62,7 +63,7 @@ def answer_fails(size: int) -> None:
 
 @SIZES
 def test_an_answer(size: int) -> None:
-    # The answer has checksums because the request had.
+    # The answer has checksums because the request had them.
     with Group(2, options=[ON, corrupting("SCRIPT_RET")]) as group:
         group.run(answer_fails, size)
 
@@ -79,7 +80,7 @@ def test_remote() -> None:
 
 @workers(2, options=[corrupting("SCRIPT_CALL"), {}])
 def test_off_nobody_notices() -> None:
-    # What the fault does, and what the option is for.
+    # Without the option, the changed bytes arrive unnoticed.
     got = rpc.rpc_sync("worker1", torch.neg, args=(ramp(100_000),))
     assert (got != -ramp(100_000)).sum() == 1
 

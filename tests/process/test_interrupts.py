@@ -1,4 +1,4 @@
-"""A signal handler that raises while an answer is read: its exception is what the caller gets."""
+"""A signal handler raises while an answer is being unpickled: the caller gets its exception."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch_rpc_ext._native import loader
 
 
 class Stop(Exception):
-    """A handler's own."""
+    """The exception that the signal handler raises."""
 
 
 class Signals:
-    """Sends a signal to the process that unpickles it."""
+    """Unpickling this object sends a signal to the process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_signalled, ())
 
 
 class SignallingError(Exception):
-    """The same, as what a function raises."""
+    """The same for an exception of a remote function."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_signalled, ())
@@ -37,7 +37,7 @@ class SignallingError(Exception):
 
 def _signalled() -> str:
     signal.raise_signal(signal.SIGINT)
-    # The handler runs before this, on the main thread.
+    # The handler runs on the main thread, before this line.
     return "signalled"
 
 
@@ -93,9 +93,9 @@ def check_interrupted(which: int) -> None:
             for _ in range(3):
                 with pytest.raises(expected) as caught:
                     way()
-                    for _ in range(1000):  # the handler of a signal that a pool thread got
+                    for _ in range(1000):  # lets the handler run if a pool thread got the signal
                         pass
-                # An Exception is a RuntimeError too, as all that upstream raises here.
+                # An Exception also is a RuntimeError, as everything is that upstream raises here.
                 assert isinstance(caught.value, expected), number
                 assert expected is Stop or type(caught.value) is expected, number
                 if expected is Stop:

@@ -37,7 +37,7 @@ def _shared() -> Iterator[WorkerGroup]:
 
 @pytest.fixture
 def group(_shared: WorkerGroup) -> WorkerGroup:
-    """Two workers without RPC, shared by the tests that do them no harm."""
+    """Two workers without RPC, which the tests share that do not change them."""
     return _shared
 
 
@@ -58,7 +58,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 15) -> bool:
 
 
 def gone(*pids: int) -> bool:
-    """Whether they end, soon."""
+    """Wait for a while; return whether all these processes have ended."""
     return wait_until(lambda: not any(map(is_running, pids)))
 
 
@@ -165,7 +165,7 @@ def test_output_can_go_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rpc_with_this_process_as_a_worker(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     agent = {"UCX": "UcxAgent", "TENSORPIPE": "TensorPipeAgent"}[backend]
     with WorkerGroup(["ps", "trainer"]) as group:
-        for _ in range(2):  # also a second time, after a shutdown
+        for _ in range(2):  # the second time after a shutdown
             group.init_rpc(backend, join="notebook", num_worker_threads=3, rpc_timeout=30)
             assert rpc.get_worker_info().id == 0
             assert rpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
@@ -178,7 +178,8 @@ def test_rpc_with_this_process_as_a_worker(backend: str, capfd: pytest.CaptureFi
 
 
 def test_fresh_workers_meet_a_process_that_has_had_rpc_before() -> None:
-    """Upstream's counters differ between them; with UCX they would not matter."""
+    """Upstream's counters differ between the processes; that matters to TENSORPIPE, and not to
+    UCX."""
     _rpc._align(7)
     for _ in range(2):
         with WorkerGroup(["ps"]) as group:
@@ -227,14 +228,14 @@ def test_stop_ends_all_and_may_be_called_again() -> None:
     group.stop()
     group.stop()
     assert [worker.exitcode for worker in workers] == [0, 0]
-    with group:  # and it may be started again
+    with group:  # a group can be started again
         assert group.run(len, "a") == [1, 1]
 
 
 def test_a_killed_worker_is_named() -> None:
     spoken = threading.Event()
     with WorkerGroup(2, show=lambda name, line: spoken.set()) as group:
-        group.init_rpc(backend_name())  # without this process
+        group.init_rpc(backend_name())  # only the workers, not this process
         assert not rpc.api._is_current_rpc_agent_set()
         assert group[0].run(call, "worker1") == [1, 2]
         asleep = group[1].submit(speak_and_sleep)
@@ -249,7 +250,7 @@ def test_a_killed_worker_is_named() -> None:
             group[1].run(len, "a")
         assert group[0].run(len, "a") == 1
         worker = group[0]
-    assert worker.exitcode == 0  # the one that lived has ended by itself
+    assert worker.exitcode == 0  # the worker that lived ended by itself
 
 
 def test_who_does_not_leave_is_named() -> None:
@@ -279,7 +280,7 @@ def test_a_worker_that_does_not_end_is_killed_and_named() -> None:
     group.run(len, "a")
     group["stuck"].submit(time.sleep, 1000)
     pids = [worker.pid for worker in group]
-    # Long enough for an interpreter that has torch to leave, on a machine that is busy.
+    # 5 s are enough for an interpreter with torch to end, on a busy machine.
     with pytest.warns(UserWarning, match="^stuck did not end within 5 s: killed"):
         group.stop(timeout=5)
     assert gone(*pids)
@@ -317,7 +318,7 @@ except KeyboardInterrupt:
 
 
 def start_script(how: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program with a worker; the pids that it prints."""
+    """Start a program that has workers; return it and the pids that it prints."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, how],
         env=ENV,

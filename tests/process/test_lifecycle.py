@@ -1,4 +1,4 @@
-"""Init and shutdown: bounded, interruptible, repeatable, quiet."""
+"""init_rpc and shutdown take a bounded time, can be interrupted and repeated, and print nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.process.group import Group, workers
 from tests.support import script
 from tests.support.backend import needs_ucx, on_ucx
 
-# The beginning of a one-process program; `init()` starts RPC in it.
+# The beginning of a program of one process; its `init()` starts RPC.
 PROGRAM = """
     import os, sys, tempfile
     import torch
@@ -88,7 +88,7 @@ def test_ctrl_c_during_shutdown() -> None:
 
 
 def call_in_a_thread(seconds: float) -> None:
-    """Have another thread of this worker wait for an answer."""
+    """Let another thread of this worker wait for an answer."""
     call = functools.partial(rpc.rpc_sync, "worker1", f.sleep, args=(seconds,))
     threading.Thread(target=call, daemon=True).start()
     time.sleep(0.2)
@@ -111,7 +111,7 @@ def test_ctrl_c_during_a_call(waits: str) -> None:
             call.result(10)
         assert time.monotonic() - start < 5
         assert group[0].run(rpc.rpc_sync, "worker1", f.name_here) == "worker1"
-        group.close(gently=False)  # a graceful end would wait for the sleeper
+        group.close(gently=False)  # a graceful end would wait for the sleeping call
 
 
 handled: list[float] = []
@@ -159,7 +159,7 @@ def seconds_until_handled(size: int) -> float:
 @needs_ucx("waits in C++, deaf to signals")
 @pytest.mark.parametrize("size", [1, 5_000_000], ids=["leading", "not leading"])
 def test_a_signal_that_went_to_another_thread_is_handled_soon(size: int) -> None:
-    """The kernel may give a signal to any thread; Python handles all in the main one."""
+    """The kernel may deliver a signal to any thread; Python runs its handler on the main thread."""
     with Group(2) as group:
         assert group[0].run(seconds_until_handled, size) < 4
 
@@ -269,7 +269,7 @@ def test_init_calls_and_shutdown_write_nothing() -> None:
     "category", ["DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"]
 )
 def test_no_warning_at_init(category: str) -> None:
-    # Set once torch is there: what torch warns about itself at import is not ours.
+    # Set after torch was imported: its own warnings at import do not count.
     ended = script.python(
         QUIET.replace(
             "    init()\n",
@@ -331,6 +331,6 @@ def test_init_and_shutdown_leave_no_files_and_threads_behind() -> None:
                 call.result()
             time.sleep(0.2)
             counts.append((group.run(open_files), group.run(threads)))
-    # The first rounds may set up what stays (a thread pool, an eventfd); after that nothing may
-    # grow.
+    # The first rounds may create what stays, such as a thread pool or an eventfd; after that
+    # nothing may grow.
     assert counts[5][0] <= counts[2][0] + 1 and counts[5][1] <= counts[2][1] + 1, counts

@@ -1,4 +1,5 @@
-"""More calls than a worker can serve: who calls waits, others do not, and it is said why."""
+"""More calls than a worker can serve: their caller waits, other callers do not, and messages say
+why."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _running = _most = 0
 
 
 def occupy(seconds: float, data: Any = None) -> None:
-    """Takes so long, and counts how many of it run at once."""
+    """Sleep, and count how many calls of this function run at once."""
     global _running, _most
     with _lock:
         _running += 1
@@ -33,7 +34,7 @@ def occupy(seconds: float, data: Any = None) -> None:
 
 
 def most() -> int:
-    """The most that have run at once, since it was last asked."""
+    """The most calls that have run at once since the last call of most()."""
     global _most
     with _lock:
         value, _most = _most, 0
@@ -46,9 +47,9 @@ def held_back() -> int:
 
 @workers(3, options={"max_calls_in_flight": 4})
 def test_callers_wait_for_room() -> None:
-    # One limit for each callee: the other one is not concerned.
+    # Each callee has its own limit, so calls to the other worker do not wait.
     elsewhere = threading.Thread(target=check_alive, args=("worker2",))
-    # They end one after the other, so that each call after them finds no room.
+    # The calls end one after another, so that each further call finds no room.
     futures = [rpc.rpc_async("worker1", occupy, args=(0.5 * i,)) for i in (1, 2, 3, 4)]
     elsewhere.start()
     elsewhere.join(10)
@@ -82,7 +83,7 @@ def test_bytes_count_too() -> None:
     for future in futures:
         future.wait()
     assert rpc.rpc_sync("worker1", most) <= 2
-    # Larger than the limit: alone.
+    # A call that is larger than the limit is made when no other is under way.
     large = torch.zeros(5_000_000)
     futures = [rpc.rpc_async("worker1", occupy, args=(0.1, large)) for _ in range(3)]
     for future in futures:
@@ -98,7 +99,8 @@ def call_back(to: str, depth: int) -> int:
 
 @workers(2, options={"max_calls_in_flight": 3})
 def test_calls_that_call_back_go_on() -> None:
-    """What callees do to answer is theirs to limit, and answers are never held back."""
+    """The limits of a caller do not hold back its callees' nested calls, and answers are never held
+    back."""
     assert rpc.rpc_sync("worker1", call_back, args=("worker0", 4)) == 4
     futures = [rpc.rpc_async("worker1", call_back, args=("worker0", 1)) for _ in range(12)]
     assert [future.wait() for future in futures] == [1] * 12
@@ -135,7 +137,7 @@ def test_a_full_pool_says_so_once() -> None:
     with Group(2, options={"num_worker_threads": 2}) as group:
         group[0].run(begin, occupy_until_freed, 4)
         group[1].run(wait_until_queued, 2)
-        time.sleep(1.1)  # full for less is nothing to tell
+        time.sleep(1.1)  # nothing is logged when the threads are busy for less
         group[0].run(begin, f.nothing, 2)
         group[1].run(wait_until_queued, 4)
         group[1].run(let_go)

@@ -1,4 +1,4 @@
-"""Who may say that a worker joined, left or came back: that worker, and nobody in its place."""
+"""Only a worker itself may say that it has joined, left or come back, and no other worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(function: Callable[..., Any], *args: Any, to: str = "worker1") -> No
 
 
 def lie(name: str) -> None:
-    """Say of a worker that it has joined, come back or left."""
+    """Claim that another worker has joined, come back or left."""
     from torch_rpc_ext._group import dynamic, returning, sessions
 
     session = sessions.require()
@@ -45,7 +45,7 @@ def reach(name: str) -> None:
 def test_a_static_group_does_not_change() -> None:
     from torch_rpc_ext._group import dynamic, sessions
 
-    # Of the attacker itself too: nobody joins a static group or leaves it.
+    # Claims about the attacker itself are refused too: no worker joins or leaves a static group.
     me = sessions.require().me
     refused(dynamic.member_joined, json.dumps({**json.loads(me.to_json()), "life": 1000}))
     refused(dynamic.member_left, me.name, me.incarnation)
@@ -60,7 +60,7 @@ def test_only_who_joins_or_leaves_says_so() -> None:
     with Group(3, options={"allow_list": ["torch.add"]}, dynamic=True) as group:
         group.run(lie, "worker2")
         group[1].run(reach, "worker2")
-        # worker2 itself: it leaves, and the others take note.
+        # worker2 itself leaves, and the others accept that.
         group[2].run(rpc.shutdown)
         for rank in (0, 1):
             assert group[rank].run(names) == ["worker0", "worker1"]

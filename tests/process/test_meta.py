@@ -1,5 +1,5 @@
-"""Tensors of the meta device, which have no bytes, arrive as they were sent. Tensors of a device
-that the agent does not know are refused, and their worker lives."""
+"""Tensors on the meta device, which have no bytes, arrive as they were sent. Tensors on a device
+that the agent does not know are refused, and the worker lives on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = needs_ucx("ends the callee: 'terminate called' (meta), or fails (ot
 
 
 class _OfAStrangeDevice(Tensor):
-    """Claims to be on a device that this process has no code for."""
+    """Claims to be on a device for which this process has no code."""
 
     @staticmethod
     def __new__(cls) -> Any:
@@ -30,7 +30,7 @@ class _OfAStrangeDevice(Tensor):
 
 
 def send_strange_ones() -> None:
-    """Has this worker's pickler take them for tensors."""
+    """Try to send such tensors, which this worker's pickler takes for ordinary ones."""
     internal: Any = rpc.internal
 
     def reduce(tensor: Tensor) -> Any:
@@ -68,7 +68,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def cases() -> list[Tensor]:
-    huge = empty(1 << 20, 1 << 20)  # 4 TiB, if there were any
+    huge = empty(1 << 20, 1 << 20)  # would have 4 TiB
     return [
         empty(3, 4),
         empty(),
@@ -88,7 +88,7 @@ def arguments_and_results() -> None:
     for sent in cases():
         assert rpc.rpc_sync("worker1", look, args=(sent,)) == look(sent)
         assert look(rpc.rpc_sync("worker1", identity, args=(sent,))) == look(sent)
-        # Beside others, in a container, to itself.
+        # Next to other tensors, inside of a container, and in a call to oneself.
         back = rpc.rpc_sync("worker1", identity, args=({"a": [sent, torch.ones(70_000)]},))["a"]
         assert look(back[0]) == look(sent) and torch.equal(back[1], torch.ones(70_000))
         assert look(rpc.rpc_sync("worker0", identity, args=(sent,))) == look(sent)

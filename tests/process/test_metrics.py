@@ -20,7 +20,8 @@ from tests.support.backend import needs_ucx
 
 
 def parse(text: str, worker: str = "worker0") -> dict[tuple[str, str], float]:
-    """(name, peer, bound of a bucket or '') -> value; fails where a sample names no such worker."""
+    """Parse samples: (name, peer, or bound of a bucket, or '') -> value. Fails if a sample names
+    another worker."""
     values = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -56,13 +57,13 @@ def test_counters_follow_the_calls() -> None:
 
     assert grown("torch_rpc_calls_sent_total") == 6
     assert 5e6 < grown("torch_rpc_sent_bytes_total") < 6e6
-    # Seconds, not microseconds.
+    # In seconds, not microseconds.
     assert 0 < values["torch_rpc_call_latency_average_seconds", ""] < 5
     assert values["torch_rpc_path", "worker1"] == 1
 
 
 class Histogram:
-    """A metric's buckets, as what came to them between two looks at worker1."""
+    """How much the buckets of a histogram of worker1 have grown between two readings."""
 
     def __init__(self, before: str, after: str, name: str) -> None:
         old, new = parse(before, "worker1"), parse(after, "worker1")
@@ -74,12 +75,12 @@ class Histogram:
             for (metric, bound), value in grown.items()
             if metric == f"torch_rpc_{name}_bucket"
         }
-        # Cumulative, as Prometheus wants it.
+        # Prometheus wants cumulative buckets.
         ordered = [self.buckets[bound] for bound in sorted(self.buckets)]
         assert ordered == sorted(ordered) and ordered[-1] == self.count, self.buckets
 
     def above(self, value: float) -> float:
-        """How many came to buckets that lie above the value as a whole."""
+        """How many samples came to buckets that lie entirely above the value."""
         return self.count - min(count for bound, count in self.buckets.items() if bound >= value)
 
 
@@ -111,7 +112,8 @@ def sleep_when_told(seconds: float) -> None:
 
 
 def tell_when_queued(requests: int) -> None:
-    """However long the caller has taken to make its calls, from here on they wait."""
+    """Signal when so many requests are queued: from then on they wait, however slowly the caller
+    made its calls."""
     deadline = time.monotonic() + 30
     while int(rpc.api._get_current_rpc_agent().get_metrics()["agent.queued_requests"]) < requests:
         assert time.monotonic() < deadline, "the requests do not arrive"
@@ -129,7 +131,7 @@ def test_histograms_tell_queue_from_execution() -> None:
     queue, execution = (Histogram(before, after, f"{n}_seconds") for n in ("queue", "execution"))
     assert execution.count == 4 and execution.above(PAUSE / 2) == 3, execution.buckets
     assert 3 * PAUSE <= execution.sum < 20 * PAUSE
-    # One of the three found the only thread free.
+    # One of the three calls found the only thread free.
     assert queue.count == 4 and queue.above(PAUSE / 2) == 2, queue.buckets
     assert 3 * PAUSE * 0.9 <= queue.sum < 30 * PAUSE
     sizes = Histogram(before, after, "message_bytes")
@@ -140,7 +142,7 @@ def test_histograms_tell_queue_from_execution() -> None:
 @workers(2)
 def test_histograms_of_latency_and_of_waits_for_the_gil() -> None:
     before = rpc.rpc_sync("worker1", text_there)
-    assert rpc.rpc_sync("worker1", f.nested, args=(4, 2)) == 4  # two of these calls are worker1's
+    assert rpc.rpc_sync("worker1", f.nested, args=(4, 2)) == 4  # worker1 makes two of these calls
     with_gil = rpc.rpc_sync("worker1", profile_gil, args=(True,))
     rpc.rpc_sync("worker1", f.identity, args=(1,))
     after = rpc.rpc_sync("worker1", profile_gil, args=(False,))
@@ -197,7 +199,7 @@ def test_the_endpoint_serves_this_host_only_and_ends() -> None:
             metrics.serve(server.port)
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5):
         pass
-    metrics.serve(server.port).close()  # free again
+    metrics.serve(server.port).close()  # the port is free again
 
 
 @workers(1)

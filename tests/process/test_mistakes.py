@@ -1,4 +1,4 @@
-"""Errors that a user meets: one sentence that names the value and the remedy."""
+"""Users' mistakes: each error is one sentence that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.backend import needs_ucx
 
 
 def init_with(options: Any, backend: str, init_method: str, rank: int, name: str) -> str:
-    """init_rpc as a program calls it; returns the name, or raises init_rpc's error."""
+    """Call init_rpc as a program would; return the name, or raise init_rpc's error."""
     options.init_method = init_method
     rpc.init_rpc(
         name,
@@ -79,7 +79,7 @@ def test_two_processes_that_are_rank_0(scheme: str) -> None:
         calls = [
             group[n].start(init_with_our_options, method, 0, f"twin{n}", 40.0) for n in range(2)
         ]
-        # One of them learns it while the other still waits for rank 1.
+        # One worker gets the error while the other still waits for rank 1.
         done: list[int] = []
         while not done:
             done = [n for n, call in enumerate(calls) if call._worker.pipe.poll(0.05)]
@@ -90,12 +90,12 @@ def test_two_processes_that_are_rank_0(scheme: str) -> None:
         assert f"Rank 0 is not unique: worker twin{first} (pid " in text, text
         assert "a rank of its own" in text and socket.gethostname() in text, text
         assert not calls[first].done(), "the first still waits for rank 1"
-        # Which then comes.
+        # Now rank 1 comes.
         last = group[2].start(init_with_our_options, method, 1, "last", 40.0)
         assert (calls[first].result(), last.result()) == (f"twin{first}", "last")
         assert group[first].run(name_of_last) == "last"
         group[second].kill()
-        group.broken = True  # not all of its workers are of one group
+        group.broken = True  # its workers are not all in one RPC group
         for call in [group[n].start(shut_down) for n in (first, 2)]:
             call.result()
 
@@ -114,7 +114,7 @@ def test_a_rank_on_tensorpipe_is_named(ours: int) -> None:
     theirs = 1 - ours
     with Group(2, init=False) as group:
         method = f"tcp://127.0.0.1:{free_port()}"
-        # TENSORPIPE's stays behind in its rendezvous, and is killed.
+        # The TENSORPIPE worker keeps waiting in its rendezvous, and is killed.
         group[theirs].start(init_with_tensorpipe_options, "TENSORPIPE", method, theirs, "theirs")
         with pytest.raises(RuntimeError) as raised:
             group[ours].start(init_with_our_options, method, ours, "ours", 8.0).result()
@@ -165,7 +165,7 @@ def test_args_without_the_comma(how: str) -> None:
         for function in (f.identity, torch.neg):
             with pytest.raises(TypeError, match=f"got a {kind}: write args=\\(value,\\)"):
                 CALLS[how]("worker1", function, args=args)
-    # As upstream takes them.
+    # Upstream accepts these.
     for args in ([1], (1,), range(1)):
         value = CALLS[how]("worker1", f.identity, args=args)
         value = value.to_here() if how == "remote" else value
@@ -197,7 +197,7 @@ def test_a_timeout_that_is_none(seconds: float) -> None:
     with pytest.raises(ValueError, match="rpc_timeout"):
         rpc._set_rpc_timeout(seconds)
     assert rpc.get_rpc_timeout() == before
-    # What upstream allows.
+    # Upstream allows these.
     for fine in (0, 0.0, -1, -1.0, 5, math.inf, 1e9):
         assert rpc.rpc_sync("worker1", f.identity, args=(1,), timeout=fine) == 1
     rpc._set_rpc_timeout(0)

@@ -1,5 +1,5 @@
-"""Workers on two hosts (network namespaces): no shared memory, no common pids, only TCP between
-them."""
+"""Workers on two hosts (network namespaces), without shared memory and common pids: only TCP
+connects them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Hosts = tuple[netns.Host, netns.Host]
 def group_on(
     hosts: Hosts, address: str, env: dict[str, str] | None = None, size: int = 2, **options: Any
 ) -> Group:
-    """A group with its even ranks on the first host and its odd ranks on the second."""
-    if not on_ucx():  # TENSORPIPE takes the loopback interface unless told
+    """Start a group with its even ranks on the first host and its odd ranks on the second."""
+    if not on_ucx():  # TENSORPIPE takes the loopback interface otherwise
         env = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", **(env or {})}
     return Group(
         size,
@@ -71,7 +71,7 @@ def test_ucxs_own_variable_wins_over_the_interface_that_is_found(hosts: Hosts) -
         assert group[0].run(control_path, "worker1") == "tcp (eth0)"
     with Group(2, hosts=where, env={**only_tcp, "UCX_NET_DEVICES": "lo"}) as group:
         assert group[0].run(control_path, "worker1") == "tcp (lo)"
-    chosen = {"interface": "eth0"}  # what the program names wins over the variable
+    chosen = {"interface": "eth0"}  # the option wins over the variable
     with Group(2, hosts=where, env={**only_tcp, "UCX_NET_DEVICES": "lo"}, options=chosen) as group:
         assert group[0].run(control_path, "worker1") == "tcp (eth0)"
 
@@ -96,7 +96,8 @@ def test_calls_over_ipv6(hosts: Hosts) -> None:
 
 @needs_ucx("cannot use a link-local address")
 def test_calls_over_an_interface_with_a_link_local_address(hosts: Hosts) -> None:
-    """The store is on eth0; UCX takes eth1's IPv4 address, for it knows no link-local ones."""
+    """The store is on eth0. On eth1, UCX takes the IPv4 address, because it cannot use link-local
+    addresses."""
     before = received(hosts[1], "eth1")
     with group_on(hosts, hosts[0].ipv4, {"TP_SOCKET_IFNAME": "eth1"}) as group:
         group.run(check_everyday)
@@ -113,7 +114,7 @@ def test_an_interface_with_nothing_but_a_link_local_address_is_named(hosts: Host
             text, _ = group[0].run(call_error, "worker1")
             assert "IPv4 or a global IPv6 address" in text, text
             for worker in group:
-                worker.kill()  # they could not say goodbye to each other
+                worker.kill()  # the workers could not say goodbye to each other
     finally:
         for host in hosts:
             second = host.ipv4.replace("10.77.", "10.78.")
@@ -121,7 +122,7 @@ def test_an_interface_with_nothing_but_a_link_local_address_is_named(hosts: Host
 
 
 def received(host: netns.Host, device: str) -> int:
-    """Bytes that arrived on a device."""
+    """Bytes that have arrived on a network device."""
     for line in host.run("cat", "/proc/net/dev").splitlines():
         if line.strip().startswith(device + ":"):
             return int(line.split(":")[1].split()[0])
@@ -160,8 +161,8 @@ def test_size(hosts: Hosts, size: int) -> None:
 
 
 def slow_call(to: str, seconds: float) -> float:
-    """Of many small calls, what nine of ten take at most, in seconds: not the longest, which a
-    loaded machine decides."""
+    """The time within which nine of ten small calls end, in seconds. The longest call would only
+    show the load of the machine."""
     end, took = time.monotonic() + seconds, []
     while time.monotonic() < end:
         start = time.monotonic()
@@ -201,7 +202,8 @@ def test_a_killed_peer_is_noticed(hosts: Hosts) -> None:
 
 
 def seconds_until_lost(to: str, *, busy: bool) -> tuple[str, float]:
-    """(error, s): of a call that is under way, or of the first that is made when it is noticed."""
+    """Call until the worker is lost: with large calls one after another if ``busy``, else with one
+    long call. Return the error and the seconds until it came."""
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         if busy:
@@ -224,7 +226,7 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
             text, seconds = call.result(60)
             assert "PeerLostError" in text and "worker1" in text, text
             assert seconds < 10, (text, seconds)
-            group[0].run(check_alive, "worker2")  # on this host
+            group[0].run(check_alive, "worker2")  # on the same host as worker0
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
         group[1].killed = True
@@ -232,7 +234,8 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
 
 
 def shorten_patience(to: str, seconds: float) -> int:
-    """Connections to a worker that the kernel gives up after so long, bulk's among them."""
+    """Make the kernel give up the TCP connections to a worker after ``seconds``, also that for
+    bulk; return how many there are."""
     rpc.rpc_sync(to, f.identity, args=(torch.ones(1_000_000),))
     return set_user_timeout(os.getpid(), seconds)
 
@@ -262,7 +265,7 @@ def test_a_cut_cable_that_the_kernel_notices_first(hosts: Hosts) -> None:
 
 
 def knock(to: str, seconds: float) -> int:
-    """Sockets that are open after calling one who is gone again and again."""
+    """Call a worker that is gone again and again; return the number of open sockets."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with pytest.raises(RuntimeError, match="worker1"):
@@ -295,7 +298,7 @@ def test_connecting_to_a_host_that_is_gone_delays_nobody_else(hosts: Hosts) -> N
         hosts[1].run("ip", "link", "set", "eth0", "down")
         try:
             longest = group[0].run(longest_call_beside_knocks, "worker2", "worker1", 9.0)
-            assert longest < 1.5, "an attempt to connect took the others along"  # it takes 2 s
+            assert longest < 1.5, "an attempt to connect took the others along"  # takes 2 s
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
         group[1].killed = True
@@ -305,10 +308,10 @@ def test_connecting_to_a_host_that_is_gone_delays_nobody_else(hosts: Hosts) -> N
 def lose_an_answer(to: str) -> None:
     from torch_rpc_ext.errors import PeerLostError
 
-    # The other end loses the connection when it answers a builtin.
+    # The fault makes the other end lose the connection when it answers a builtin.
     with pytest.raises(PeerLostError, match="worker1.*the connection broke"):
         rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=30)
-    time.sleep(1.5)  # the pause before a lost worker is connected to again
+    time.sleep(1.5)  # after this pause a lost worker is connected to again
     check_alive(to)
 
 
@@ -320,7 +323,7 @@ def test_a_connection_that_broke_at_one_end_only(hosts: Hosts) -> None:
 
 
 def sleep_through(to: str, seconds: float) -> float:
-    """Calls, also to one that is stopped meanwhile; s that the longest took."""
+    """Make calls while the callee may be stopped; return the seconds that the longest took."""
     longest, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         start = time.monotonic()
@@ -333,7 +336,7 @@ def sleep_through(to: str, seconds: float) -> float:
 def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts) -> None:
     with group_on(hosts, hosts[0].ipv4, keepalive=1.0) as group:
         group[0].run(check_alive, "worker1")
-        pid = str(group[1].run(os.getpid))  # within its namespace
+        pid = str(group[1].run(os.getpid))  # the pid in its namespace
         call = group[0].start(sleep_through, "worker1", 6.0)
         time.sleep(0.5)
         hosts[1].run("kill", "-STOP", pid)
@@ -344,7 +347,7 @@ def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts) -> None:
 
 
 def test_a_shaped_link_holds_its_rate(hosts: Hosts) -> None:
-    """The helper's own test: what benchmarks say of a link is only as good as the link."""
+    """Tests netns.shape() itself: the benchmarks rely on the rate of the link."""
     try:
         netns.shape(hosts, netns.Link(gbit_per_s=0.2))
     except netns.NotPossible as reason:
@@ -353,7 +356,7 @@ def test_a_shaped_link_holds_its_rate(hosts: Hosts) -> None:
         with group_on(hosts, hosts[0].ipv4) as group:
             group.run(check_size, 1000)
             start = time.monotonic()
-            group.run(check_size, 5_000_000)  # twice there and back: 0.8 s at this rate
+            group.run(check_size, 5_000_000)  # there and back twice: 0.8 s at this rate
             assert 0.7 < time.monotonic() - start < 10
     finally:
         netns.shape(hosts, netns.Link())

@@ -1,4 +1,4 @@
-"""torch.ops.torch_rpc_ext: what TorchScript on a worker knows of itself and of its group."""
+"""torch.ops.torch_rpc_ext: what TorchScript code can ask about its worker and its group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ["worker0", "worker1", "worker2"]
 
 
 def scripted() -> Any:
-    """The TorchScript functions, defined on worker1 too."""
+    """The module of TorchScript functions, which worker1 has imported too."""
     from tests.process import script_operators
 
     rpc.rpc_sync("worker1", script_operators.loaded)
@@ -31,7 +31,7 @@ def test_names_and_ids() -> None:
     who = scripted().who
     assert who.sync("worker1") == (NAMES, [0, 1, 2], "worker1", 1)
     assert who() == (NAMES, [0, 1, 2], "worker0", 0)
-    # From Python, under both names.
+    # Python can call the operators under both names.
     assert torch.ops.torch_rpc_ext.worker_names() == NAMES
     assert torch.ops.torch_rpc_ext.own_id() == 0
 
@@ -47,7 +47,7 @@ def test_metrics_are_the_agents() -> None:
 @workers(2)
 def test_torchscript_asks_anew_each_time() -> None:
     sent_by_a_call = scripted().sent_by_a_call
-    # Optimised from the second run on.
+    # TorchScript optimises a function from its second run on.
     assert [sent_by_a_call("worker1") for _ in range(4)] == [1] * 4
 
 

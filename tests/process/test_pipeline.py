@@ -1,4 +1,5 @@
-"""Pipelines: the gradients of the local model, whatever the schedule; and what they hold."""
+"""Pipelines give the gradients of the local model with every schedule; and how much memory they
+hold."""
 
 from __future__ import annotations
 
@@ -42,17 +43,17 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
 
 def run(pipe: Any, model: Any, x: Any, y: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss and the gradients of a batch."""
+    """Run a batch; return the loss and the gradients."""
     with dist_autograd.context() as context:
         loss = pipe.forward_backward(x, y)
         return loss, m.gradients(model, context)
 
 
 def train_both(name: str, schedule: str) -> None:
-    """Three steps of the local model and of the pipeline, bit by bit."""
+    """Train the local model and the pipeline for three steps, and compare them bit for bit."""
     local, whole = getattr(m, name)(), getattr(m, name)()
     model = shard(local, THREE)
-    x, y = m.batch_of(name, 13)  # 4, 3, 3, 3
+    x, y = m.batch_of(name, 13)  # micro-batches of 4, 3, 3, 3
     loss = m.loss_of(name)
     pipe = pipeline(model, loss, schedule=schedule)
     ours = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1, momentum=0.9)
@@ -97,7 +98,7 @@ def check_stages_work_at_once(schedule: str) -> None:
     begin = time.monotonic()
     run(pipe, model, torch.ones(6, 2), torch.ones(6, 2))
     elapsed = time.monotonic() - begin
-    # One after another they take 18 * 40 ms; 8 * 40 ms is ideal.
+    # One after another the stages take 18 * 40 ms; the ideal pipeline takes 8 * 40 ms.
     assert elapsed < 0.8 * sum(stats.compute_s for stats in pipe.stats)
 
 
@@ -107,7 +108,8 @@ def test_stages_work_at_once(four: Group, schedule: str) -> None:
 
 
 def check_other_shapes() -> None:
-    # Dicts between stages, in and out; two stages on the caller's worker, which also runs others.
+    # Dicts as inputs, as outputs and between stages; two stages run on the caller's worker, which
+    # is busy with others too.
     torch.manual_seed(6)
     local = nn.Sequential(m.Pair(), m.Pair(), m.Join())
     model = shard(local, ["worker0", "worker0", "worker1"])
@@ -117,7 +119,7 @@ def check_other_shapes() -> None:
         m.same(run(pipe, model, x, y), m.local_gradients(local, mse, x, y, 4))
     both = {"a": x, "b": torch.randn(8, 6)}
     run(pipe, model, both, y)
-    # A sum instead of a mean: its micro-batches simply add up.
+    # With a sum instead of a mean, the losses of micro-batches simply add up.
     pipe = pipeline(model, squares, reduction="sum", micro_batches=3)
     local.zero_grad()
     total = squares(local(x), y)
@@ -136,19 +138,19 @@ def test_other_values_and_places(four: Group) -> None:
 
 
 def check_frozen_and_in_place() -> None:
-    # A stage whose first layer works in place, and that has no parameters.
+    # A stage without parameters, whose first layer works in place.
     local = m.mlp()
     x, y = m.batch_of("mlp")
     model = shard(local, THREE, partition=[1, 1, 3])
     expected = m.local_gradients(local, mse, x, y, 4)
     m.same(run(pipeline(model, mse), model, x, y), expected)
-    # A first stage that is frozen: nothing flows back into it.
+    # A frozen first stage: no gradient flows back into it.
     model = shard(local, THREE, partition=[2, 1, 2])
     rpc.rpc_sync("worker1", freeze, args=(model.stages[0].rref,))
     loss, found = run(pipeline(model, mse), model, x, y)
     m.same(loss, expected[0])
     m.same(found, {name: g for name, g in expected[1].items() if not name.startswith("0.")})
-    # Two batches in one context add up.
+    # The gradients of two batches in one context add up.
     model.requires_grad_()
     pipe = pipeline(model, mse)
     with dist_autograd.context() as context:
@@ -170,12 +172,12 @@ def check_layers_with_a_state(schedule: str) -> None:
     x, y = m.batch_of("normed")
     model = shard(local, THREE, partition=[2, 2, 1])
     pipe = pipeline(model, mse, schedule=schedule)
-    # Dropout draws from the random numbers of its worker, micro-batch after micro-batch.
+    # Dropout uses the random numbers of its worker, one micro-batch after another.
     rpc.rpc_sync("worker2", seed)
     seed()
     expected = m.local_gradients(local, mse, x, y, 4)
     m.same(run(pipe, model, x, y), expected)
-    # BatchNorm has seen the micro-batches one after another.
+    # BatchNorm has processed the micro-batches one after another.
     m.same(dict(model.state_dict()), dict(local.state_dict()))
     assert model.state_dict()["1.num_batches_tracked"] == 4
     model.eval()
@@ -234,7 +236,7 @@ def check_a_stage_that_raises(where: str, schedule: str) -> None:
     local = nn.Sequential(nn.Linear(6, 3), m.Boom(where, at=2), nn.Linear(3, 3))
     x, y = m.batch_of("mlp")
     model = shard(local, THREE)
-    # Without a time-out, so that nobody but the caller can end the waiting of the others.
+    # Without a time-out, so that only the caller can end the waits of the other stages.
     pipe = pipeline(model, mse, schedule=schedule, timeout=0)
     begin = time.monotonic()
     with pytest.raises(StageError, match="stage 1 on worker2 raised ValueError: boom") as caught:
@@ -243,7 +245,7 @@ def check_a_stage_that_raises(where: str, schedule: str) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
     assert any("models.py" in note for note in caught.value.__notes__)
     assert time.monotonic() - begin < 20
-    # The next batch is as if nothing had been.
+    # The next batch works as if nothing had failed.
     local[1] = nn.Identity()
     m.same(run(pipe, model, x, y), m.local_gradients(local, mse, x, y, 4))
 
@@ -282,7 +284,7 @@ def check_slow_stage() -> None:
     pipe = pipeline(model, mse, timeout=0.4)
     with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 0.4 s.*forward"):
         run(pipe, model, x, y)
-    # One that hangs is named as well, and says so as long as it does.
+    # A stage that hangs is named too, for as long as it hangs.
     stuck = shard(nn.Sequential(nn.Linear(6, 3), m.Sleep(5, 0), nn.Linear(3, 3)), THREE)
     pipe = pipeline(stuck, mse, timeout=0.4)
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
@@ -308,7 +310,7 @@ def watch(stage: Any, pipe: str) -> None:
 
 
 def alive() -> int:
-    """How many of the stages and runners that are watched on this worker still live."""
+    """How many of the watched stages and runners on this worker still exist."""
     gc.collect()
     return sum(one() is not None for one in WATCHED)
 
@@ -353,7 +355,7 @@ def check_a_death() -> tuple[int | None, str | None, float]:
     elapsed = time.monotonic() - begin
     with pytest.raises(StageError, match="stage 1 on worker2"):
         run(pipe, model, x, y)
-    # The survivors are free for another pipeline.
+    # The surviving workers can serve another pipeline.
     other = shard(m.mlp(), ["worker1", "worker3"])
     expected = m.local_gradients(m.mlp(), mse, x, y, 4)
     m.same(run(pipeline(other, mse), other, x, y), expected)
@@ -368,7 +370,7 @@ def test_a_worker_that_dies_in_the_middle() -> None:
         group[2].kill()
         stage, worker, elapsed = call.result()
         assert (stage, worker) == (1, "worker2")
-        assert elapsed < 20  # noticed, not waited for
+        assert elapsed < 20  # the death is noticed; no time-out has to pass
 
 
 @workers(2, options={"num_worker_threads": 1})

@@ -1,4 +1,4 @@
-"""profile(): the calls of a whole group, recorded from one worker, with true times and links."""
+"""profile() records the calls of a whole group from one worker, with right times and links."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_calls_of_all_workers_are_recorded() -> None:
     through, there = found["pause_through", "worker1"], found["pause", "worker2"]
     assert (through.calls, there.calls, found["pause", "worker1"].calls) == (1, 2, 1)
     assert (there.errors, found["raise_value_error", "worker2"].errors) == (0, 1)
-    # The time of the function is execution, not network.
+    # The time in the function counts as execution, not as network.
     for row in (through, there):
         assert PAUSE <= row.execution_p50 < row.total_p50, row
         assert 0 < row.network_p50 <= row.total_p99 - PAUSE, row
@@ -87,13 +87,13 @@ def test_calls_of_all_workers_are_recorded() -> None:
         assert row.sent_bytes in (tensor.nbytes, 2 * tensor.nbytes)
         if on_ucx():
             assert 0 < row.execution_p50 < row.total_p50 and row.result_bytes > tensor.nbytes, row
-        else:  # the caller's side only
+        else:  # recorded only at the caller
             assert row.execution_p50 is None, row
     assert "pause_through" in prof.summary() and "aligned within" in prof.summary()
 
 
 def merged(prof: Any, tmp_path: Path) -> list[dict[str, Any]]:
-    """The events of the trace, which keeps the rules of its format."""
+    """Write the trace, check its format, and return its events."""
     prof.export_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     error_us = max(trace["otherData"]["clock_error_us"].values())
@@ -103,13 +103,14 @@ def merged(prof: Any, tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def span_ns(event: dict[str, Any]) -> tuple[int, int]:
-    """Begin and end of a slice. As floats a begin in us plus a duration may miss the same end."""
+    """Begin and end of a slice, in ns: with floats in us, begin plus duration may miss an equal
+    end."""
     begin = round(event["ts"] * 1000)
     return begin, begin + round(event["dur"] * 1000)
 
 
 def check_format(events: list[dict[str, Any]], error_us: float) -> None:
-    """The Trace Event Format as Perfetto reads it."""
+    """Check the rules of the Trace Event Format, as Perfetto reads it."""
     timed = [e for e in events if e["ph"] != "M"]
     assert {e["ph"] for e in events} <= set("MXstfi")
     times = [e["ts"] for e in timed]
@@ -147,8 +148,8 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     arrows = {(e["id"], e["ph"]): e for e in events if e["ph"] in "sf"}
     slices = [e for e in events if e["ph"] == "X" and e["cat"] != "rpc.queue"]
-    assert len(arrows) == 8 and len(slices) == 4  # there and back, of two calls
-    # On the way there the time in the callee's queue, right before the execution.
+    assert len(arrows) == 8 and len(slices) == 4  # there and back, for two calls
+    # The time in the callee's queue lies right before the execution.
     queues = [e for e in events if e.get("cat") == "rpc.queue"]
     assert len(queues) == len([e for e in events if e["ph"] == "t"]) == (2 if on_ucx() else 0)
     for queue in queues:
@@ -161,7 +162,7 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
         assert (queue["pid"], queue["tid"]) == (execution["pid"], execution["tid"])
 
     def slice_of(arrow: dict[str, Any]) -> str:
-        """The one slice that the arrow's end lies in, as "worker: name"."""
+        """The one slice in which the end of an arrow lies, as "worker: name"."""
         place = (arrow["pid"], arrow["tid"])
         (found,) = [
             e
@@ -181,7 +182,8 @@ def test_arrows_link_caller_and_callee(tmp_path: Path) -> None:
         *(("request", call, execution) for call, execution in (outer, inner)),
         *(("response", execution, call) for call, execution in (outer, inner)),
     }
-    # Each within the one that made it, across processes, as far as the clocks are right.
+    # Each slice lies within that of its caller, also across processes, as exactly as the clocks
+    # agree.
     error = 2e-3 * max(clock.error_ns for clock in prof.clocks.values())
     times = {e["name"].rpartition(".")[2]: (e["ts"], e["ts"] + e["dur"]) for e in slices}
     order = ["pause_through -> worker1", "pause_through <- worker0", "pause -> worker2"]
@@ -198,8 +200,9 @@ KEPT: list[Any] = []
 
 
 def begin_profile_behind(path: str) -> None:
-    """Calls of all kinds, queued behind one that ends when there is such a file."""
-    rpc.rpc_sync("worker1", pause, args=(torch.ones(1),))  # imports this module there
+    """Begin calls of all kinds behind one that ends when the file ``path`` exists, and profile
+    them."""
+    rpc.rpc_sync("worker1", pause, args=(torch.ones(1),))  # imports this module on worker1
     prof = profiled()
     prof.__enter__()
     calls = [rpc.rpc_async("worker1", wait_for_file, args=(path,))]
@@ -226,10 +229,10 @@ def test_queue_time_is_told_from_the_network(tmp_path: Path) -> None:
         free.touch()
         found = group.run(end_profile)
     paused, script = found["pause", "worker1"], found["script_add", "worker1"]
-    # The third waits for the two before it, the TorchScript function for all three.
+    # The third call waits for the two before it; the TorchScript function waits for all three.
     assert 1.9 * PAUSE < paused.queue_p99 < paused.total_p99, paused
     assert script.queue_p50 > 2.9 * PAUSE and script.execution_p50 < script.queue_p50, script
-    # Of what waited only the rest is the network's.
+    # The network time of a call does not contain its time in the queue.
     assert script.network_p50 <= script.total_p50 - script.queue_p50, script
 
 
@@ -246,7 +249,7 @@ def test_waits_for_the_gil_are_told_apart() -> None:
     waited = found["identity", "worker1"]
     assert waited.gil_wait_p50 > 0.3 and waited.execution_p50 < 0.3, waited
     assert found["script_add", "worker1"].gil_wait_p50 < 0.1
-    # As it was before.
+    # Profiling of the GIL is off again, as before.
     counted = rpc.rpc_sync("worker1", agent_metrics)
     assert "agent.gil_average_wait_time_us" not in counted
 
@@ -275,7 +278,7 @@ def test_a_training_step(tmp_path: Path) -> None:
         rpc.remote("worker1", torch.add, args=(torch.ones(1), 1)).to_here()
     found = rows(prof)
     for worker in ("worker1", "worker2"):
-        # The backward pass goes from the trainer to the last stage, and over it to the first.
+        # The backward pass goes from the trainer to the last stage, and from there to the first.
         assert found["forward", worker].calls == 1
         assert found["backward", worker].execution_p50 > 0, found
     assert found["to_here", "worker1"].execution_p50 > 0
@@ -319,7 +322,7 @@ def test_clocks_are_as_exact_as_they_say() -> None:
     with profiled() as prof:
         pass
     for clock in prof.clocks.values():
-        # One host: the true offset is 0.
+        # All workers are on one host, so the true offset is 0.
         assert abs(clock.first.offset_ns) <= clock.first.error_ns
         assert abs(clock.last.offset_ns) <= clock.last.error_ns
         assert 0 < clock.error_ns < 1e9
@@ -346,7 +349,7 @@ def test_nothing_stays_when_it_is_off() -> None:
     assert rpc.rpc_sync("worker1", hook_names) == there
     with pytest.raises(KeyError), profiled() as prof:
         rpc.rpc_sync("worker1", f.identity, args=(1,))
-        raise KeyError  # what the block raises goes through, and the recording is kept
+        raise KeyError  # passes through profile(), which keeps its recording
     assert rows(prof)["identity", "worker1"].calls == 1
     assert all(now is then for now, then in zip(hooks(), before, strict=True))
 
@@ -373,7 +376,7 @@ def test_unfinished_and_asynchronous_calls(tmp_path: Path) -> None:
     open_ones = [e for e in events if e.get("args", {}).get("outcome") == "had not ended"]
     assert len(open_ones) == 2, open_ones
     assert all("wait_for_file" in e["name"] for e in open_ones), open_ones
-    # Slices of one track do not overlap.
+    # The slices of one track do not overlap.
     tracks: dict[Any, list[tuple[int, int]]] = {}
     for e in events:
         if e["ph"] == "X":
@@ -439,7 +442,7 @@ def test_mistakes_are_named() -> None:
     assert "1.2.3 on worker2" in message and "on worker0, worker1" in message
     with profiled(workers=["worker0", "worker1"]) as prof:
         rpc.rpc_sync("worker1", f.nothing)
-        rpc.rpc_sync("worker2", f.nothing)  # not recorded there, and runs all the same
+        rpc.rpc_sync("worker2", f.nothing)  # worker2 does not record the call, but runs it
     assert rows(prof)["nothing", "worker1"].execution_p50 is not None
     assert rows(prof)["nothing", "worker2"].execution_p50 is None
     rpc.rpc_sync("worker2", set_torch_version, args=(str(version),))
@@ -504,13 +507,13 @@ def profile_a_silent_one(entered: str, stopped: str) -> tuple[dict[str, str], li
         while not Path(stopped).exists():
             time.sleep(0.01)
         begin = time.monotonic()
-    assert time.monotonic() - begin < 20  # and not the minutes that a call may take
+    assert time.monotonic() - begin < 20  # not the minutes that a call may take
     assert "missing: worker2" in prof.summary()
     return prof.missing, sorted(prof.recordings)
 
 
 def profiled_names(kind: str, call: Any, times: int = 1) -> list[str]:
-    """What torch's profilers record of calls."""
+    """The names that one of torch's profilers records for calls."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     profiler: Any = profiler_legacy.profile()  # type: ignore[no-untyped-call]
     if kind == "kineto":
@@ -521,7 +524,7 @@ def profiled_names(kind: str, call: Any, times: int = 1) -> list[str]:
             if kind == "legacy" and isinstance(made, rpc.PyRRef):
                 made._get_profiling_future().wait()
     events = prof.events() if kind == "kineto" else prof.function_events
-    # Without the operators at the callee, which the legacy one names by the call.
+    # Without the callee's operators, whose names the legacy profiler prefixes with the call.
     names = [e.name for e in events or () if e.name.startswith("rpc_")]
     return sorted(name for name in names if "#remote_op" not in name)
 
@@ -537,15 +540,15 @@ def test_torchs_profilers_record_calls_of_torchscript() -> None:
         lambda: rpc.rpc_async("worker1", f.script_add, args).wait(): "async",
         lambda: rpc.remote("worker1", f.script_add, args): "remote",
     }.items():
-        # As upstream: the legacy profiler, which knows of RPC, is told in Python; the others see
-        # the call that C++ makes.
+        # As upstream: Python code tells the legacy profiler, which knows RPC, of a call; the other
+        # profilers record what C++ does.
         seen = profiled_names("legacy", call)
         assert seen == [f"rpc_{name}#{there}"], seen
         if name == "remote":
             assert profiled_names("kineto", call) == []
         elif on_ucx():
             assert profiled_names("kineto", call, times=2) == [in_cpp] * 2
-    if not on_ucx():  # which sees the first such call of a thread only, and no legacy profile then
+    if not on_ucx():  # TENSORPIPE records only the first such call
         assert profiled_names("kineto", lambda: rpc.rpc_sync("worker1", f.script_add, args)) == [
             in_cpp
         ]
@@ -561,12 +564,12 @@ def test_operators_and_picture(tmp_path: Path) -> None:
     events = merged(prof, tmp_path)
     pids = {e["args"]["name"].split()[0]: e["pid"] for e in events if e["name"] == "process_name"}
     operators = [e for e in events if e.get("cat") == "cpu_op"]
-    # Of other threads than the one that profiles, here and there.
+    # The operators also come from threads other than the profiling one, here and at the callee.
     assert any(e["name"] == "aten::mm" and e["pid"] == pids["worker0"] for e in operators)
     (multiplied,) = [
         e for e in operators if e["name"] == "aten::mul" and e["pid"] == pids["worker1"]
     ]
-    # Within the execution to which it belongs, on one time axis.
+    # The operator lies within the execution to which it belongs, on one time axis.
     (execution,) = [e for e in events if e.get("cat") == "rpc.execution" and "pause" in e["name"]]
     begin, end = execution["ts"], execution["ts"] + execution["dur"]
     assert begin + PAUSE * 1e6 / 2 < multiplied["ts"] < end + 10_000, (execution, multiplied)
@@ -596,7 +599,7 @@ def test_workers_that_are_not_recorded_are_left_alone() -> None:
         assert rpc.remote("worker2", f.identity, args=(3,)).to_here() == 3
         assert rref.rpc_sync().hello() == "hello"
         assert remote_functions.nap.sync("worker2", 0.0, 4) == 4
-        # To oneself, between the others: recorded at both ends.
+        # A call to oneself among the others is recorded at both ends.
         assert rpc.remote("worker0", f.identity, args=(5,)).to_here() == 5
     found = rows(prof)
     assert found["identity", "worker1"].calls == 2

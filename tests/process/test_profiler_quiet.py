@@ -1,4 +1,4 @@
-"""A worker that another one profiles has nothing in its output that it did not write itself."""
+"""Profiling from another worker adds nothing to the output of a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def profile_twice() -> None:
 
 
 def write_while_a_recording_begins() -> None:
-    """C's stdio, the file descriptor, and Python; then C's stdio behind it."""
+    """Write by C's stdio, by the file descriptor, and by Python while a recording begins; then by
+    C's stdio after that."""
     libc = ctypes.CDLL(None)
     to = ctypes.c_void_p.in_dll(libc, "stderr")
     with quiet.first_use():

@@ -1,5 +1,5 @@
-"""More tensors than a worker can serve: what no thread serves yet is bounded, the rest waits at its
-senders."""
+"""More tensors than a worker can serve: the received tensors that no thread serves yet are bounded,
+and the rest waits at the senders."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MB = 1 << 20
 BUDGET = 64 * MB
 TENSOR = 8 * MB
 THREADS = 2
-#: More than the caller lends (256 MiB), and what is left is more than the budget.
+#: Their tensors are more than the caller lends (256 MiB), and the rest is more than the budget.
 CALLS = 60
 SMALL = {"receive_budget": BUDGET, "num_worker_threads": THREADS}
-#: By process_vm_readv and by UCX: ways on which it is the callee that makes memory.
+#: process_vm_readv and UCX: ways for which the callee allocates memory.
 WAYS = [pytest.param({}, id="cma"), pytest.param({"use_cma": False}, id="ucx")]
 
 _free = threading.Event()
@@ -37,7 +37,7 @@ CALLS_MADE: list[Any] = []
 
 
 def hold(data: torch.Tensor, number: int) -> tuple[int, float]:
-    """Serve a request whose end the test decides on."""
+    """Serve a request until the test ends it."""
     _began.append(number)
     assert _free.wait(50)
     return number, float(data[0]) + float(data[-1])
@@ -61,7 +61,7 @@ def counters() -> dict[str, int]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's and no memfd's."""
+    """Anonymous memory of this process: without files and memfds."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return int(line.split()[1]) << 10
@@ -83,7 +83,8 @@ def check_answers(numbers: range) -> None:
 
 
 def wait_for_requests(count: int, seconds: float = 40) -> dict[str, int]:
-    """Wait until so many requests of hold() are here, and what can be received has been."""
+    """Wait until ``count`` requests of hold() have come, and everything that can be received has
+    been."""
     deadline = time.monotonic() + seconds
     before: dict[str, int] = {}
     while True:
@@ -110,7 +111,7 @@ def test_a_flood_waits_at_its_sender(way: dict[str, Any]) -> None:
         assert group[1].run(what_top_shows) == {"worker0": waiting}
         grown = group[1].run(anonymous_bytes) - before
         assert grown <= BUDGET + THREADS * TENSOR + 32 * MB, f"{grown >> 20} MiB"
-        assert group[1].run(rpc_add, "worker0") == 3  # its answer needs no room
+        assert group[1].run(rpc_add, "worker0") == 3  # the answer needs no room
         group[1].run(let_go)
         group[0].run(check_answers, range(CALLS))
         left = group[1].run(counters)
@@ -136,7 +137,8 @@ def rpc_add(to: str) -> int:
 
 
 def test_a_small_call_passes_a_flood() -> None:
-    """It waits for a thread behind what has been received, and not behind what waits for room."""
+    """A small call waits for a thread behind what has been received, but not behind what waits for
+    room."""
     with Group(2, options={**SMALL, "use_cma": False}) as group:
         group[0].run(flood, "worker1", range(40))
         group[1].run(wait_for_requests, 40)
@@ -153,7 +155,7 @@ def hold_little(to: str, number: int) -> None:
 
 
 def recurse(data: torch.Tensor, depth: int) -> float:
-    """Send a tensor there and back, each within the call before it."""
+    """Send a tensor back and forth, in calls nested ``depth`` deep."""
     if depth == 0:
         return float(data.sum())
     to = f"worker{1 - rpc.get_worker_info().id}"
@@ -205,7 +207,7 @@ def test_what_its_caller_has_given_up_is_not_fetched() -> None:
         group[0].run(flood, "worker1", range(20), timeout=2.0)
         group[1].run(wait_for_requests, 20)
         assert len(group[0].run(errors_of_calls)) == 20
-        # The callee counts the two seconds from when the request comes.
+        # The callee counts the two seconds of the time-out from the request's arrival.
         group[1].run(time.sleep, 2.1)
         before = group[1].run(counters)
         assert before["receive_waiting_requests"] >= 10
@@ -216,7 +218,7 @@ def test_what_its_caller_has_given_up_is_not_fetched() -> None:
 
 
 def wait_for_the_end_of(count: int) -> dict[str, int]:
-    """Wait until so many requests have been served or given up."""
+    """Wait until ``count`` requests have been served or given up."""
     deadline = time.monotonic() + 40
     while (now := counters())["calls_not_begun"] + len(_began) < count:
         assert time.monotonic() < deadline, now
@@ -247,7 +249,7 @@ def flood_and_check(to: str) -> None:
 
 
 def test_callers_take_turns() -> None:
-    """Who comes with little behind a flood does not wait for all of it."""
+    """A caller with few calls does not wait for the whole flood of another caller."""
     with Group(3, options={**SMALL, "use_cma": False}) as group:
         group[0].run(flood, "worker2", range(40))
         group[2].run(wait_for_requests, 40)
@@ -323,7 +325,8 @@ def shut_down_and_check() -> None:
 
 
 def flood_with_small_ones(to: str, numbers: range) -> None:
-    """Each of 64 times 16 KiB, which travel within the frame and cannot wait at their sender."""
+    """Make calls of 64 tensors of 16 KiB each, which travel inside the frame and so cannot wait at
+    their sender."""
     for n in numbers:
         parts = [make(n, 16384) for _ in range(64)]
         CALLS_MADE.append(rpc.rpc_async(to, hold_parts, args=(parts, n)))
@@ -379,7 +382,7 @@ def test_without_a_limit_a_caller_still_has_its_share() -> None:
 
 
 def test_answers_that_are_not_taken_hold_requests_up() -> None:
-    """An echo of large tensors does not fill the callee with answers."""
+    """Echoing large tensors does not fill the callee with answers."""
     with Group(2, options={"use_cma": False}) as group:
         group.run(echo_many)
         assert group[1].run(counters)["receive_held_bytes"] == 0

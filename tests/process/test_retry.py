@@ -1,4 +1,4 @@
-"""RetryPolicy: calls again what may run twice, when and as long as it is told to."""
+"""RetryPolicy: repeats calls that may run twice, for the errors and as often as it says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS: list[float] = []
 
 
 def fail_first(times: int, kind: str) -> int:
-    """Fails so often, then returns the number of calls."""
+    """Fail ``times`` times; then return the number of calls."""
     import torch_rpc_ext
 
     CALLS.append(time.monotonic())
@@ -36,7 +36,7 @@ def fail_first(times: int, kind: str) -> int:
 
 
 def sleep_first(seconds: float) -> int:
-    """Sleeps through the first call."""
+    """Sleep in the first call only."""
     CALLS.append(time.monotonic())
     if len(CALLS) == 1:
         time.sleep(seconds)
@@ -87,7 +87,7 @@ def check_async_functions() -> None:
         asyncio.run(ask(9))
     assert rpc.rpc_sync("worker1", calls) == 5
     rpc.rpc_sync("worker1", forget)
-    # Methods, and remote functions called here.
+    # Remote functions of torch_rpc_ext.aio, called here and through their method call().
     rpc.rpc_sync("worker1", m.ran)
     again = policy(attempts=2, retry_on=(KeyError,))
     with pytest.raises(KeyError, match="here"):
@@ -97,7 +97,7 @@ def check_async_functions() -> None:
         asyncio.run(again(m.raise_async.call)("worker1", "there"))
     assert rpc.rpc_sync("worker1", m.ran) == ["there", "there"]
 
-    # Cancellation is for the caller, and is not called again.
+    # A cancelled call is not repeated: the caller gets the cancellation.
     async def cancel_while_it_pauses() -> None:
         task = asyncio.ensure_future(policy(attempts=9, wait=60.0, max_wait=60.0)(ask)(9))
         while not rpc.rpc_sync("worker1", calls) == 5:
@@ -112,14 +112,15 @@ def check_async_functions() -> None:
 
 
 def check_threads() -> None:
-    """Calls that wait for their answers, or pause, have no threads of their own."""
+    """Calls do not have a thread each while they wait for answers or pause."""
     before = threading.active_count()
     futures = [policy().rpc_async("worker1", wait_until_open) for _ in range(20)]
     slow = policy(attempts=2, wait=1.0, max_wait=1.0)
     futures += [slow.rpc_async("worker1", fail_first, (40, "OverloadedError")) for _ in range(20)]
     while rpc.rpc_sync("worker1", calls) < 20:
         time.sleep(0.01)
-    # The one that ends pauses; and those of the back end that have run a callback of Python.
+    # Remaining threads: the one that times the pauses, and those of the back end that have run a
+    # Python callback.
     mine = [thread for thread in threading.enumerate() if thread.name == "rpc-retry"]
     assert len(mine) <= 1, mine
     assert threading.active_count() < before + 20
@@ -151,7 +152,7 @@ def open_gate() -> None:
 
 
 def check_kinds() -> None:
-    # What the function raises is its answer, unless one says otherwise.
+    # By default, an exception of the function is its answer and is not retried.
     with pytest.raises(ValueError, match="not yet"):
         policy(attempts=5).rpc_sync("worker1", fail_first, (1, "ValueError"))
     assert rpc.rpc_sync("worker1", calls) == 1
@@ -165,7 +166,7 @@ def calls() -> int:
 
 
 def check_timeouts() -> None:
-    # Each attempt has a time-out of its own.
+    # Each attempt has its own time-out.
     assert policy().rpc_sync("worker1", sleep_first, (3.0,), timeout=0.3) == 2
 
 

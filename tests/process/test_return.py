@@ -1,4 +1,4 @@
-"""A worker of a static group that died is started again, and is of the group as before."""
+"""A worker of a static group dies and is started again: it belongs to the group as before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_rpc_ext._group import sessions
 
 pytestmark = needs_ucx("takes no worker back")
 
-QUICK = 5.0  # s; the calls themselves would wait for 20
+QUICK = 5.0  # s; the calls themselves would take 20 s
 
 
 def names() -> set[str]:
@@ -32,7 +32,7 @@ def test_the_next_call_reaches_it_and_its_own_reach_all() -> None:
         group.run(check_alive, "worker1")
         group[1].kill()
         again = group.start_again(1)
-        for rank in (0, 2):  # worker2 has never called it before
+        for rank in (0, 2):  # worker2 has never called worker1 before
             group[rank].run(check_alive, "worker1")
             again.run(check_alive, f"worker{rank}")
         assert group.run_all(names) == [{"worker0", "worker1", "worker2"}] * 3
@@ -65,7 +65,7 @@ def test_it_died_before_anybody_called_it() -> None:
 
 
 def test_many_lives() -> None:
-    """Of two workers, which so have to tell each other."""
+    """Two workers die and return several times, and have to tell each other about it."""
     with Group(4) as group:
         for _ in range(3):
             for rank in (1, 3):
@@ -96,7 +96,7 @@ def test_two_come_back_at_once() -> None:
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["before", "during"])
 def test_barriers_count_on(waiting: bool) -> None:
-    """Before its death, and while others wait in one for it."""
+    """Barriers work after a worker has died, also while others wait for it in a barrier."""
     with Group(3) as group:
         group.run_all(meet)
         group.run_all(meet)
@@ -112,7 +112,7 @@ def test_barriers_count_on(waiting: bool) -> None:
 
 
 def test_rank_0_comes_back() -> None:
-    """Where the store does not live in it."""
+    """Rank 0 can return if the store does not run in its process."""
     with Group(3) as group:
         group[1].run(check_alive, "worker0")
         group[0].kill()
@@ -186,7 +186,7 @@ def test_old_rrefs_say_that_their_owner_died(dynamic: bool) -> None:
         group.start_again(1)
         group.run(use_old)
         group[2].run(use_passed_on)
-        group.run(hold)  # new ones are as good as ever
+        group.run(hold)  # new RRefs work as ever
         group[2].run(fetch_passed_on)
 
 
@@ -195,7 +195,7 @@ def fetch_passed_on() -> None:
 
 
 def begin_pass() -> int:
-    """A forward pass that is never ended; its id."""
+    """Begin a forward pass and never end it; return its id."""
     context = autograd._new_context()
     tensor = torch.ones(2, requires_grad=True)
     rpc.rpc_sync("worker0", torch.neg, args=(tensor,))
@@ -234,7 +234,7 @@ def test_a_second_live_one_is_refused() -> None:
             second.pipe.close()
             second.child.close()
         group.run_all(check_all)
-        # It was not put out of its place by that: it may still come back.
+        # That attempt has not taken the place of worker1: it may still come back.
         group[1].kill()
         group.start_again(1)
         group.run(check_alive, "worker1")
@@ -252,7 +252,7 @@ def test_a_call_under_way_fails_and_the_next_succeeds() -> None:
 
 
 def test_all_die_and_a_new_group_is_formed() -> None:
-    """With the same store, from which the old one is not gone."""
+    """The new group uses the same store, which still has the keys of the old group."""
     with Group(2) as group:
         for worker in group:
             worker.kill()
@@ -262,7 +262,7 @@ def test_all_die_and_a_new_group_is_formed() -> None:
 
 
 def test_after_the_end_of_the_group_a_new_one_is_formed(tmp_path: Path) -> None:
-    """By other processes, while those of the former still live."""
+    """Other processes form the new group while those of the former group still run."""
     store = f"file://{tmp_path / 'store'}"
     with Group(2, init_method=store) as first:
         first.run_all(graceful)
@@ -275,7 +275,7 @@ def graceful() -> None:
 
 
 def test_one_that_crashed_comes_back() -> None:
-    """Its interpreter ended in good order, but without a graceful shutdown."""
+    """The interpreter of the worker ended normally, but without a graceful shutdown."""
     with Group(2) as group:
         group[1].run(check_alive, "worker0")
         group[1].killed = True
@@ -291,7 +291,7 @@ def other_worker1(group: Group, host: netns.Host) -> Worker:
 
 
 def finds_its_place_taken() -> None:
-    """After the cut it connects anew, and is told."""
+    """After the cut the worker connects anew, and is told that its place is taken."""
     from torch_rpc_ext.errors import PeerLostError, RefusedError
 
     end = time.monotonic() + 30

@@ -1,5 +1,5 @@
-"""What an RRef may refer to: values for which torch's own code ends the process are passed on as
-Python objects, or refused with a TypeError, and the worker lives."""
+"""Values of RRefs for which torch's own code would end the process are passed on as Python objects,
+or refused with a TypeError; the worker lives on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def script_rref(value: torch.distributed.rpc.RRef[tuple[int, int]]) -> int:  # t
 
 
 def contains_itself() -> list[list[Any]]:
-    """Each in a list, because a value that contains itself has no equal."""
+    """Values that contain themselves, each in a list, because such a value cannot be compared."""
     in_list: list[Any] = [1]
     in_list.append(in_list)
     in_dict: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Two hosts that look like one: clones of a machine have one boot id, and the first namespaces of
-every kernel have the same inodes. What is compared says that they are one host; only a proof tells
-them apart."""
+"""Two hosts that look like one: clones of a machine have the same boot id, and the first namespaces
+of every kernel have the same inodes. Comparing these says that both are one host; only a proof
+(csrc/transport/ucx/host_proof.h) tells them apart."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def disguise(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_pair(
     hosts: tuple[netns.Host, netns.Host], disguise: Path, store: str, **options: Any
 ) -> dict[str, str]:
-    """Calls between the hosts; the paths that worker0 took, by the names of its debug info."""
+    """Make calls between the hosts; return the paths that worker0 uses, by the names of its debug
+    info."""
     with ExitStack() as stack:
         scripts = []
         for rank, host in enumerate(hosts):
@@ -79,7 +80,8 @@ def run_pair(
 def test_calls_between_them(
     hosts: tuple[netns.Host, netns.Host], disguise: Path, tmp_path: Path, encryption: str
 ) -> None:
-    """By TCP, large tensors too; and encrypted where that is wanted between hosts."""
+    """Calls use TCP, also for large tensors, and are encrypted if the option asks for encryption
+    between hosts."""
     paths = run_pair(hosts, disguise, f"file://{tmp_path / 'store'}", encryption=encryption)
     control = paths["agent.peer.worker1.control"]
     assert "tcp" in control and "memory" not in control, paths

@@ -21,7 +21,8 @@ ONE = torch.ones(2)
 
 
 def functions() -> Any:
-    """The remote functions, defined on all workers: TorchScript's must be."""
+    """The module of remote functions, which all workers import: a callee must have defined its
+    TorchScript functions."""
     from tests.process import remote_functions
 
     for worker in remote_functions.WORKERS[
@@ -63,7 +64,7 @@ def check_from_torchscript() -> None:
         [40, 40],
     ]
     assert len(set(functions().scripted_twice("worker1"))) == 4
-    # The caller and the callee are both TorchScript.
+    # Both the caller and the callee are TorchScript functions.
     results = rpc.rpc_sync("worker1", functions().scripted_user, ("worker0", names, ONE))
     assert results[0].tolist() == [2, 2]
 
@@ -165,12 +166,12 @@ def check_calls_to_many() -> None:
     assert m.whoami.broadcast(all_names) is None
     stacked = torch.stack(m.scale.gather(all_names, ONE, 3.0))
     assert stacked.shape == (4, 2) and stacked.unique().tolist() == [3]
-    # The fast one answers first; those that fail do not count.
+    # The fastest worker wins; workers that fail do not count.
     assert m.fail_on.first_of(all_names, ["worker0", "worker2", "worker3"]) == "worker1"
     start = time.monotonic()
     assert scripting.first_of(["worker1", "worker2"], m.fail_on, (["worker1"], 0.2)) == "worker2"
     assert time.monotonic() - start > 0.2
-    # In order, whatever came first; each worker has one at a time.
+    # The results are in order, whichever came first; each worker has one item at a time.
     assert m.characters.map_reduce(all_names, list("abcdefgh"), suffix="-") == "a-b-c-d-e-f-g-h-"
     assert scripting.map_reduce(["worker1"], m.characters, ["x"], m.add, (".",)) == "x."
     assert m.scale.map_reduce(all_names, [ONE * i for i in range(9)]).tolist() == [16, 16]
@@ -213,7 +214,7 @@ def check_errors_of_calls_to_many() -> None:
             m.whoami.gather(bad)
     with pytest.raises(TypeError, match=r"fail_on.map_reduce\(\).*reduce="):
         m.fail_on.map_reduce(["worker1"], [[]])
-    # Raised on a worker, it arrives as what it is.
+    # A group error that a worker raises arrives as a group error.
     with pytest.raises(kept_group_error(), match="worker2: .*not on worker2"):
         rpc.rpc_sync("worker1", m.fail_on.gather, (["worker2"], ["worker2"]))
 

@@ -1,4 +1,4 @@
-"""Who may speak to a worker, and what one learns who listens."""
+"""Who may speak to a worker, and what somebody who listens on the network learns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.capture import Capture
 pytestmark = needs_ucx("has no authentication and no encryption")
 
 SECRET, OTHER = "a secret of this test, long enough", "not the secret of this test at all"
-#: Everything over sockets, where one can listen.
+#: Everything travels over sockets, where the test can listen.
 SOCKETS = {"UCX_TLS": "tcp"}
 
 
@@ -63,7 +63,7 @@ def test_a_secret_of_ones_own() -> None:
 
 
 def test_secrets_from_file_and_environment(tmp_path: Path) -> None:
-    """Three ways to the same secret."""
+    """All three ways give the same secret."""
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
@@ -110,7 +110,8 @@ def test_secrets_that_cannot_be_used(tmp_path: Path, which: str) -> None:
 
 
 def way_in() -> tuple[bytes, bytes]:
-    """(id of the group, this worker's address): all that the store tells but the secret."""
+    """(id of the group, this worker's address): everything that the store holds except the
+    secret."""
     from torch_rpc_ext._group import sessions
 
     agent = sessions.require().agent
@@ -118,7 +119,7 @@ def way_in() -> tuple[bytes, bytes]:
 
 
 def call_with_secret(secret: bytes, group_id: bytes, address: bytes) -> str:
-    """What a process gets that calls worker0 without being in its group."""
+    """Call worker0 from a process that is not in its group; return the error text."""
     from torch.distributed.rpc import api
 
     from torch_rpc_ext._native import loader
@@ -150,7 +151,7 @@ def test_a_client_without_the_secret_gets_nothing() -> None:
         text = group[1].run(call_with_secret, OTHER.encode(), group_id, address)
         assert "answer:" not in text and "worker0" in text
         assert group[0].run(served) == before
-        # The same with the secret is let in: it was the secret that was missing.
+        # With the secret the same process is let in: so only the secret was missing.
         text = group[2].run(call_with_secret, SECRET.encode(), group_id, address)
         assert text == "answer: worker0"
         assert "does not know this group's secret" in group.output()
@@ -208,8 +209,8 @@ def say_it(words: str) -> None:
 @pytest.mark.parametrize("encryption", ["on", "off"])
 def test_what_one_hears_who_listens(capture: Callable[[], Capture], encryption: str) -> None:
     options = {"encryption": encryption, "use_cma": False}
-    # Of this test alone: the other one of these two may be heard as well, where tests run in
-    # parallel.
+    # Words of this test alone: where tests run in parallel, traffic of the other variant may be
+    # recorded as well.
     words = f"words of {secrets.token_hex(8)} that nobody else should read "
     with Group(2, options=options, env=SOCKETS) as group:
         with capture() as heard:

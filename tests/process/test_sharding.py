@@ -1,4 +1,4 @@
-"""shard(): a module over several workers does what the local one does."""
+"""shard(): a module split over several workers computes what the local module computes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parts(model: Any) -> list[list[str]]:
 
 
 def train_both(name: str, optimizer: Any, **options: Any) -> None:
-    """Three steps of the local and of the sharded model, bit by bit."""
+    """Train the local and the sharded model for three steps, and compare them bit for bit."""
     local = getattr(m, name)()
     sharded = shard(local, THREE)
     x, y = m.batch_of(name)
@@ -68,7 +68,7 @@ def test_outputs_gradients_and_updates_are_the_local_ones(four: Group, name: str
 def check_values_go_from_stage_to_stage() -> None:
     model = shard(nn.Sequential(Trace(), Trace(), Trace()), THREE)
     assert [text for text, _ in model([])] == THREE
-    # Each has got its input from the worker before it: none has passed by the caller.
+    # Each stage has got its input from the worker before it, and not through the caller.
     assert model([])[-1][1] == ["worker1", "worker2"]
 
 
@@ -92,17 +92,17 @@ def check_partitions() -> None:
     assert "worker2: 3, 4" in repr(model)
     x, _ = m.batch_of("mlp")
     m.same(model(x), mlp(x).detach())
-    # By parameters: the one large layer is alone.
+    # Split by parameters: the one large layer gets its own worker.
     wide = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)], nn.Linear(4, 400), nn.Flatten())
     assert parts(shard(wide, THREE)) in (
         [["0"], ["1", "2"], ["3", "4"]],
         [["0", "1"], ["2"], ["3", "4"]],
     )
-    # By time: so is the one slow layer.
+    # Split by time: the one slow layer gets its own worker.
     slow = nn.Sequential(m.Sleep(0, 0), m.Sleep(0.03, 0.03), m.Sleep(0, 0), nn.Flatten())
     found = parts(shard(slow, THREE, balance="time", example=torch.ones(2, 2)))
     assert ["1"] in found, found
-    # A nested nn.Sequential may be cut, or named as a whole.
+    # A nested nn.Sequential can be split, or named as a whole.
     nested = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 6))
     assert parts(shard(nested, THREE)) == [["0.0"], ["0.1"], ["1"]]
     model = shard(nested, THREE[:2], partition=[["0"], ["1"]])
@@ -165,7 +165,7 @@ def check_state_dict() -> None:
     assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["more"])
     with pytest.raises(RuntimeError, match=r"(?s)stage 0 on worker1.*size mismatch for 0.bias"):
         model.load_state_dict({**other.state_dict(), "0.bias": torch.ones(3)})
-    # As a part of another module.
+    # A sharded module can be a part of another module.
     outer = nn.ModuleDict({"first": nn.Linear(2, 6), "rest": model})
     whole = outer.state_dict()
     assert "rest.4.weight" in whole and "first.bias" in whole
@@ -191,14 +191,14 @@ def check_checkpoint(folder: str) -> None:
                 value.zero_()
         return other
 
-    # Into another partition, and into the local model by dcp itself.
+    # Load the checkpoint into another partition, and into the local model by dcp itself.
     model = shard(blank(), ["worker3", "worker0"])
     model.load_checkpoint(f"{folder}/one")
     m.same(dict(model.state_dict()), dict(local.state_dict()))
     plain = blank()
     dcp.load(plain.state_dict(), checkpoint_id=f"{folder}/one", no_dist=True)
     m.same(dict(plain.state_dict()), dict(local.state_dict()))
-    # From a checkpoint of the local model.
+    # Load a checkpoint of the local model.
     dcp.save(local.state_dict(), checkpoint_id=f"{folder}/two", no_dist=True)
     model = shard(blank(), THREE)
     model.load_checkpoint(Path(folder, "two"))
@@ -214,7 +214,7 @@ def check_checkpoint(folder: str) -> None:
     other = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(RuntimeError, match="stage 2 on worker3.*Missing key.*2.weight"):
         shard(other, THREE).load_checkpoint(f"{folder}/one")
-    # A folder that one worker does not share: there, "apart" is elsewhere.
+    # One worker does not share the folder: there, the relative path "apart" is elsewhere.
     os.chdir(folder)
     back = rpc.rpc_sync("worker2", os.getcwd)
     for worker in ("worker1", "worker3"):
@@ -246,7 +246,7 @@ def check_train_and_eval() -> None:
         }
 
     assert everywhere() == {True} and model.training
-    assert (model(x) != model(x)).any()  # dropout
+    assert (model(x) != model(x)).any()  # dropout is active
     local(x), local(x)
     m.same(model.state_dict()["1.running_var"], local.state_dict()["1.running_var"])
     assert model.eval() is model and everywhere() == {False} and not model.training
@@ -271,7 +271,7 @@ def check_the_rest_of_nn_module() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="keep_vars"):
         model.state_dict(keep_vars=True)
-    # Outside of a context nothing is recorded; in one, no_grad() is heeded.
+    # Outside of an autograd context nothing is recorded; inside, no_grad() has its effect.
     assert not model(x.double()).requires_grad
     with dist_autograd.context():
         assert model(x.double()).requires_grad
@@ -281,7 +281,7 @@ def check_the_rest_of_nn_module() -> None:
     with dist_autograd.context():
         assert not model(x.double()).requires_grad
     model.zero_grad()
-    # Gradients flow through to what stands before it.
+    # Gradients flow through the sharded module to what precedes it.
     model.requires_grad_().to(torch.float32)
     first = nn.Linear(6, 6)
     with dist_autograd.context() as context:
@@ -326,7 +326,7 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
 
 def check_bad_input() -> None:
     for text, places, options in BAD:
-        # Brackets of the texts are meant as such; ".*" as what it is.
+        # Brackets in the texts are literal; ".*" is a pattern.
         pattern = re.escape(text).replace(r"\.\*", ".*")
         with pytest.raises(ValueError, match=pattern):
             shard(m.mlp(), places, **options)
@@ -378,7 +378,7 @@ def check_after_a_death() -> None:
     assert caught.value.stage == 1
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
         model.state_dict()
-    # The others live on.
+    # The other workers live on.
     m.same(shard(m.mlp(), ["worker1", "worker3"])(x), m.mlp()(x).detach())
 
 

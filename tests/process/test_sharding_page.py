@@ -11,7 +11,7 @@ from tests.support.ports import free_port
 
 
 def run_example(code: str) -> list[float]:
-    """The losses that it has seen; none but on rank 0."""
+    """Run the example; return the losses that it has seen, which only rank 0 has."""
     names: dict[str, Any] = {}
     exec(code, names)
     losses: list[float] = names["losses"]

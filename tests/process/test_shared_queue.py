@@ -1,8 +1,9 @@
-"""A worker is killed while it writes into the shared memory of another: the other goes on.
+"""A worker is killed while it writes into the shared memory of another worker: the other worker
+goes on.
 
-UCX's senders of one host share a queue of the receiver: who dies between taking a slot and marking
-it as full stops the queue for all. Kills in a flood of calls meet that now and then; here the slot
-is taken on purpose.
+In UCX, all senders of a host share one queue of the receiver: a sender that dies between taking a
+slot and marking it as full stops the queue for all senders. Kills during a flood of calls sometimes
+cause that; these tests take a slot on purpose.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tests.process import functions as f
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
-QUICK = 5.0  # s, against the 60 s of a call
-#: Of UCX's queue, see abandoned_slots.cpp.
+QUICK = 5.0  # s; a call would wait for 60 s
+#: Sizes of UCX's queue; see csrc/transport/ucx/abandoned_slots.cpp.
 BYTES = 9 * 4096
 WAKE = 1 << 63
 
@@ -35,7 +36,8 @@ pytestmark = needs_ucx("has no such queue")
 
 
 def own_queue() -> Path:
-    """The file behind this worker's queue: it can be opened although it has no name any more."""
+    """The path of the file behind this worker's queue, by which a file without a name can be
+    opened."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         found = re.match(r"(\w+)-(\w+) rw-s .*/ucx_shm_posix_", line)
         if found and int(found[2], 16) - int(found[1], 16) == BYTES:
@@ -47,7 +49,8 @@ def own_queue() -> Path:
 
 
 def take_slots(count: int = 1) -> None:
-    """As senders do that die at once. None: it should have woken this worker, and died."""
+    """Take ``count`` slots, as a sender does that then dies. 0: imitate a sender that died before
+    it woke this worker."""
     with own_queue().open("r+b") as file, mmap.mmap(file.fileno(), 0) as queue:
         head = struct.unpack_from("Q", queue)[0]
         struct.pack_into("Q", queue, 0, (head & ~WAKE) + count)
@@ -58,7 +61,7 @@ def name_of_queue() -> str:
 
 
 def ask(to: str) -> float:
-    """How long a call took, s."""
+    """Make a call; return how long it took, s."""
     start = time.monotonic()
     assert rpc.rpc_sync(to, f.identity, args=(1,), timeout=60) == 1
     return time.monotonic() - start

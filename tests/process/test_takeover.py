@@ -1,4 +1,4 @@
-"""Programs that name TENSORPIPE run on our agent when asked to, and only then."""
+"""Programs that name TENSORPIPE run on this package's agent if they are told to, and only then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.support.backend import needs_ucx
 
 TUTORIAL = str(Path(__file__).with_name("tutorial.py"))
 OPT_IN = {"TORCH_RPC_BACKEND": "ucx"}
-#: What the program says of the back end. Each takes four imports of torch; one goes for all.
+#: Ways in which a program names its back end. Each run imports torch four times, so one variant
+#: stands for all.
 HOW = [
     "options",
     *(pytest.param(how, marks=pytest.mark.rare) for how in ("explicit", "nothing")),
@@ -28,7 +29,7 @@ TORCHRUN = [
 
 
 def agent_of(ended: script.Ended) -> str:
-    """The class of the agent, which the tutorial prints last."""
+    """The class of the agent: the last line that the tutorial prints."""
     assert ended.code == 0, ended
     return ended.out.strip().splitlines()[-1]
 

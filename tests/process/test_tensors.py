@@ -1,4 +1,4 @@
-"""Tensors arrive as they were sent: any kind, by value, with their aliasing."""
+"""Tensors of every kind arrive as they were sent: by value, and with their aliasing."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ DTYPES = [*REAL, *INTEGER, *FLOAT8, *COMPLEX, torch.bool]
 
 
 def raw(tensor: Tensor) -> bytes:
-    """The bytes of a tensor's elements, for dtypes that cannot be compared."""
+    """The bytes of a tensor's elements, to compare dtypes that torch cannot compare."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
     return bytes(flat.view(torch.uint8).numpy())
 
 
 def echo(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """A tensor's way there and back, and what the callee saw of it."""
+    """Send a tensor there and back; return it, and what the callee saw."""
     seen = rpc.rpc_sync("worker1", f.describe, args=(tensor,))
     return rpc.rpc_sync("worker1", f.identity, args=(tensor,)), seen
 
@@ -61,7 +61,7 @@ def check_echo(make: Callable[..., Tensor], *args: Any) -> None:
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Every bit pattern, NaNs too, except that a bool is 0 or 1."""
+    """A tensor of random bit patterns, including NaNs; a bool is 0 or 1."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
     count = torch.Size(shape).numel() * dtype.itemsize
@@ -301,13 +301,13 @@ def test_many_tensors_in_one_message(pair: Group, count: int) -> None:
 
 def check_size(count: int) -> None:
     sent = torch.randint(0, 256, (count,), dtype=torch.uint8)
-    for _ in range(2):  # the second time through warm buffers
+    for _ in range(2):  # the second time with warm buffers
         back = rpc.rpc_sync("worker1", f.identity, args=(sent,))
         assert torch.equal(back, sent)
     assert torch.equal(rpc.rpc_sync("worker1", torch.clone, args=(sent,)), sent)
 
 
-# Around the limits where transports change protocol, and far from them.
+# Sizes near the limits at which transports change their protocol, and far from them.
 @pytest.mark.parametrize(
     "size", [1, 63, 64, 4095, 8191, 8192, 8193, 65_536, 65_537, 1 << 20, 4 << 20, (4 << 20) + 1]
 )

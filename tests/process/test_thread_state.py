@@ -1,5 +1,5 @@
-"""What a remote function leaves behind in its thread is gone before the next request; and what is
-fetched is an ordinary tensor, whatever the state of the thread that fetches."""
+"""Thread state that a remote function leaves behind is gone before the next request; and a fetched
+tensor is an ordinary tensor, whatever the state of the thread that fetches it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Mode(TorchDispatchMode):
 
 
 def enter(manager: Any) -> None:
-    """As a program does that forgets to leave."""
-    _kept.append(manager)  # its end would leave
+    """Enter a context manager and never leave it, as a faulty program does."""
+    _kept.append(manager)  # its destructor would leave the context
     manager.__enter__()
 
 
@@ -97,7 +97,7 @@ LEAVERS: list[Callable[[], None]] = [
 
 
 def state() -> dict[str, Any]:
-    """What a function finds in its thread."""
+    """The thread state that a function finds."""
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -145,7 +145,7 @@ def _leave_in_callback(leave: Callable[[], None], done: Future[Any]) -> None:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def leave_in_callback(leave: Callable[[], None]) -> Future[None]:
-    """The callback runs where the answer from worker0 arrives."""
+    """Run ``leave`` in a callback, which runs on the thread that takes the answer from worker0."""
     future: Future[Any] = rpc.rpc_async("worker0", f.nothing)
     return future.then(lambda done: _leave_in_callback(leave, done))
 
@@ -180,10 +180,10 @@ def check_left(leave: Callable[[], None], by: Callable[..., None]) -> None:
     before = rpc.rpc_sync("worker1", state)
     here = state()
     with torch.autograd.profiler.profile():
-        pass  # no state of this thread's
+        pass  # not a state of this thread
     for _ in range(CALLS):
         by(leave)
-    # Each kind of request that could show it.
+    # Every kind of request that could show a state left behind.
     for _ in range(CALLS):
         assert rpc.rpc_sync("worker1", state) == before
         assert rpc.remote("worker1", state).to_here() == before
@@ -220,7 +220,7 @@ def listed(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Rebuilds:
-    """Makes a tensor when it is unpickled."""
+    """Unpickling this object makes a tensor."""
 
     def __init__(self) -> None:
         self.tensor = torch.ones(2)
@@ -254,7 +254,7 @@ def test_what_is_fetched_in_inference_mode_is_an_ordinary_tensor() -> None:
                     value = value[0] if isinstance(value, list) else value
                     value = value.tensor if isinstance(value, Rebuilds) else value
                     if how == "to_here" and to == "worker0":
-                        continue  # the very value, not fetched
+                        continue  # on the owner this is the value itself
                     assert not value.is_inference(), (to, how, function)
         assert torch.is_inference_mode_enabled()
         fetched = rpc.rpc_sync("worker1", torch.mul, args=(small, 2))

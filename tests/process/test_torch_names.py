@@ -1,4 +1,5 @@
-"""Each private name of torch that we use is taken away in turn, as another release may do."""
+"""Takes away each private name of torch that the package uses, in turn, as another release of torch
+may do."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    """By name, what a program saw without it."""
+    """For each name, what a program sees without it."""
     done = subprocess.run(
         [sys.executable, str(PROGRAM)],
         input=json.dumps(NAMES),
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # ours comes after the name has gone
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the package is imported after the name is gone
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         },

@@ -1,4 +1,5 @@
-"""The notebooks in tutorials/ run with small sizes; what is kept of the large ones is whole."""
+"""The notebooks in tutorials/ run with small sizes; the outputs that they keep from large runs are
+complete."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def test_runs_with_small_sizes(source: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.notebook
 def test_kernel_needs_no_port(tmp_path: Path) -> None:
-    """A port that is found free can be another's by the time at which the kernel wants it."""
+    """The kernel must not need a port: one that was found free may be taken by the time the kernel
+    uses it."""
     source = tmp_path / "ports.py"
     source.write_text("from ipykernel import connect\nprint(connect.get_connection_info())\n")
     connection = json.loads(execute.text_outputs(execute.execute(source)))
@@ -59,7 +61,8 @@ def test_has_all_sections(source: Path) -> None:
 
 
 def check_outputs(notebook: Any) -> None:
-    """No warnings, nothing of the machine that it ran on."""
+    """Check that the outputs contain no warnings, and nothing about the machine on which they were
+    made."""
     text = execute.text_outputs(notebook)
     assert "Warning" not in text and "deprecated" not in text
     assert not re.search(r"/(home|root|work|tmp)/", text), text

@@ -1,7 +1,8 @@
-"""Death has one verdict: whoever notices it first, the calls say the same, and the same is freed.
+"""There is one verdict on a death: whatever notices it first, calls get the same error, and the
+same memory is freed.
 
-The peer is stopped, then its TCP connections are cut from outside: that is what UCX notices of a
-process that the kernel is ending. Then it is killed, or not.
+These tests stop the peer, then cut its TCP connections from outside, as UCX sees it when the kernel
+is ending a process. Then they kill the peer, or do not.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from tests.support.cut import cut_connections
 pytestmark = pytest.mark.skipif(not on_ucx(), reason="upstream lends no memory and names no death")
 
 DEBUG = {"TORCH_RPC_EXT_LOG": "debug"}
-#: Connections that can be cut. By shared memory, UCX asks once in a second who is there.
+#: TCP connections can be cut. Over shared memory, UCX only checks once a second whether a peer is
+#: there.
 TCP = {"UCX_TLS": "tcp", **DEBUG}
 ELEMENTS = 1_000_000
 SEEN: list[float] = []
 
 
 def keep(tensor: torch.Tensor) -> None:
-    """Runs on worker1, which keeps the memory that it was lent."""
+    """Runs on worker1, which so keeps the memory that it was lent."""
     f.HELD.setdefault("kept", []).append(tensor)
     SEEN.append(float(tensor.double().mean()))
 
@@ -58,7 +60,7 @@ def error_of_the_call() -> tuple[str, str]:
 
 
 def regions() -> int:
-    """Blocks of shared memory that this process has."""
+    """The number of blocks of shared memory in this process."""
     count = 0
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -82,7 +84,8 @@ def wait_until_all_is_freed() -> None:
 
 
 def lend_to_a_stopped_worker(group: Group) -> Worker:
-    """Worker1 has one block that it keeps, and one that it has not looked at yet."""
+    """Lend worker1 one block that it keeps; stop worker1, and lend one that it has not looked at.
+    Return worker1."""
     group.run(check_alive, "worker1")
     group.run(lend_and_wait, 1.0)
     group[1].signal(signal.SIGSTOP)
@@ -93,7 +96,7 @@ def lend_to_a_stopped_worker(group: Group) -> Worker:
 
 
 def cut_and_wait_until_noticed(group: Group) -> None:
-    """UCX's word, and not the pidfd's."""
+    """Cut the connections, and wait until UCX, and not the pidfd, has reported the loss."""
     assert cut_connections(group[1].child.pid) > 0
     deadline = time.monotonic() + 30
     while "open -> doubted (path lost)" not in group[0].child.output():
@@ -116,14 +119,15 @@ def test_who_died_is_said_and_its_memory_is_freed(first: str) -> None:
 
 
 def test_a_connection_that_breaks_while_the_process_lives() -> None:
-    """It may still read what it was lent: that memory is neither freed nor used again before its
-    process ends."""
+    """The peer may still read the memory that it was lent: so this memory is neither freed nor
+    reused before its process ends."""
     with Group(2, env=TCP) as group:
         worker = lend_to_a_stopped_worker(group)
         cut_and_wait_until_noticed(group)
         kind, text = group.run(error_of_the_call)
         assert kind == "PeerLostError" and "broke" in text and "died" not in text, text
-        # What it keeps has been unmapped here; what it may yet look at has not.
+        # The block that worker1 keeps has been unmapped here; the block at which it may still look
+        # has not.
         assert group.run(regions) == 1 and group.run(used_bytes) > 0
         worker.signal(signal.SIGCONT)
         group.run(call_until_it_answers)
@@ -150,8 +154,8 @@ def path_to_worker1() -> dict[str, str]:
 
 
 def test_one_host_where_nobody_may_read_the_others_memory() -> None:
-    """It is proved by a socket. Bulk goes through UCX; deaths are noticed, and nothing is
-    encrypted that does not leave the host."""
+    """A socket proves that both are on one host. Bulk travels through UCX, deaths are noticed, and
+    what does not leave the host is not encrypted."""
     options = {"encryption": "between_hosts"}
     with Group(2, options=options, env=DEBUG, init=False) as group:
         group.run_all(forbid_direct_copies)

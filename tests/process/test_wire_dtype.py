@@ -1,4 +1,5 @@
-"""float32 tensors that travel as bfloat16 or float16: by worker, by call, there and back."""
+"""float32 tensors that travel as bfloat16 or float16: chosen for a worker or for a call, in
+requests and in answers."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from torch_rpc_ext import wire_dtype
 pytestmark = needs_ucx("the option is ours")
 
 BF16, F16 = torch.bfloat16, torch.float16
-#: One that travels inside the frame, one that goes as bulk.
+#: Sizes of tensors: one travels inside the frame, one travels as bulk.
 SIZES = pytest.mark.parametrize("size", [100, 1_000_000])
 
 
 @pytest.fixture(scope="module")
 def unequal() -> Iterator[Group]:
-    """Only worker0 has the option, for worker1 only."""
+    """A group in which only worker0 has the option, and only for worker1."""
     with Group(3, options=[{"wire_dtype": {"worker1": BF16}}, {}, {}]) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def equal() -> Iterator[Group]:
-    """Both have it, for all others."""
+    """A group in which both workers have the option, for all others."""
     with Group(2, options={"wire_dtype": BF16}) as group:
         yield group
 
@@ -40,12 +41,12 @@ def equal() -> Iterator[Group]:
 
 
 def floats(size: int) -> Tensor:
-    """Numbers that neither dtype has exactly."""
+    """Numbers that neither of the narrow dtypes represents exactly."""
     return torch.linspace(-3, 3, size) + 1e-4
 
 
 def as_arrived(tensor: Tensor) -> Tensor:
-    """The argument, as something that no option touches."""
+    """The argument in a form that the option does not change."""
     assert tensor.dtype == torch.float32
     return tensor.double()
 
@@ -79,7 +80,7 @@ def test_by_worker(unequal: Group, size: int) -> None:
     assert not torch.equal(kept, narrow)
     assert torch.equal(unequal.run(request, "worker1", size), narrow)
     assert torch.equal(unequal.run(request, "worker2", size), kept)
-    # worker0's answers to worker1 are narrow, and worker1's to worker0 are not.
+    # Answers from worker0 to worker1 are narrowed; those from worker1 to worker0 are not.
     assert torch.equal(unequal[1].run(answer, "worker0", size), narrow)
     assert torch.equal(unequal.run(answer, "worker1", size), kept)
     assert torch.equal(unequal[1].run(request, "worker0", size), kept)
@@ -96,7 +97,7 @@ def narrow_calls(size: int) -> None:
         later = rpc.rpc_async("worker2", floats, args=(size,))
         rref = rpc.remote("worker2", floats, args=(size,))
         assert torch.equal(rref.to_here(), rounded(kept, F16))
-        # Nested calls have the callee's options.
+        # Nested calls go by the options of the callee.
         assert torch.equal(rpc.rpc_sync("worker2", call_back, args=("worker1", size)).float(), kept)
     assert torch.equal(later.wait(), rounded(kept, F16))
     assert torch.equal(rref.to_here(), kept)
@@ -209,7 +210,7 @@ def shared() -> None:
     assert torch.equal(one, rounded(kept, BF16))
     one[50] = 7
     assert other[0] == 7
-    # One of them is not float32: nothing of that storage is touched.
+    # One of the two tensors is not float32, so their storage is not narrowed.
     one, other = rpc.rpc_sync("worker1", echo, args=(kept, kept.view(torch.int32)))
     assert torch.equal(one, kept)
     one[0] = 0
@@ -226,7 +227,7 @@ def beyond_float16() -> None:
         (got,) = rpc.rpc_sync("worker1", echo, args=(tensor,))
     inf = float("inf")
     assert got[:4].tolist() == [65504, inf, -inf, inf] and got[4].isnan()
-    assert got[5:].tolist() == [2**-24, 0]  # subnormal, and too small
+    assert got[5:].tolist() == [2**-24, 0]  # a subnormal number, and one that is too small
 
 
 def test_numbers_that_float16_does_not_have(equal: Group) -> None:
@@ -240,7 +241,7 @@ def gradients() -> None:
         dist_autograd.backward(context, [(product * floats(1000)).sum()])
         gradient = dist_autograd.get_gradients(context)[weight]
     assert torch.equal(product, rounded(rounded(weight, BF16) * (1 / 3), BF16))
-    # On its way there the gradient of `product`, back that of `weight`.
+    # The gradient of `product` is narrowed on the way there, that of `weight` on the way back.
     assert torch.equal(gradient, rounded(rounded(floats(1000), BF16) * (1 / 3), BF16))
 
 
