@@ -46,8 +46,8 @@ class Creations::State {
         queues_.erase(found);
       }
     }
-    for (const auto& then :
-         ready) { // a destructor runs this: nothing may throw
+    // A destructor runs this, so no exception may leave.
+    for (const auto& then : ready) {
       base::caughtHere(base::Boundary::kTask, then);
     }
   }

@@ -78,7 +78,7 @@ class Devices {
   void gone(const std::string& worker, bool exited) {
     ipc_->gone(worker, exited);
   }
-  // How CUDA tensors travel to a worker; empty before the first one.
+  // How CUDA tensors travel to a worker; empty before the first CUDA tensor.
   device::Ipc::Description describe(const std::string& worker) const {
     return ipc_->describe(worker);
   }
@@ -124,8 +124,7 @@ class Devices {
   device::Launcher launcher_;
   device::SameProcess sameProcess_{launcher_};
   device::EventWaiter events_;
-  const std::shared_ptr<device::Ipc>
-      ipc_; // last: its Links refer to the others
+  const std::shared_ptr<device::Ipc> ipc_; // last: it uses the others
 };
 
 } // namespace torch_rpc_ext::agent

@@ -19,10 +19,10 @@ namespace torch_rpc_ext::agent {
 // kind of the error, which travels as a code (failure_message.h).
 inline constexpr const char* kChangedOnTheWay = "changed on its way";
 
-// Compares what has arrived, on the host, with the sender's checksums: its
-// payload, and the storages that do not travel beside the frame; `bulk` are
-// those that came as bulk. Those that `isLater` are left out. Fails with
-// kCorrupted, and names what has changed.
+// Compares a received message, on the host, with the sender's checksums: the
+// payload and the storages, except storages beside the frame and those for
+// which `isLater` is true. `bulk` has the storages that came as bulk, in their
+// order. Fails with kCorrupted and names what has changed.
 base::Error checkSums(
     const wire::CallFrameView& frame,
     base::ConstSpan payload,

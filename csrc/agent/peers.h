@@ -26,8 +26,8 @@ struct PeerLife {
 // one, and both use it; a call to oneself goes through a loopback context.
 //
 // Owns: the connections.
-// Thread: any. Never calls into a transport with mutex_ held, because the
-//   transport calls onAccept() with its own lock held.
+// Thread: any. With mutex_ held, asks connections only for peer() and closed():
+//   the transport calls onAccept() with its own lock held.
 class Peers {
  public:
   using worker_id_t = Membership::worker_id_t;
