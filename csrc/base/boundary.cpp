@@ -64,7 +64,8 @@ const char* toString(Boundary boundary) {
 }
 
 Error caught() noexcept {
-  // Short enough to need no memory.
+  // Both texts below are short enough for std::string's own buffer: they need
+  // no memory.
   Error plain;
   plain.kind = ErrorKind::kOverloaded;
   plain.message = "out of memory";
@@ -74,7 +75,7 @@ Error caught() noexcept {
     return plain;
   } catch (const std::exception& error) {
     try {
-      // c10::Error: what follows is where it was raised.
+      // c10::Error appends a C++ stack trace, which is cut off here.
       const std::string_view text = error.what();
       return {
           ErrorKind::kSystem,
@@ -95,7 +96,7 @@ void logCaught(Boundary boundary, const Error& error) noexcept {
         std::string("an exception was caught (") + toString(boundary) +
             "): " + error.message);
   } catch (...) {
-    // No memory for a line: what failed says so by itself.
+    // No memory for the line. What failed reports the error by itself.
   }
 }
 

@@ -1,9 +1,9 @@
 #pragma once
 
-// Where our code is called by code that no exception may pass through: a thread
-// (std::terminate), UCX (its frames are C), torch's destructors. Everything
-// that is called so runs inside of guarded(): an exception fails the call, or
-// the connection, that it was about, and is logged.
+// A boundary is where our code is called by code that no exception may pass
+// through: the start of a thread (std::terminate), UCX (its frames are C),
+// torch's destructors. All code called there runs inside of guarded(), which
+// logs an exception and fails the call or the connection that the code served.
 
 #include "base/error.h"
 
@@ -15,50 +15,52 @@
 
 namespace torch_rpc_ext::base {
 
-// What crosses it, and what fails when that throws.
+// All boundaries. For each: the code that runs there, then, after the colon,
+// what an exception leads to.
 enum class Boundary : uint8_t {
-  kEvent, // a Poller's handler: is called again
-  kTimer, // a Timer's handler: is called again, a little later
+  kEvent, // a Poller's handler: the handler is called again
+  kTimer, // a Timer's handler: the handler is called again a little later
   kThread, // what a thread does before its first work: nothing fails
-  kTask, // of the Executor: what no other boundary inside has taken
+  kTask, // a task of the Executor, outside of the boundaries in it: only logged
   kRequest, // serving a request: its caller gets the error
-  kFetch, // bringing bulk here: the call gets the error
-  kCompletion, // of a call: its future gets the error
-  kAnswer, // of a function that answers later: its caller gets the error
+  kFetch, // fetching bulk: the call gets the error
+  kCompletion, // completing a call: its future gets the error
+  kAnswer, // answering for an async function: its caller gets the error
   kFuture, // a callback of a future: nothing fails, the call has ended
-  kDeviceEvent, // going on once a device is done: who waits gets the error
-  kOperation, // under a UCX worker's lock: what no other has taken
-  kSend, // the same, of a connection: the connection
-  kDeferred, // after that lock: what no other boundary inside has taken
-  kDelivery, // of a frame or an end to the agent: the connection
-  kMessage, // UCX: an active message has come: the connection
-  kSent, // UCX: one has left: the connection
-  kClosed, // UCX: an endpoint is closed: nothing fails
-  kBroken, // UCX: an endpoint broke: is tried once more
-  kBulkSent, // UCX: a chunk has left: the message
-  kBulkReceived, // UCX: a chunk has come: the message
-  kBulkBroken, // UCX: an endpoint of bulk broke: is tried once more
-  kStorage, // torch frees memory of ours: is tried once more
+  kDeviceEvent, // continuing after a device event: its waiter gets the error
+  kOperation, // an operation under a UCX worker's lock: only logged
+  kSend, // an operation of a connection under that lock: the connection fails
+  kDeferred, // what waited for the release of that lock: only logged
+  kDelivery, // giving a frame or an end to the agent: the connection fails
+  kMessage, // UCX has received an active message: the connection fails
+  kSent, // UCX has sent an active message: the connection fails
+  kClosed, // UCX has closed an endpoint: nothing fails
+  kBroken, // UCX reports a broken endpoint: the code runs once more
+  kBulkSent, // UCX has sent a chunk of bulk: the message fails
+  kBulkReceived, // UCX has received a chunk of bulk: the message fails
+  kBulkBroken, // UCX reports a broken bulk endpoint: the code runs once more
+  kStorage, // torch frees memory of ours: the code runs once more
   kCount
 };
 
 const char* toString(Boundary boundary);
 
-// For tests: called at each crossing, may throw. Null, and thus one load and a
-// branch that is never taken, unless setInjector() has been called.
+// For tests: guarded() calls it at every boundary, and it may throw. Null
+// unless a test has set it, so it costs one load and a branch that is not
+// taken.
 using Injector = void (*)(Boundary);
 extern std::atomic<Injector> injector;
 
-// In a catch block: what was caught. Takes memory for long texts only, and
-// does without where there is none.
+// Makes an Error of the exception that the enclosing catch block has caught.
+// Where there is no memory for its text, the Error says "out of memory".
 Error caught() noexcept;
-// Says it in the log, if there is memory for that.
+// Logs the error, if there is memory for the line.
 void logCaught(Boundary boundary, const Error& error) noexcept;
 
-// Runs `code`. If that throws, runs `failed` with what was thrown. Only the end
-// of the thread itself goes through (Python ends threads by pthread_exit() when
-// the interpreter ends, which unwinds them and must not be stopped): the
-// callers that are C code, which never runs Python, are noexcept.
+// Runs `code`. If `code` throws, runs `failed` with the error. Only the forced
+// unwinding of a thread passes through: Python ends threads with pthread_exit()
+// when the interpreter ends, and this unwinding must not be stopped. It cannot
+// reach C code: callbacks from C are noexcept, and never run Python.
 template <typename Code, typename Failed>
 void guarded(Boundary boundary, Code&& code, Failed&& failed) {
   try {
@@ -86,9 +88,9 @@ void guarded(Boundary boundary, Code&& code) {
   guarded(boundary, std::forward<Code>(code), [](const Error&) {});
 }
 
-// The same for code whose every part runs inside of guarded() already: what
-// this one catches was nowhere else expected, and fails nothing. Without the
-// injector, which would find only that.
+// As guarded(), for code whose parts all run inside of guarded() already. An
+// exception that gets here was expected nowhere, so it is only logged. Does not
+// call the injector, because there is no failure handling here to test.
 template <typename Code>
 void caughtHere(Boundary boundary, Code&& code) {
   try {

@@ -5,7 +5,7 @@
 
 namespace torch_rpc_ext::base {
 
-// An owned, uninitialised block of bytes; moves, never copies.
+// Owns a block of bytes, uninitialised at first. Can be moved, not copied.
 class Buffer {
  public:
   Buffer() = default;
@@ -38,13 +38,13 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Memory that somebody else owns, to be read.
+// Memory to read, which the span does not own.
 struct ConstSpan {
   const void* data = nullptr;
   size_t size = 0;
 };
 
-// Memory that somebody else owns, to be written.
+// Memory to write, which the span does not own.
 struct MutableSpan {
   void* data = nullptr;
   size_t size = 0;

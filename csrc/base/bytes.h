@@ -11,7 +11,7 @@ namespace torch_rpc_ext::base {
 
 namespace detail {
 
-// Little-endian on the wire, whatever the host is.
+// Converts between the host's byte order and little-endian, in both directions.
 template <std::unsigned_integral T>
 constexpr T littleEndian(T value) {
   if constexpr (std::endian::native == std::endian::little || sizeof(T) == 1) {
@@ -27,11 +27,11 @@ constexpr T littleEndian(T value) {
 
 } // namespace detail
 
-// Reads little-endian numbers from bytes that somebody else wrote, at any
-// alignment. A read beyond the end sets failed(), for good, and gives zeros: a
-// parser may read on and look once, as long as no loop is bounded by a number
-// that it has not checked.
-// Owns: nothing; the bytes outlive it.
+// Reads little-endian numbers, at any alignment, from bytes that a peer wrote.
+// A read beyond the end sets failed() for good, and from then on every read
+// gives zero. So a parser may read several numbers and check failed() once, as
+// long as it does not loop up to a number that it has not checked.
+// Owns: nothing; the bytes must outlive the reader.
 // Thread: one.
 class ByteReader {
  public:
@@ -55,7 +55,7 @@ class ByteReader {
     return static_cast<int64_t>(read<uint64_t>());
   }
 
-  // The next `size` bytes, in place; an empty span after failure.
+  // The next `size` bytes, not copied; an empty span if fewer are left.
   ConstSpan bytes(uint64_t size) {
     if (size > remaining_) {
       fail();
@@ -99,9 +99,9 @@ class ByteReader {
 };
 
 // Writes little-endian numbers into memory whose size was computed beforehand.
-// A write beyond the end is dropped and sets failed(): then the computation of
-// the size was wrong.
-// Owns: nothing; the memory outlives it.
+// A write beyond the end is dropped and sets failed(), which means that the
+// computed size was wrong.
+// Owns: nothing; the memory must outlive the writer.
 // Thread: one.
 class ByteWriter {
  public:

@@ -7,20 +7,20 @@
 
 namespace torch_rpc_ext::base {
 
-// What went wrong, sorted by what the caller can do about it. Inside csrc an
-// error is a value; bindings/errors.cpp maps it to the Python classes that
-// users catch, transport/ucx/status.cpp maps UCX statuses to it.
+// The kinds of errors, sorted by what the caller can do. Inside csrc an error
+// is a value. transport/ucx/status.cpp maps UCX statuses to kinds, and
+// bindings/errors.cpp maps kinds to the Python classes that users catch.
 enum class ErrorKind : uint8_t {
   kNone = 0,
   kPeerLost, // the peer died or became unreachable: reconnect or give up
   kTimedOut, // no answer in time: retry if the call is idempotent
-  kRefused, // the peer or this worker refused it: fix the request
+  kRefused, // the peer or this worker refused the request: fix the request
   kOverloaded, // a limit was reached: back off, then retry
   kShutDown, // this worker or the peer is shutting down: give up
-  kInvalid, // malformed bytes or arguments: a bug or a stranger
+  kInvalid, // malformed bytes or arguments: a bug, or an attack
   kSystem, // the operating system, UCX or CUDA failed: see the message
-  kUnsupported, // not on this machine: take another way
-  kCorrupted, // bytes changed on their way: try again, look at the hardware
+  kUnsupported, // this machine cannot do it: take another way
+  kCorrupted, // bytes changed on their way: retry, check the hardware
 };
 
 const char* toString(ErrorKind kind);

@@ -8,8 +8,9 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-// Between the process that loaded this library and this one. Not a pid: a child
-// in a pid namespace of its own may have that of its parent.
+// How many forks lie between the first use of HomeProcess and this process.
+// Comparing pids would not do: a child in its own pid namespace may have the
+// same pid as its parent.
 std::atomic<uint32_t> forks{0};
 
 uint32_t countForks() {

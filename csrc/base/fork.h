@@ -4,16 +4,17 @@
 
 namespace torch_rpc_ext::base {
 
-// The process that an object was made in. A fork copies the object, but neither
-// the threads that it relies on nor those that were holding its locks: in the
-// child its destructor must touch nothing but memory.
+// Remembers the process that an object was made in. A fork copies the object,
+// but no thread except the one that forks: a lock that another thread held
+// stays locked in the child. So in the child the object's destructor must only
+// free memory, and take no lock.
 //
 // Thread: any.
 class HomeProcess {
  public:
   HomeProcess();
 
-  // False in a child.
+  // False in a child of that process.
   bool isHere() const noexcept;
 
  private:

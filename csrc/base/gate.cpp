@@ -7,7 +7,7 @@ namespace {
 constexpr uint64_t kClosed = 1;
 constexpr uint64_t kOne = 2;
 
-// The last gate that this thread has entered and not left.
+// The newest Inside on this thread's stack, of any gate.
 thread_local const Gate::Inside* innermost = nullptr;
 
 } // namespace
@@ -41,8 +41,8 @@ void Gate::leave() {
       return;
     }
   }
-  // With the mutex: the one that waits may destroy the gate as soon as it sees
-  // that nobody is inside.
+  // Under the mutex, because the thread in wait() may destroy the gate as soon
+  // as it sees that no other thread is inside.
   const std::lock_guard lock(mutex_);
   state_.fetch_sub(kOne);
   changed_.notify_all();

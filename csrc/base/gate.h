@@ -7,15 +7,16 @@
 
 namespace torch_rpc_ext::base {
 
-// Counts the threads that are inside of some code, so that whoever ends what
-// that code uses can wait until all of them have left.
+// Counts the threads that run a section of code, so that the thread that
+// destroys what this code uses can first wait until all of them have left.
 //
 // Owns: the count.
 // Thread: any.
-// Outlives: everybody inside.
+// Outlives: every Inside.
 class Gate {
  public:
-  // A thread that is inside, for as long as this object lives on its stack.
+  // The thread that makes this object is inside until the object dies. It must
+  // live on that thread's stack.
   class Inside {
    public:
     explicit Inside(Gate& gate);
@@ -23,7 +24,8 @@ class Gate {
     Inside(const Inside&) = delete;
     Inside& operator=(const Inside&) = delete;
 
-    // False: the gate was closed already, and nobody waits for this thread.
+    // False if the gate was closed already: wait() then does not wait for this
+    // thread.
     bool counted() const {
       return counted_;
     }
@@ -33,15 +35,16 @@ class Gate {
 
     Gate& gate_;
     const bool counted_;
-    const Inside* const outer_; // the one around it on this thread
+    // The next one further out on this thread's stack, of any gate.
+    const Inside* const outer_;
   };
 
-  // From now on nobody is let in.
+  // From now on no thread gets in.
   void close();
 
   // Returns when the gate is closed and all threads but this one have left.
-  // Several threads may wait, but only one of them from inside: two would wait
-  // for each other.
+  // Several threads may wait, but at most one of them may be inside: two of
+  // them would wait for each other.
   void wait();
 
   // Whether this thread is inside.
@@ -54,8 +57,8 @@ class Gate {
   void leave();
   uint64_t entriesOfThisThread() const;
 
-  // Twice the number of those inside, plus 1 when it is closed: an open gate is
-  // passed without taking the mutex.
+  // Twice the number of Insides that are counted, plus 1 when the gate is
+  // closed. In one atomic, so that passing an open gate takes no mutex.
   std::atomic<uint64_t> state_{0};
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -4,8 +4,8 @@
 
 namespace torch_rpc_ext::base {
 
-// Hash of the kernel's boot id: the same for all processes of a host, also in
-// containers.
+// A hash of the kernel's boot id, which is the same for all processes of a
+// host, also in containers. If the id cannot be read: the hash of "".
 uint64_t bootId();
 
 // Inode of /proc/self/ns/`kind`, e.g. "pid" or "ipc"; 0 if it cannot be read.

@@ -26,7 +26,8 @@ void log(LogLevel level, const std::string& line) {
     return;
   }
   static constexpr const char* kNames[] = {"debug", "info", "warning", "error"};
-  // One write(2) keeps the lines of threads and processes whole.
+  // One write(2) for the whole line, so that lines of other threads and
+  // processes do not get into it.
   const std::string text = std::string("[torch_rpc_ext ") +
       kNames[static_cast<int>(level)] + "] " + line + "\n";
   (void)!write(STDERR_FILENO, text.data(), text.size());

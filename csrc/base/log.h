@@ -8,15 +8,15 @@ namespace torch_rpc_ext::base {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// Writes one line to the sink (by default standard error, warnings and errors
-// only). The agent's threads log without the GIL, so the sink must not need it.
+// Writes one line to standard error, unless its level is below logThreshold().
 void log(LogLevel level, const std::string& line);
 
-// TORCH_RPC_EXT_LOG = debug | info | warning | error, read once.
+// From TORCH_RPC_EXT_LOG = debug | info | warning (default) | error, which is
+// read once.
 LogLevel logThreshold();
 
-// Lines that a stranger can cause: at most one a second, which says how many
-// were left out.
+// For lines that a stranger can cause: writes at most one line a second, and
+// says in it how many were left out.
 // Thread: one at a time.
 class LimitedLog {
  public:

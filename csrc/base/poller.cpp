@@ -31,9 +31,10 @@ Poller::Poller()
     : epollFd_(checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1")),
       wakeFd_(checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")) {
   epoll_event event{};
-  // Edge-triggered: each write wakes one thread, and nobody has to read. Else
-  // the descriptor is back among those that are ready before its thread has
-  // read it, and the kernel wakes the next one in vain, and after that another.
+  // Edge-triggered: each write wakes one thread, and no thread has to read. If
+  // the descriptor were level-triggered, it would stay ready until the woken
+  // thread has read it, and meanwhile the kernel would wake further threads in
+  // vain.
   event.events = EPOLLIN | EPOLLET;
   event.data.u64 = kWakeKey;
   checked(epoll_ctl(epollFd_, EPOLL_CTL_ADD, wakeFd_, &event), "epoll_ctl");
@@ -41,7 +42,7 @@ Poller::Poller()
 }
 
 Poller::~Poller() {
-  timers_.reset(); // it is watched like others
+  timers_.reset(); // first: its destructor calls remove()
   close(wakeFd_);
   close(epollFd_);
 }
@@ -105,7 +106,8 @@ Poller::Ended Poller::wait(int timeoutMs) {
     return Ended::kWake;
   }
   if (auto entry = find(event.data.u64)) {
-    // Disarmed before it was rearmed, it would never be heard of again.
+    // A handler that throws may not have reached its rearm(): without this one,
+    // the descriptor would stay disarmed for ever.
     guarded(Boundary::kEvent, entry->handler, [&](const Error&) {
       rearm(entry->fd);
     });
@@ -152,7 +154,8 @@ Poller::Ended Poller::Lead::wait(int timeoutMs) {
     (void)!read(signal_->fd_, &count, sizeof(count));
     return Ended::kWake;
   }
-  guarded(Boundary::kEvent, entry_->handler); // poll() tells of it again
+  // No rearm() after an exception: poll() reports the input again.
+  guarded(Boundary::kEvent, entry_->handler);
   return Ended::kEvent;
 }
 
@@ -164,7 +167,7 @@ void Poller::Lead::give() {
     std::lock_guard lock(poller_.mutex_);
     poller_.led_ = false;
   }
-  // What came meanwhile, and was not served, wakes another waiter now.
+  // Input that arrived meanwhile and was not handled wakes another waiter now.
   poller_.rearm(entry_->fd);
   entry_.reset();
 }

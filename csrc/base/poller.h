@@ -12,18 +12,18 @@ class TimerQueue;
 
 // A set of file descriptors that several threads wait on at once. Each event
 // wakes one thread, which runs the descriptor's handler; the descriptor is then
-// disarmed until rearm(), so a handler does not run twice at a time.
+// disarmed until rearm(), so two threads never run one handler at a time.
 //
-// One descriptor may be the main one. A thread that waits for its result anyway
-// can lead: it takes the main descriptor away from the other waiters and serves
-// it itself (Lead), so that what it waits for needs no hand-off. Another thread
-// may be in the main descriptor's handler at that moment: that handler must
-// allow two threads at a time.
+// One descriptor may be the main one. A thread that has to wait for a result
+// anyway can lead (class Lead): it takes the main descriptor from the other
+// waiters and runs its handler itself, so that no other thread has to hand the
+// result over. Another thread may still be in the main descriptor's handler at
+// that moment, so this handler must allow two threads at a time.
 //
-// Owns: the epoll descriptor, the handlers and the timers' queue, not the
+// Owns: the epoll descriptor, the handlers and the TimerQueue; not the watched
 //   descriptors.
 // Thread: any.
-// Outlives: whatever is registered.
+// Outlives: every registered descriptor.
 class Poller {
  public:
   using Handler = std::function<void()>;
@@ -37,21 +37,21 @@ class Poller {
   void add(int fd, Handler handler);
   void addMain(int fd, Handler handler);
   void rearm(int fd);
-  // The handler does not start after this returns, unless it had begun.
+  // No later event starts the handler. But a thread that took an event just
+  // before, or that leads, may still run the handler after this returns.
   void remove(int fd);
 
-  // What ended a wait: an event, whose handler has run on this thread, wake(),
-  // or the time (a signal counts as that).
+  // What ended a wait. kEvent: an event, whose handler has run on this thread.
+  // kTimeout: the time is over, or a signal came.
   enum class Ended { kEvent, kWake, kTimeout };
 
   // `timeoutMs` -1 waits for ever.
   Ended wait(int timeoutMs = -1);
 
-  // Ends one wait: of a thread that waits now, or else of the next that will.
-  // Several calls before a thread has woken up end one wait together.
+  // Wakes one waiting thread, or, if none waits, the next that begins to wait.
+  // Several calls before that thread wakes up count as one.
   void wake();
 
-  // For Timer.
   TimerQueue& timers() {
     return *timers_;
   }
@@ -71,18 +71,19 @@ class Poller {
   int wakeFd_;
   std::mutex mutex_;
   int mainFd_ = -1;
-  bool led_ = false; // the main descriptor is a leader's
-  uint64_t nextKey_ = 1; // 0 is wakeFd_
+  bool led_ = false; // a Lead holds the main descriptor
+  uint64_t nextKey_ = 1; // 0 is the key of wakeFd_
   std::unordered_map<int, uint64_t> keys_; // by descriptor
   std::unordered_map<uint64_t, std::shared_ptr<Entry>> entries_;
   std::unique_ptr<TimerQueue> timers_;
 };
 
-// The main descriptor in the hands of one thread, until give() or destruction.
-// Thread: the one that made it, except Signal.
+// While this exists, and until give(), one thread has the main descriptor for
+// itself.
+// Thread: the one that made it. A Signal: any.
 class Poller::Lead {
  public:
-  // Ends the leader's wait; may outlive it.
+  // Another thread ends the leader's wait with raise(). May outlive the Lead.
   class Signal {
    public:
     Signal();
@@ -96,7 +97,7 @@ class Poller::Lead {
     int fd_;
   };
 
-  // Takes the main descriptor, if there is one and nobody leads.
+  // Takes the main descriptor, unless there is none or another Lead has it.
   Lead(Poller& poller, std::shared_ptr<Signal> signal);
   ~Lead() {
     give();
@@ -104,11 +105,14 @@ class Poller::Lead {
   Lead(const Lead&) = delete;
   Lead& operator=(const Lead&) = delete;
 
+  // Whether this has the main descriptor.
   bool leads() const {
     return entry_ != nullptr;
   }
-  // As Poller::wait(); kWake is the signal.
+  // Only if leads(). As Poller::wait(), but kWake means that the signal was
+  // raised.
   Ended wait(int timeoutMs = -1);
+  // Gives the main descriptor back to the Poller's waiters.
   void give();
 
  private:

@@ -8,8 +8,9 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-constexpr uint64_t kNanoseconds = 100'000;
-// Who takes the core for longer does not wait for a small call: it computes.
+constexpr uint64_t kSliceNanoseconds = 100'000;
+// A thread that takes the core for longer than this computes, and does not just
+// handle a small call.
 constexpr std::chrono::microseconds kLong{500};
 
 } // namespace
@@ -20,7 +21,7 @@ ShortTimeSlices::ShortTimeSlices() {
       attributes_.policy != SCHED_OTHER) {
     return;
   }
-  attributes_.runtime = kNanoseconds;
+  attributes_.runtime = kSliceNanoseconds;
   changed_ = syscall(SYS_sched_setattr, 0, &attributes_, 0) == 0;
 }
 

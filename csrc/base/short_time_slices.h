@@ -5,14 +5,19 @@
 
 namespace torch_rpc_ext::base {
 
-// For a thread that copies much and calls yield() every 20 us or so: whoever
-// wakes up behind it runs then, and not after the scheduler's next tick, which
-// is 4 ms. A thread that yields gives up the rest of its slice. While this
-// exists, that is 0.1 ms and not the default 3 ms, which would be most of the
-// core wherever others compute. Where they do, it keeps the core for as long as
-// they had it. From Linux 6.12 on; before, slices are the default and to yield
-// costs little. Needs no privilege; where it is forbidden yield() does nothing.
-// Thread: the one that made it.
+// For a thread that copies much and calls yield() every 20 us or so. A thread
+// that wakes up on the same core then runs at the next yield(), and need not
+// wait for the scheduler's next tick, up to 4 ms later.
+//
+// A thread that yields gives up the rest of its time slice. With the default of
+// 3 ms the copying thread would lose most of the core to threads that compute,
+// so while this object exists the slice is 0.1 ms. After a yield() that took
+// long, because another thread computed, later calls return at once for as long
+// as this yield() took.
+//
+// Linux before 6.12 ignores the shorter slice, but there a yield() costs
+// little. Needs no privilege. Where the kernel refuses the change, yield() does
+// nothing. Thread: the one that made it.
 class ShortTimeSlices {
  public:
   ShortTimeSlices();
@@ -25,8 +30,8 @@ class ShortTimeSlices {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // struct sched_attr of the kernel, whose header and glibc's <sched.h> exclude
-  // each other.
+  // The kernel's struct sched_attr. Declared here because the kernel's header
+  // and glibc's <sched.h> cannot both be included.
   struct Attributes {
     uint32_t size;
     uint32_t policy;
@@ -40,7 +45,7 @@ class ShortTimeSlices {
 
   Attributes attributes_{};
   bool changed_ = false;
-  Clock::time_point keptUntil_; // no yield() before
+  Clock::time_point keptUntil_; // yield() does nothing before this
 };
 
 } // namespace torch_rpc_ext::base

@@ -14,7 +14,8 @@ namespace torch_rpc_ext::base {
 namespace {
 
 constexpr size_t kLine = 64; // bytes
-// How far ahead of what is copied: about what arrives in a memory's latency.
+// How far ahead to prefetch: about as many bytes as are copied while one access
+// to memory takes its time.
 constexpr size_t kAhead = 16 * kLine;
 
 } // namespace
@@ -23,7 +24,7 @@ void streamingCopy(void* to, const void* from, size_t size) {
   auto* target = static_cast<char*>(to);
   const auto* source = static_cast<const char*>(from);
   const auto copy = [&](size_t bytes) {
-    if (bytes != 0) { // there may be no memory at all then
+    if (bytes != 0) { // without bytes both pointers may be null
       std::memcpy(target, source, bytes);
     }
     target += bytes;
@@ -47,7 +48,7 @@ void streamingCopy(void* to, const void* from, size_t size) {
     _mm_stream_si128(out + 2, third);
     _mm_stream_si128(out + 3, fourth);
   }
-  _mm_sfence(); // streaming stores are seen in no order before it
+  _mm_sfence(); // streaming stores are unordered with the stores after them
   copy(size);
 }
 

@@ -6,8 +6,8 @@
 
 namespace torch_rpc_ext::base {
 
-// A piece of work that runs at most once. std::function would demand that
-// everything it captures can be copied; futures and buffers cannot.
+// A piece of work that runs at most once. Not a std::function, which can only
+// hold what can be copied: buffers cannot.
 class Task {
  public:
   virtual ~Task() = default;

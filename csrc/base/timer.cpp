@@ -14,13 +14,13 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-// How long after a handler that threw it is called again.
+// A handler that threw is called again after this time.
 constexpr std::chrono::milliseconds kAgain{100};
 
 } // namespace
 
 void Timer::set(Clock::time_point moment) {
-  if (!stopped_.load()) { // else the queue may be gone
+  if (!stopped_.load()) { // after stop() the queue may be gone
     queue_.set(*this, moment);
   }
 }
@@ -47,7 +47,7 @@ TimerQueue::~TimerQueue() {
 
 void TimerQueue::set(Timer& timer, Clock::time_point moment) {
   std::lock_guard lock(mutex_);
-  // It may have been stopped just now, by another thread.
+  // Another thread may have stopped the timer since set() looked.
   setLocked(timer, timer.stopped_.load() ? Clock::time_point::max() : moment);
   armLocked();
 }
@@ -65,7 +65,8 @@ void TimerQueue::armLocked() {
     return;
   }
   armed_ = due_.begin()->first;
-  // steady_clock is CLOCK_MONOTONIC; all zero would switch the timer off.
+  // steady_clock is CLOCK_MONOTONIC. At least 1 ns, because 0 would switch the
+  // timer off.
   const auto ns = std::max<int64_t>(
       1,
       std::chrono::duration_cast<std::chrono::nanoseconds>(

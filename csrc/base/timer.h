@@ -11,11 +11,11 @@
 
 namespace torch_rpc_ext::base {
 
-// One moment at which a handler runs, on a thread that waits on a Poller.
+// Runs a handler at a given moment, on a thread that waits on the Poller.
 //
 // Owns: its place in the Poller's TimerQueue.
 // Thread: any.
-// Outlives: the Poller, once stopped.
+// Outlives: a Timer may outlive the Poller, but only if it was stopped before.
 class Timer {
  public:
   using Clock = std::chrono::steady_clock;
@@ -28,9 +28,12 @@ class Timer {
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
 
-  // Takes the place of the moment before; one in the past is now, max() never.
+  // Replaces the moment that was set before. A moment in the past means at
+  // once, max() means never.
   void set(Clock::time_point moment);
-  // The handler does not start after this returns, unless it had begun.
+  // No later moment starts the handler. But a thread that took this timer from
+  // the queue just before may still run the handler after this returns, so the
+  // timer must live until the Poller's threads have ended.
   void stop();
 
  private:
@@ -38,16 +41,17 @@ class Timer {
 
   TimerQueue& queue_;
   const std::function<void()> handler_;
-  Clock::time_point moment_ = Clock::time_point::max(); // the queue's
+  // Guarded by the queue's mutex.
+  Clock::time_point moment_ = Clock::time_point::max();
   std::atomic<bool> stopped_{false};
 };
 
-// All timers of a Poller: a descriptor of each would be five for each process.
-// A handler that takes long does not delay the other timers: the thread that
-// takes a due timer from the queue first leaves the descriptor to the next
-// thread, and then runs the handler.
+// All timers of a Poller, on one timer descriptor: one for each Timer would
+// cost a process several. A handler that takes long does not delay the other
+// timers: a thread takes a due timer from the queue, rearms the descriptor for
+// the other threads, and only then runs the handler.
 //
-// Owns: a timer descriptor.
+// Owns: the timer descriptor.
 // Thread: any.
 // Outlives: every Timer that is not stopped.
 class TimerQueue {
@@ -70,8 +74,9 @@ class TimerQueue {
   const int fd_;
   std::mutex mutex_;
   std::set<std::pair<Clock::time_point, Timer*>> due_;
-  // When the descriptor becomes readable. May be too early: a timer that is set
-  // for later, as most are, again and again, then costs no system call.
+  // When the descriptor becomes readable. This may be before the first moment
+  // in due_: moving a timer to a later moment, which is what mostly happens,
+  // does not rearm the descriptor and so costs no system call.
   Clock::time_point armed_ = Clock::time_point::max();
 };
 

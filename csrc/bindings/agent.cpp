@@ -30,8 +30,8 @@ void checkInterrupt() {
   }
 }
 
-// The agent's threads need the GIL to end, so the last reference must not hold
-// it while it waits for them.
+// Releases the GIL while it destroys the object: the destructor waits for the
+// agent's threads, which may need the GIL to end.
 template <typename T>
 struct DeleteWithoutGil {
   void operator()(T* object) const {
@@ -46,7 +46,7 @@ struct DeleteWithoutGil {
 
 agent::AgentHooks pythonHooks() {
   return {
-      // Upstream makes the agent current, then starts it.
+      // Runs when upstream has made the agent current and then starts it.
       .start =
           [] {
             if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
@@ -80,7 +80,7 @@ std::shared_ptr<UcxAgent> makeAgent(
       DeleteWithoutGil<UcxAgent>());
 }
 
-// Sets the options that are named in agent_options.h, all of them.
+// Sets all options of agent_options.h, and requires a value for each.
 void setOptions(AgentOptions& options, const py::dict& values) {
   size_t taken = 0;
   agent::forEachOption(options, [&](const char* name, auto& member) {
@@ -179,7 +179,7 @@ std::map<std::string, PlainHistogram> describeHistograms(
   return plain;
 }
 
-// What profiles, torch_rpc_ext/profiler, has names for the fields.
+// As tuples; the Python profiler gives the fields names.
 py::tuple toPlain(const std::vector<metrics::LoggedCall>& calls) {
   py::list plain;
   for (const auto& call : calls) {
@@ -362,7 +362,7 @@ void bindAgent(py::module_& module) {
       .def("describe_peers", &describePeers, Release())
       .def("waiting_callers", &describeWaiting, Release())
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
-        // Of a forked child: nothing of it may be torn down there.
+        // For a forked child, where the agent must not be destroyed.
         self->abandon();
         new std::shared_ptr<UcxAgent>(self);
       });

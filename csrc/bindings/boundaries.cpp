@@ -72,7 +72,7 @@ void bindBoundaries(py::module_& parent) {
     base::injector.store(nullptr);
     plan.where.store(Boundary::kCount);
   });
-  // How many of the throws are still to come.
+  // How many boundaries have still to throw.
   m.def("left", [] { return std::max(0, plan.left.load()); });
   m.def("crossed", [] {
     std::map<std::string, uint64_t> crossed;

@@ -1,15 +1,17 @@
-// rpc_sync() and rpc_async(): what upstream's _invoke_rpc_builtin,
-// _invoke_rpc_torchscript and _invoke_rpc_python_udf do.
+// The calls of rpc_sync() and rpc_async(). Replaces upstream's
+// _invoke_rpc_builtin, _invoke_rpc_torchscript and _invoke_rpc_python_udf, for
+// speed:
 //
-// Of a TorchScript function upstream copies the schema for each call, and
-// parses its name. Here it is given the function.
+// - For a TorchScript function upstream parses the function's name and copies
+//   its schema at each call. Here Python passes the function itself.
 //
-// A result of the others that is one tensor stays a tensor in the future, as
-// that of a TorchScript function does, and becomes no Python object.
-// To make that object upstream takes the GIL in the thread that completes the
-// future, and once more to let go of the message. In a burst of calls that
-// thread and the one that sends would pass the GIL to and fro at each answer.
-// Here it is made by who waits, who has the GIL anyway.
+// - For the other calls, a future whose result is one tensor keeps a C++
+// tensor.
+//   Upstream makes the Python object in the thread that completes the future:
+//   it takes the GIL for that, and once more to free the message. In a burst of
+//   calls this thread and the sending thread would pass the GIL to and fro at
+//   each answer. Here the waiting thread makes the object, since it takes the
+//   GIL anyway.
 
 #include "bindings/bindings.h"
 #include "bindings/remote_exception.h"
@@ -49,7 +51,7 @@ constexpr std::string_view kTensor = "\x01Tensor";
 constexpr std::string_view kNone = "\x01None";
 
 struct Match {
-  std::shared_ptr<jit::Operator> op; // null: none
+  std::shared_ptr<jit::Operator> op; // null if none matches
   jit::Stack stack;
 };
 
@@ -59,8 +61,9 @@ bool isNumber(py::handle value) {
       PyBool_Check(object) || PyComplex_CheckExact(object);
 }
 
-// False only where createStackForSchema() would throw: an exception takes 50
-// us, half of a call, and torch.add(tensor, 1) meets one on its way.
+// False only if createStackForSchema() would throw. Asked first because an
+// exception takes 50 us, half of a call; torch.add(tensor, 1) would meet one,
+// from the overload that takes two tensors.
 bool mayTake(
     const c10::FunctionSchema& schema,
     const py::args& args,
@@ -79,7 +82,8 @@ bool mayTake(
   return true;
 }
 
-// As upstream looks first: operators that torch's dispatcher knows.
+// Finds the first overload that takes the arguments. Only operators of torch's
+// dispatcher, which upstream also tries first.
 Match match(
     const std::string& name,
     const py::args& args,
@@ -111,7 +115,7 @@ bool returnsOneTensor(const jit::Operator& op) {
       returns[0].type()->kind() == c10::TypeKind::TensorType;
 }
 
-// What a future becomes when the answer to its call is there.
+// Makes the value of a call's future from the answer.
 using ResultOf = c10::IValue (*)(const rpc::Message&);
 
 void settle(rpc::JitFuture& result, rpc::JitFuture& answer, ResultOf resultOf) {
@@ -123,8 +127,8 @@ void settle(rpc::JitFuture& result, rpc::JitFuture& answer, ResultOf resultOf) {
   try {
     value = resultOf(*answer.value().toCustomClass<rpc::Message>());
   } catch (py::error_already_set& error) {
-    // Reading an answer runs Python: what an unpickler raises, and what a
-    // signal handler raises meanwhile. Upstream makes a text of it.
+    // Reading an answer runs Python, so the unpickler, or a signal handler, may
+    // raise. The future keeps the exception; upstream would keep its text only.
     result.setError(pythonException(error));
     return;
   } catch (const std::exception&) {
@@ -140,10 +144,10 @@ c10::intrusive_ptr<rpc::JitFuture> futureOf(
     ResultOf resultOf) {
   auto result = answer->createInstance(std::move(type));
   if (answer->completed() && answer->devices().empty()) {
-    // rpc_sync(): this thread has waited for the answer. The state of this
-    // thread is the caller's already: a callback would set it and put it back,
-    // which takes 0.7 us. With devices a callback of the future also waits for
-    // their streams.
+    // In rpc_sync() this thread has waited for the answer. No callback, because
+    // that would set the caller's thread-local state, which this thread has
+    // already, and restore it, which takes 0.7 us. With devices a callback is
+    // needed, because it also makes the streams wait.
     settle(*result, *answer, resultOf);
   } else {
     answer->addCallback(
@@ -175,7 +179,7 @@ c10::IValue resultOfScript(const rpc::Message& message) {
   return static_cast<rpc::ScriptResp&>(*response).value();
 }
 
-// Null for a call that upstream's own function has to make, or to refuse.
+// Null if upstream's own function has to make the call, or refuse it.
 std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
     const rpc::WorkerInfo& to,
     const std::string& name,
@@ -198,10 +202,11 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       futureOf(answer, c10::TensorType::get(), &resultOfScript));
 }
 
-// A call of a TorchScript function, for torch's profilers, under the name that
-// upstream gives it. Under the legacy profiler a key is set, and who has set it
-// has told of the call. Upstream sets one for the others too, which stays: they
-// see no more than the first such call of a thread.
+// Tells torch's profilers of a call of a TorchScript function, under upstream's
+// name for such calls. Under the legacy profiler, the code that has set the
+// current key has already told of the call. Upstream's own function also sets a
+// key for the other profilers and never resets it, so that they see only the
+// first such call of each thread; this class sets none.
 class ProfiledCall {
  public:
   ProfiledCall(
@@ -216,7 +221,7 @@ class ProfiledCall {
     }
   }
 
-  // The future that is done when the profiler knows of the end.
+  // A future that completes once the profiler knows of the call's end.
   c10::intrusive_ptr<rpc::JitFuture> until(
       c10::intrusive_ptr<rpc::JitFuture> done) const {
     return record_ == nullptr
@@ -229,7 +234,7 @@ class ProfiledCall {
   c10::intrusive_ptr<torch::autograd::profiler::PythonRecordFunction> record_;
 };
 
-// Null for a call that upstream's own function has to refuse.
+// Null if upstream's own function has to refuse the call.
 std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
     const std::string& to,
     const jit::StrongFunctionPtr& function,
@@ -238,7 +243,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
     float timeoutSeconds,
     bool isAsync) {
   const auto& schema = function.function_->getSchema();
-  // That of torch.jit.script(): callees look into theirs.
+  // The function must be in the compilation unit of torch.jit.script(), because
+  // the callee looks up the name in its own such unit.
   if (function.cu_ !=
           rpc::PythonRpcHandler::getInstance().jitCompilationUnit() ||
       schema.returns().size() != 1) {
@@ -303,7 +309,7 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
         if (value.is_none() || THPVariable_CheckExact(value.ptr())) {
           return; // no exception
         }
-        // Raises a remote exception in the thread that waits.
+        // Raises a remote exception in the thread that waits for the future.
         const py::gil_scoped_release release;
         rpc::PythonRpcHandler::getInstance().handleException(value);
       });
@@ -312,7 +318,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
 } // namespace
 
 void bindCalls(py::module_& module) {
-  // Without names, which those of the operator's arguments might be.
+  // The parameters have no names here: a name could clash with a keyword
+  // argument of the operator.
   module.def("invoke_builtin", &invokeBuiltin);
   module.def(
       "invoke_script", &invokeScript, py::call_guard<py::gil_scoped_release>());

@@ -7,7 +7,7 @@
 #include "cuda/kernels.h"
 #include "cuda/probe.h"
 
-// Without torch's headers, which this does not need.
+// pybind11 without torch's headers, which this file does not need.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -46,7 +46,7 @@ T unwrap(base::Result<T> result) {
   return std::move(result.value());
 }
 
-// Something's bytes on the wire, and back.
+// Converts a value to its bytes on the wire, and back.
 template <typename T>
 py::bytes toWire(const T& value, size_t size) {
   base::Buffer buffer(size);
@@ -117,7 +117,8 @@ void bindDriver(py::module_& m) {
       ReleaseGil());
 }
 
-// Things that Python can release before its garbage collector does.
+// Objects with a release() for Python, so that tests need not wait for the
+// garbage collector.
 struct PyEvent {
   std::optional<cuda::EventPool::Recorded> event;
 };
@@ -315,7 +316,8 @@ void bindProbe(py::module_& m) {
       ReleaseGil());
 }
 
-// As layout_of() in kernels/plan.py, with the size of an element for its dtype.
+// What layout_of() in torch_rpc_ext/kernels/plan.py returns, but with the size
+// of an element in place of the dtype.
 using PyLayout =
     std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>;
 

@@ -30,7 +30,7 @@ struct PyServedCall {
   std::weak_ptr<UcxAgent> agent;
 };
 
-// Nothing on a thread that serves no call.
+// std::nullopt on a thread that serves no call.
 std::optional<PyServedCall> currentCall() {
   const ServedCall* const call = ServedCall::current();
   if (call == nullptr || !rpc::RpcAgent::isCurrentRpcAgentSet()) {
@@ -45,7 +45,7 @@ std::optional<PyServedCall> currentCall() {
       *call, ours->group().peers().nameOf(call->connection.get()), ours};
 }
 
-// As time.monotonic() has it.
+// In seconds of time.monotonic().
 std::optional<double> deadlineOf(const PyServedCall& self) {
   if (self.call.deadline == ServedCall::Clock::time_point::max()) {
     return std::nullopt;
@@ -54,7 +54,8 @@ std::optional<double> deadlineOf(const PyServedCall& self) {
       .count();
 }
 
-// What a callback raises is nobody's: it must not end the agent's thread.
+// Logs what the callback raises: there is no caller to get the exception, and
+// it must not end the agent's thread.
 void tell(const std::function<void()>& callback) {
   try {
     callback();
@@ -65,7 +66,7 @@ void tell(const std::function<void()>& callback) {
   }
 }
 
-// Its number for forget(); 0 where the caller is lost already.
+// Returns the callback's number for forget(); 0 if the caller is lost already.
 uint64_t whenLost(const PyServedCall& self, std::function<void()> callback) {
   const auto agent = self.agent.lock();
   return agent == nullptr

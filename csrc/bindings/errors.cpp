@@ -1,4 +1,5 @@
-// RpcError becomes the class of torch_rpc_ext.errors that belongs to its kind.
+// Translates agent::RpcError to the Python class of torch_rpc_ext.errors for
+// its kind.
 
 #include "agent/rpc_error.h"
 #include "bindings/bindings.h"

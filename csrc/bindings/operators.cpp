@@ -1,5 +1,5 @@
-// Operators for TorchScript, torch.ops.torch_rpc_ext.*: what a worker knows of
-// itself and of its group. They need no GIL. docs/scripting.md describes them.
+// Operators for TorchScript, torch.ops.torch_rpc_ext.*, which tell about this
+// worker and its group. They need no GIL. docs/scripting.md describes them.
 
 #include "agent/ucx_agent.h"
 
@@ -26,7 +26,7 @@ std::shared_ptr<rpc::RpcAgent> currentAgent() {
   return rpc::RpcAgent::getCurrentRpcAgent();
 }
 
-// In the order of their ids.
+// Names by id.
 std::map<int64_t, std::string> members() {
   std::map<int64_t, std::string> names;
   for (const auto& info : currentAgent()->getWorkerInfos()) {
@@ -77,8 +77,8 @@ c10::Dict<std::string, double> metrics() {
   return numbers;
 }
 
-// What they return changes: TorchScript may neither fold two calls into one nor
-// make the call when it compiles.
+// The results change over time, so TorchScript must neither merge two calls nor
+// evaluate a call when it compiles.
 constexpr auto kChanges = c10::AliasAnalysisKind::CONSERVATIVE;
 
 } // namespace

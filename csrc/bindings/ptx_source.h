@@ -4,9 +4,9 @@
 
 namespace torch_rpc_ext::bindings {
 
-// torch_rpc_ext.kernels.ptx.compile_kernel, imported at its first use. Takes
-// the GIL: to be called without locks. Without numba-cuda it fails with
-// kUnsupported.
+// Calls torch_rpc_ext.kernels.ptx.compile_kernel(), which it imports. The
+// result takes the GIL, so call it without holding a lock. Fails with
+// kUnsupported if numba-cuda is not installed.
 cuda::PtxSource pythonPtxSource();
 
 } // namespace torch_rpc_ext::bindings

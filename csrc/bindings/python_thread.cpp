@@ -15,8 +15,8 @@ bool pythonEnds() {
 }
 
 void release(void* state) {
-  // Once Python ends it frees the states itself, and a thread that asks for
-  // the GIL then does not come back.
+  // When Python ends, it frees the states itself, and a thread that asks for
+  // the GIL never returns.
   if (state == nullptr || pythonEnds()) {
     return;
   }
@@ -29,7 +29,7 @@ void release(void* state) {
 } // namespace
 
 std::shared_ptr<void> keepPythonThreadState() {
-  // It becomes what PyGILState_Ensure() finds on this thread.
+  // PyGILState_Ensure() on this thread will find and use the new state.
   PyThreadState* state = PyGILState_GetThisThreadState() == nullptr
       ? PyThreadState_New(PyInterpreterState_Main())
       : nullptr;

@@ -15,8 +15,8 @@ namespace {
 // Source: torch_rpc_ext/_upstream/payloads.py
 constexpr std::string_view kRaised("\x01Raised", 7);
 
-// A Python exception that travels through C++ futures, which copy, rethrow and
-// drop it on threads without the GIL.
+// Carries a Python exception through C++ futures, which copy, rethrow and
+// destroy it on threads without the GIL.
 class PythonException : public std::runtime_error {
  public:
   PythonException(const std::string& text, py::object exception)
@@ -26,7 +26,7 @@ class PythonException : public std::runtime_error {
           delete held;
         }) {}
 
-  // With the GIL.
+  // The caller holds the GIL.
   void raise() const {
     PyErr_SetObject(
         reinterpret_cast<PyObject*>(Py_TYPE(exception_->ptr())),
@@ -47,7 +47,7 @@ std::exception_ptr pythonException(py::error_already_set& error) {
     PyException_SetTraceback(exception.ptr(), error.trace().ptr());
   }
   auto carried = std::make_exception_ptr(PythonException(text, exception));
-  error.restore(); // let go of here, with the GIL
+  error.restore(); // releases the references now, while the GIL is held
   PyErr_Clear();
   return carried;
 }
@@ -57,7 +57,7 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
       response.type() != rpc::MessageType::FORWARD_AUTOGRAD_RESP) {
     return nullptr;
   }
-  // What distributed autograd adds stands behind it.
+  // Distributed autograd appends its data, so the marker is still in front.
   const auto& payload = response.payload();
   if (!std::string_view(payload.data(), payload.size()).starts_with(kRaised)) {
     return nullptr;
@@ -77,8 +77,8 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
         py::str(exception).cast<std::string>();
     return std::make_exception_ptr(PythonException(text, exception));
   } catch (py::error_already_set& error) {
-    // Reading it again would raise it again, or lose what a signal handler
-    // has raised.
+    // Either the response cannot be unpickled, or a signal handler has raised
+    // meanwhile. The future gets this exception.
     return pythonException(error);
   }
 }

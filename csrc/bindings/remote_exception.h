@@ -7,15 +7,16 @@
 
 namespace torch_rpc_ext::bindings {
 
-// The Python exception that a remote function raised, for a response that
-// carries one; null for any other. Upstream turns all but ValueError and
-// TypeError into RuntimeError (pytorch issue 45044). Takes the GIL only for
-// responses that look like one.
+// The Python exception that a response carries, because the remote function
+// raised it; null for any other response. Upstream turns every exception except
+// ValueError and TypeError into a RuntimeError (pytorch issue 45044). Takes the
+// GIL only if the response begins like one with an exception.
 std::exception_ptr decodeRemoteException(
     const torch::distributed::rpc::Message& response);
 
-// What Python raised, for a future: raised again as it is where somebody waits.
-// Takes the GIL; the result needs none.
+// Wraps a Python exception for a future: the thread that waits for the future
+// raises the same exception object again. Takes the GIL; the result can be
+// copied and destroyed without it.
 std::exception_ptr pythonException(pybind11::error_already_set& error);
 
 void bindRemoteException(pybind11::module_& module);

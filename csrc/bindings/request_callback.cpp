@@ -32,8 +32,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   GuardedCallback(agent::AllowList allowed, std::string worker)
       : allowed_(std::move(allowed)), worker_(std::move(worker)) {}
 
-  // Upstream's profiling of the GIL leaves out a request's first wait for it,
-  // which is most of them all.
+  // Also measures a request's first wait for the GIL, usually the longest,
+  // which upstream's profiling of the GIL leaves out.
   std::unique_ptr<rpc::RpcCommandBase> deserializePythonRpcCommand(
       std::unique_ptr<rpc::RpcCommandBase> command,
       const rpc::MessageType& type) const override {
@@ -45,8 +45,9 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
         std::move(command), type);
   }
 
-  // As upstream, without what a call needs only for RRefs: two futures, and to
-  // parse the operator's schema.
+  // As upstream's, but faster: a call without RRefs does not make the two
+  // futures that wait for RRefs, and the schema of a builtin operator is not
+  // parsed again (compat::ScriptCallReader).
   FuturePtr processMessage(rpc::Message& request, Streams streams)
       const override {
     if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
@@ -91,12 +92,14 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::ScriptRemoteCall&>(command);
-    // The error becomes the RRef's value, as one that a function raises:
-    // upstream's user of an RRef whose creation fails says "timed out".
+    // The refusal becomes the RRef's value, as an error does that a function
+    // raises. If the creation itself failed, upstream would tell the RRef's
+    // user "timed out" instead.
     if (!allowed_.allows(call)) {
       return assignOwnerRRef(call.retRRefId(), call.retForkId(), refusal(call));
     }
-    // An RRef of this worker itself has a type already, which must be met.
+    // A worker that calls itself has already made the RRef, with the function's
+    // type, which the future of notBegun() does not have.
     const bool isOwn = call.retRRefId() == call.retForkId();
     return isGivenUp() && !isOwn
         ? assignOwnerRRef(
@@ -144,8 +147,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     if (ready->completed() && streams.empty()) {
       return processRpcWithErrors(*command, request.type(), streams);
     }
-    // RRefs among the arguments are still to be confirmed by their owners: the
-    // function begins on the thread that hears of the last one.
+    // Owners have still to confirm RRefs among the arguments. The function runs
+    // on the thread that receives the last confirmation.
     const auto* const current = agent::ServedCall::current();
     return ready->thenAsync(
         [this,
@@ -163,8 +166,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
         c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
   }
 
-  // While the GIL is profiled: waits until it is free, and counts that. It is
-  // given back, because upstream wants to come without it.
+  // While the GIL is profiled: takes the GIL, counts how long that took, and
+  // releases it, because the caller must not hold it.
   static void waitForGil() {
     const auto ours = std::dynamic_pointer_cast<agent::UcxAgent>(
         rpc::RpcAgent::getCurrentRpcAgent());
@@ -178,14 +181,14 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
             std::chrono::steady_clock::now() - begin));
   }
 
-  // The caller has given up the call that this thread serves.
+  // Whether the caller has given up the call that this thread serves.
   static bool isGivenUp() {
     const auto* const call = agent::ServedCall::current();
     return call != nullptr && call->cancelled();
   }
 
-  // The caller had given the call up before a thread took it. A caller that
-  // gives up while the arguments are read does not count here.
+  // Whether the caller had given up the call before a thread took it. Stays
+  // false if the caller gives up while the arguments are read.
   static bool isOnlyRead() {
     const auto* const call = agent::ServedCall::current();
     return call != nullptr && call->isOnlyRead;

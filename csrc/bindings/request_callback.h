@@ -9,9 +9,10 @@
 
 namespace torch_rpc_ext::bindings {
 
-// What runs the requests of peers: upstream's, which asks `allowed` before it
-// runs a builtin operator or a TorchScript function, also inside of messages of
-// autograd and of the profiler. `worker` is the name of this one, for texts.
+// Makes what runs the requests of peers: upstream's RequestCallbackImpl, which
+// here asks `allowed` before it runs a builtin operator or a TorchScript
+// function, also one inside of a message of autograd or of the profiler.
+// `worker` is this worker's name, for the texts of errors.
 std::unique_ptr<torch::distributed::rpc::RequestCallback> makeRequestCallback(
     agent::AllowList allowed,
     std::string worker);

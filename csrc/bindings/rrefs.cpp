@@ -1,6 +1,6 @@
-// RRefs in Python's hands: the failure of their creation, and what has to be
-// looked at before they, or the values that they are made from, reach code of
-// torch that would end the process.
+// What Python code needs for RRefs: it learns that a creation has failed, and
+// it checks RRefs, and values of RRefs, that would crash the process in torch's
+// code.
 
 #include "bindings/rrefs.h"
 #include "agent/creation_failure.h"
@@ -22,8 +22,8 @@ using agent::UcxAgent;
 
 namespace {
 
-// As deep as Python's own recursion goes, and no stack of a thread is too small
-// for torch at this depth.
+// Python's own limit for recursion. At this depth torch's recursion fits on the
+// stack of every thread.
 constexpr int kMaxDepth = 1000;
 
 c10::intrusive_ptr<rpc::RRef> rrefOf(const rpc::PyRRef& python) {
@@ -31,8 +31,8 @@ c10::intrusive_ptr<rpc::RRef> rrefOf(const rpc::PyRRef& python) {
       python.toIValue().toRRef());
 }
 
-// An error that remote() raises. Time-outs, and faults injected by tests, show
-// where the RRef is used, as upstream's do.
+// Whether remote() raises the error. Time-outs, and faults that tests inject,
+// are raised where the RRef is used, as by upstream.
 bool isRaised(const rpc::JitFuture& future) {
   try {
     std::rethrow_exception(future.exception_ptr());
@@ -44,16 +44,16 @@ bool isRaised(const rpc::JitFuture& future) {
   }
 }
 
-// Marks an RRef once its creation fails; raises the error where it has failed
-// already.
+// Sees to it that the RRef is marked as failed if its creation fails later. If
+// the creation has failed already, marks the RRef now and raises the error.
 void watchCreation(const rpc::PyRRef& python) {
   const auto future = python.getFuture();
   const auto rref = rrefOf(python);
   py::gil_scoped_release release;
   if (!future->completed()) {
-    // Before the future has the error: who hears of that uses the RRef next,
-    // and where this worker is the owner itself it would wait for a value for
-    // ever.
+    // The RRef must be marked before the future gets the error: a thread that
+    // sees the error may use the RRef at once, and if this worker is its owner,
+    // an unmarked RRef would wait for its value for ever.
     const auto ours = std::dynamic_pointer_cast<UcxAgent>(
         rpc::RpcAgent::getCurrentRpcAgent());
     if (ours == nullptr ||
@@ -62,7 +62,7 @@ void watchCreation(const rpc::PyRRef& python) {
         })) {
       return;
     }
-    future->wait(); // it is ending at this moment
+    future->wait(); // the call is just ending on another thread
   }
   if (future->hasError()) {
     compat::failedToCreate(*rref);
@@ -72,9 +72,10 @@ void watchCreation(const rpc::PyRRef& python) {
   }
 }
 
-// Raises where the RRef's owner has died since it was made, and where torch
-// cannot write down its type; the type of one that is still only here becomes
-// a Python object's.
+// Called before an RRef is passed to another worker. Raises if the RRef's owner
+// has died since the RRef was made. If torch cannot write the RRef's type into
+// a message, changes the type to that of a Python object, and raises where that
+// is not possible.
 void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
   const auto rref = rrefOf(python);
   const base::Error error =
@@ -92,6 +93,9 @@ void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
   }
 }
 
+// Visits a value and, in lists, tuples and dicts, all its parts. Raises a
+// TypeError if the nesting is too deep, and, where wanted, for an RRef whose
+// type torch cannot write into a message.
 class Walker {
  public:
   Walker(const char* what, bool refusesRRefs)
@@ -103,8 +107,8 @@ class Walker {
   void visit(PyObject* value) {
     if (PyList_Check(value) || PyTuple_Check(value)) {
       enter();
-      // Looked up again each time: another thread may change it when one of
-      // the elements is looked at.
+      // Read the size again each time: another thread may change the list while
+      // an element is visited.
       for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
         visit(PySequence_Fast_GET_ITEM(value, i));
       }
@@ -146,7 +150,7 @@ class Walker {
   }
 
   const char* const what_;
-  PyTypeObject* const rref_;
+  PyTypeObject* const rref_; // Python's class of RRefs; null to ignore RRefs
   int depth_ = 0;
 };
 

@@ -52,7 +52,7 @@ py::tuple encodeMessage(
        .inlineThreshold = inlineThreshold,
        .dtype = static_cast<wire::WireDtype>(dtype),
        .checked = checked});
-  message.reset(); // what is still needed, `Encoded` must hold
+  message.reset(); // tests that `Encoded` holds everything that it needs
   agent::Encoded& encoded = valueOf(result);
   py::list bulk;
   for (const auto& span : encoded.bulk) {
@@ -86,7 +86,8 @@ py::tuple decodeMessage(
       message->id());
 }
 
-// A Block that Python can release before its garbage collector does.
+// A Block with a release() for Python, so that tests need not wait for the
+// garbage collector.
 struct PyBlock {
   std::optional<BufferCache::Block> block;
 
@@ -194,7 +195,8 @@ void bindSecureChannel(py::module_& m) {
       .def("open", &openText, py::arg("number"), py::arg("bytes"));
 }
 
-// The states that a peer goes through when these words are heard.
+// The states that a peer goes through when these words arrive one after the
+// other.
 std::vector<std::string> peerStates(
     const std::vector<std::string>& words,
     bool watched) {

@@ -1,4 +1,4 @@
-// What torch_rpc_ext/events.py is made of.
+// The functions that torch_rpc_ext/events.py calls.
 
 #include "agent/worker_events.h"
 #include "agent/ucx_agent.h"

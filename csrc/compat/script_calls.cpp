@@ -33,8 +33,9 @@ ScriptCallReader::OperatorPtr ScriptCallReader::find(
     }
     known = it->second;
   }
-  // Its library may have been unloaded since, and with it what the operator
-  // refers to: nothing of it may be touched before it is among those there are.
+  // The operator's library may have been unloaded since, and with it what the
+  // operator refers to. So do not use the operator before it is found among the
+  // registered ones.
   const auto registered = torch::jit::getAllOperatorsFor(known.name);
   const bool isThere =
       std::find(registered.begin(), registered.end(), known.op) !=
@@ -58,7 +59,7 @@ ScriptCallReader::ScriptCallPtr ScriptCallReader::read(
   // (arguments, whether it is async, "__torch__.module.name").
   std::vector<at::IValue> values = tuple.toTupleRef().elements().vec();
   if (values.size() < 2) {
-    return rpc::ScriptCall::fromMessage(message); // it knows what to say
+    return rpc::ScriptCall::fromMessage(message); // throws torch's own error
   }
   const std::string name = values.back().toStringRef();
   values.pop_back();

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the driver knows a stream of torch as, for 2.11 <= torch < 3.
+// The driver's handle of a torch stream, for 2.11 <= torch < 3.
 
 #include <c10/core/Stream.h>
 
@@ -9,8 +9,8 @@
 
 namespace torch_rpc_ext::compat {
 
-// A CUstream; nothing where this version of torch, or the kind of device, does
-// not tell.
+// A CUstream, or std::nullopt where this version of torch or the stream's kind
+// of device does not offer the handle.
 template <typename Stream = c10::Stream>
 std::optional<void*> nativeHandle(const Stream& stream) {
   try {

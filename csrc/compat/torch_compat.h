@@ -1,7 +1,6 @@
 #pragma once
 
-// The one header that depends on how a version of torch is made inside, for
-// 2.11 <= torch < 3.
+// What depends on private members of torch, for 2.11 <= torch < 3.
 
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
@@ -19,10 +18,11 @@
 
 namespace torch_rpc_ext::compat {
 
-// torch keeps two objects for the life of a process that remember its first
-// RPC agent: init_rpc a second time, with another rank, fails or sends through
-// an agent that is no more (pytorch issue 46491). There is no public way to
-// renew them. C++ lets an explicit instantiation name private members.
+// torch has two singletons that remember the first RPC agent of the process. A
+// second init_rpc() fails if the rank is another one, or it sends through an
+// agent that no longer exists (pytorch issue 46491). There is no public way to
+// renew the singletons. This uses a rule of C++: an explicit instantiation may
+// name private members.
 template <auto Member, typename Tag>
 struct Expose {
   friend constexpr auto privateMember(Tag) {
@@ -64,7 +64,7 @@ TORCH_RPC_EXT_EXPOSE(RRefType, torch::distributed::rpc::RRef, type_)
 
 #undef TORCH_RPC_EXT_EXPOSE
 
-// Before init_rpc: lets dist_autograd take a new worker id. To be called only
+// Lets dist_autograd take a new worker id. To be called before init_rpc(),
 // while no agent runs.
 inline void forgetAutogradWorker() {
   using torch::distributed::autograd::DistAutogradContainer;
@@ -72,25 +72,29 @@ inline void forgetAutogradWorker() {
     auto& container = DistAutogradContainer::getInstance();
     container.*privateMember(AutogradInitialized{}) = false;
   } catch (const std::exception&) {
-    // It was never initialised: this is the first init_rpc.
+    // The container was never initialised: this is the first init_rpc().
   }
 }
 
-// The lives of a worker (agent/hello.h) in the ids that torch makes. An id of a
-// context is the worker's, then a counter, which begins at 0 in each process.
-// Here 16 bits of it are the worker's life.
+// A worker that comes back after its death begins a new life (agent/hello.h).
+// The ids that torch makes carry lives, so that ids of different lives differ.
+//
+// The id of an autograd context is the worker's id in the upper 16 bits, and a
+// counter that begins at 0 in each process. The upper 16 bits of the counter
+// are the worker's life.
 constexpr int kContextWorkerShift = 48;
 constexpr int kContextLifeShift = 32;
-// An id of an RRef or fork is the worker's beside a counter. Here 23 bits of it
-// are the greatest life that its maker had heard of, anybody's.
+// The id of an RRef or fork is the worker's id, and beside it a counter of 64
+// bits. The counter's upper bits are the greatest life of any worker that the
+// id's maker knew of.
 constexpr int kRRefLifeShift = 40;
 
 constexpr int64_t lifeInContextId(uint32_t life) {
   return static_cast<int64_t>(life & 0xffff) << kContextLifeShift;
 }
 
-// The distributed autograd contexts of this process are of that life. Before
-// the first one of a group.
+// Makes the ids of new autograd contexts carry `life`. To be called before the
+// first context of a group.
 inline void beginContextIds(uint32_t life) {
   using torch::distributed::autograd::DistAutogradContainer;
   constexpr int64_t kLife = lifeInContextId(0xffff);
@@ -99,14 +103,16 @@ inline void beginContextIds(uint32_t life) {
         privateMember(AutogradNextContext{});
     next = (next.load() & ~kLife) | lifeInContextId(life);
   } catch (const std::exception&) {
-    // init_rpc has not initialised it: then there will be no contexts.
+    // init_rpc() has not initialised the container, so there will be no
+    // contexts.
   }
 }
 
-// Releases the distributed autograd contexts that a worker began, those of its
-// life `except` excepted, here and at the workers that this one knows of;
-// returns how many there were here. torch can release a context, but cannot
-// say which there are.
+// Releases the distributed autograd contexts that a worker began, except those
+// of its life `except`, in this process and at the workers to which this
+// process passed them. Returns their number in this process. Reads a private
+// member, because torch can release a context by its id, but does not list the
+// ids.
 inline size_t releaseAutogradOf(
     torch::distributed::rpc::worker_id_t worker,
     std::optional<uint32_t> except) {
@@ -129,27 +135,31 @@ inline size_t releaseAutogradOf(
     }
     return ids.size();
   } catch (const std::exception&) {
-    return 0; // it was never initialised, or the group ends right now
+    // The container was never initialised, or the group is just shutting down.
+    return 0;
   }
 }
 
-// Once `agent` exists and before it is current: RRefs go through it.
+// Makes RRefs use `agent`. To be called for each new agent before RRefs are
+// made.
 inline void renewRRefContext(
     const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent) {
   using torch::distributed::rpc::RpcAgent;
   using torch::distributed::rpc::RRefContext;
   auto& context = RRefContext::getInstance();
-  // Declared const because upstream never changes it; the object is not.
+  // Upstream declares the member const, but the object is not const, so this
+  // cast is legal.
   auto& held = const_cast<std::shared_ptr<RpcAgent>&>(
       context.*privateMember(RRefAgent{}));
   held = agent;
   context.*privateMember(RRefDestroyed{}) = false;
 }
 
-// From now on RRefs know of that life, so that no id is one that a former life
-// of this worker made, whose values the others may still hold, and that it can
-// be told from an id whether its RRef was made for a former life of its owner.
-// Counting goes on in the bits below: within a process no id comes twice.
+// Makes the ids of new RRefs and forks carry `life`. Then no new id equals one
+// that this worker made in a former life, which other workers may still hold;
+// and isOlder() can tell whether an RRef was made in a former life of its
+// owner. The counter in the lower bits goes on, so within a process no id comes
+// twice.
 inline void beginRRefIds(uint32_t life) {
   constexpr int64_t kCounter = (int64_t{1} << kRRefLifeShift) - 1;
   auto& next = *privateMember(RRefNextLocalId{});
@@ -165,16 +175,16 @@ inline uint32_t lifeOfRRefs() {
       *privateMember(RRefNextLocalId{}) >> kRRefLifeShift);
 }
 
-// Whether the RRef was made before its owner had that life.
+// Whether the RRef's id was made before its maker knew of `life`.
 inline bool isOlder(const torch::distributed::rpc::RRefId& id, uint32_t life) {
   return id.localId_ >> kRRefLifeShift < static_cast<int64_t>(life);
 }
 
-// RRef::handleError() keeps its handlers in a static table, and those hold the
-// `this` of the first RRef that ever failed: every later time-out of an RRef's
-// creation writes into that one, which is long freed. Here the first one is an
-// RRef that lives for ever; failedToCreate() marks the right one. To be called
-// before the first RRef.
+// Works around a bug of torch: RRef::handleError() keeps its handlers in a
+// static table, and they hold the `this` of the first RRef that ever failed. So
+// each later time-out of a creation writes to that first RRef, which is freed
+// by then. This lets an RRef that lives for ever fail first. failedToCreate()
+// marks the RRef that did fail. To be called before the first RRef is made.
 inline void keepRRefErrorsHarmless() {
   namespace rpc = torch::distributed::rpc;
   const rpc::RRefId id(/*createdOn=*/0, /*localId=*/-1);
@@ -186,12 +196,15 @@ inline void keepRRefErrorsHarmless() {
       *c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get()));
 }
 
-// Takes back the RRefs to values here that a worker got from remote(), with
-// `before` only those of its lives before that one, and returns the values that
-// nobody else holds; these may need the GIL to go. torch waits for the worker
-// to give them back. An RRef that was passed on counts for its new holder and
-// stays: it is known by its number, because remote() draws those of the RRef
-// and of its first fork one after the other.
+// Deletes the forks that a lost worker got from remote() of RRefs owned by this
+// process; with `before`, only those whose ids are older than that life.
+// Without this, torch would wait for ever for the worker to delete them.
+// Returns the values that no other worker holds; to destroy them may need the
+// GIL.
+//
+// Forks that were passed on to other workers stay. The worker's own fork is
+// known by its number: remote() takes the numbers of the RRef and of its first
+// fork one after the other.
 inline std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>
 releaseRRefsOf(
     torch::distributed::rpc::worker_id_t worker,
@@ -216,15 +229,15 @@ releaseRRefsOf(
         values.push_back(std::move(value));
       }
     } catch (const std::exception&) {
-      // Its own word that it lets go was still under way, and is there now.
+      // The worker's own message that deletes this fork arrived meanwhile.
     }
   }
   return values;
 }
 
-// Whether RRef::fork() can write the type down for another worker. It asks a
-// tuple for its name, which only few have, and crashes; an enum's name means
-// nothing where nobody has compiled it.
+// Whether RRef::fork() can write the type for another worker. fork() crashes
+// for a tuple type without a name, which most tuple types are. The name of an
+// enum type means nothing to a worker that has not compiled the enum.
 inline bool canBeNamed(const c10::Type& type) {
   if (const auto* const tuple = type.castRaw<c10::TupleType>();
       tuple != nullptr && !tuple->name()) {
@@ -241,9 +254,9 @@ inline bool canBeNamed(const c10::Type& type) {
   return !hasEnum(type);
 }
 
-// Makes of the value's type that of a Python object, which has a name and whose
-// value is fetched as a pickle. Only of an RRef that has its value here, which
-// was made from Python and has never left: returns false for others.
+// Makes the RRef's type that of a Python object, which has a name; its value is
+// then fetched as a pickle. Returns false unless this process owns the RRef and
+// its value is here.
 inline bool becomePython(torch::distributed::rpc::RRef& rref) {
   namespace rpc = torch::distributed::rpc;
   if (!rref.isOwner() || !static_cast<rpc::OwnerRRef&>(rref).hasValue()) {
@@ -254,7 +267,8 @@ inline bool becomePython(torch::distributed::rpc::RRef& rref) {
   return true;
 }
 
-// What RRef::handleError() should have done.
+// Marks the RRef as timed out, as RRef::handleError() should (see
+// keepRRefErrorsHarmless()).
 inline void failedToCreate(torch::distributed::rpc::RRef& rref) {
   rref.*privateMember(RRefTimedOut{}) = true;
 }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kKeyBytes = 32;
 constexpr size_t kNonceBytes = 12;
-// One call of OpenSSL takes an int.
+// OpenSSL takes sizes as int, so larger messages go through it in pieces.
 constexpr size_t kMaxPiece = size_t{1} << 30;
 
 base::Error failed(const char* what) {
@@ -55,7 +55,8 @@ class X25519 final : public KeyExchange {
     const KeyContext context(EVP_PKEY_CTX_new(key_.get(), nullptr));
     std::string shared(kKeyBytes, '\0');
     size_t size = shared.size();
-    // Fails for the few keys that lead to a secret of zeros.
+    // EVP_PKEY_derive() also fails for the few public keys for which the shared
+    // secret would be all zeros.
     if (peer == nullptr || context == nullptr ||
         EVP_PKEY_derive_init(context.get()) != 1 ||
         EVP_PKEY_derive_set_peer(context.get(), peer.get()) != 1 ||
@@ -147,7 +148,7 @@ base::Result<std::unique_ptr<KeyExchange>> KeyExchange::create() {
 }
 
 struct Cipher::Contexts {
-  // Keyed once; only the nonce changes from message to message.
+  // The key is set once; each message only sets its nonce.
   EVP_CIPHER_CTX* const sealing = EVP_CIPHER_CTX_new();
   EVP_CIPHER_CTX* const opening = EVP_CIPHER_CTX_new();
   bool usable = false;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The few primitives that connections need, from OpenSSL's libcrypto. Nothing
-// here is our own cryptography.
+// The few primitives that connections need, as thin wrappers of OpenSSL's
+// libcrypto. No algorithm is implemented here.
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -17,32 +17,34 @@
 namespace torch_rpc_ext::crypto {
 
 constexpr size_t kMacBytes = 32;
-constexpr size_t kTagBytes = 16; // of a sealed message
+constexpr size_t kTagBytes = 16; // of a message sealed by Cipher
 
 using Mac = std::array<uint8_t, kMacBytes>;
 
-// HMAC-SHA256 over the parts; each counts with its length, so that no two lists
-// of parts give the same bytes.
+// HMAC-SHA256 over the parts, each with its length before it, so that two
+// different lists of parts never give the same input.
 Mac hmac(std::string_view key, std::initializer_list<std::string_view> parts);
 
-// As bytes for keys and messages.
+// The 32 raw bytes, to be used as a key or in a message.
 std::string toString(const Mac& mac);
 
-// Takes the same time wherever they differ.
+// For strings of one length, takes the same time wherever they differ.
 bool equal(std::string_view a, std::string_view b);
 
-// Fresh bytes from the operating system's source. Throws std::runtime_error.
+// Random bytes from OpenSSL's generator, which the operating system seeds.
+// Throws std::runtime_error.
 std::string randomBytes(size_t count);
 
-// One side of an X25519 key agreement, made anew for each connection: who
-// learns the group's secret later cannot read what was said before.
-// Thread: one at a time.
+// One side of an X25519 key agreement. Each connection makes a new one, so that
+// an attacker who learns the group's secret later cannot decrypt traffic that
+// he recorded before. Thread: one at a time.
 class KeyExchange {
  public:
   static base::Result<std::unique_ptr<KeyExchange>> create();
   virtual ~KeyExchange() = default;
 
   virtual const std::string& publicKey() const = 0; // 32 bytes
+  // The shared secret, 32 bytes. Fails with kInvalid for a bad public key.
   virtual base::Result<std::string> agree(
       const std::string& publicKeyOfPeer) const = 0;
 };
@@ -57,8 +59,9 @@ class Cipher {
   Cipher(const Cipher&) = delete;
   Cipher& operator=(const Cipher&) = delete;
 
-  // Writes plain.size bytes to `sealed`, which may be the same memory, and
-  // kTagBytes to `tag`. `known` is protected too, but travels as it is.
+  // Encrypts `plain` to plain.size bytes at `sealed`, which may be the same
+  // memory, and writes kTagBytes to `tag`. The tag also authenticates `known`,
+  // which is not encrypted.
   base::Error seal(
       uint64_t nonce,
       base::ConstSpan known,
@@ -66,8 +69,9 @@ class Cipher {
       void* sealed,
       uint8_t* tag);
 
-  // Fails with kInvalid when anything has been changed; `plain` is then
-  // rubbish.
+  // Decrypts `sealed` to `plain`, which may be the same memory. Fails with
+  // kInvalid if `sealed`, `known` or the tag was changed; then `plain` must not
+  // be used.
   base::Error open(
       uint64_t nonce,
       base::ConstSpan known,

@@ -83,7 +83,8 @@ base::Result<std::shared_ptr<Driver>> Driver::load(const std::string& library) {
 Driver::~Driver() {
   for (size_t i = 0; i < contexts_.size(); ++i) {
     if (contexts_[i] != nullptr) {
-      // At the end of a process the driver may have ended before: no harm.
+      // At the end of the process the driver may be shut down already. The call
+      // then only returns an error.
       api_.releasePrimaryContext(devices_[i].id);
     }
   }
@@ -134,7 +135,8 @@ base::Result<Device> Driver::describe(int ordinal) const {
     return error;
   }
   device.isMig = device.uuid != physical;
-  // Older drivers do not know the attribute; the trial will tell.
+  // Older drivers do not know the attribute. Assume support: the trial of CUDA
+  // IPC (probe.h) shows whether it works.
   int hasEvents = 1;
   if (api_.deviceAttribute(
           &hasEvents, kAttributeIpcEventSupported, device.id) !=

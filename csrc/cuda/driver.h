@@ -14,19 +14,19 @@ namespace torch_rpc_ext::cuda {
 // as torch's.
 struct Device {
   DeviceId id = 0;
-  Uuid uuid; // of a MIG slice its own
+  Uuid uuid; // a MIG slice has its own
   bool isMig = false;
   int major = 0; // compute capability
   int minor = 0;
   bool hasIpcEvents = false;
 };
 
-// The CUDA driver of this process, loaded by dlopen: nothing else of CUDA is
-// needed. It shares torch's contexts (the primary ones).
+// The CUDA driver, loaded by dlopen; csrc needs no other library of CUDA. Uses
+// the devices' primary contexts, as torch does.
 // Owns: a reference on each primary context that was used. The library stays
 // loaded until the process ends.
 // Thread: any.
-// Outlives: all that has a pointer to it; they hold it by shared_ptr.
+// Outlives: its users, which hold it by shared_ptr.
 class Driver {
  public:
   // libcuda.so.1, or the file that TORCH_RPC_EXT_LIBCUDA names. Creates no
@@ -49,8 +49,8 @@ class Driver {
     return version_;
   }
 
-  // Error of a call that did not return kSuccess: "what: CUDA_ERROR_...
-  // (text)".
+  // The error of a driver call that returned `status`, which is not kSuccess.
+  // Its message is "what: CUDA_ERROR_... (text)".
   base::Error error(Status status, const std::string& what) const;
 
   // The error of `status`, or none if it is kSuccess.
@@ -58,7 +58,8 @@ class Driver {
     return status == status::kSuccess ? base::Error{} : error(status, what);
   }
 
-  // The primary context of a device, kept from its first use on.
+  // The primary context of a device. It is retained at its first use, until
+  // this Driver is destroyed.
   base::Result<ContextHandle> context(int device);
 
  private:
@@ -73,9 +74,9 @@ class Driver {
   std::vector<ContextHandle> contexts_; // by index; null until used
 };
 
-// Makes a device's primary context current for this thread and, at its end, the
-// one that was there before. Nearly every call of the driver needs one. Look at
-// error() before the first call.
+// While this lives, a device's primary context is current for this thread; then
+// the context from before is current again. Nearly every driver call needs a
+// current context. Check error() before the first driver call.
 // Thread: the one that made it.
 class ContextGuard {
  public:
@@ -93,8 +94,8 @@ class ContextGuard {
   base::Error error_;
 };
 
-// Queues a copy; addresses may belong to any device, to a peer's mapping or to
-// pinned host memory. `device` is the stream's.
+// Queues a copy on a stream of `device`. Both addresses may be on any device,
+// in a mapping of a peer's memory, or in pinned host memory.
 base::Error copyAsync(
     Driver& driver,
     int device,

@@ -4,15 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 
-// The part of the CUDA driver's binary interface that is used here, declared
-// without cuda.h, so that no CUDA is needed to build. NVIDIA keeps it stable: a
-// changed function gets a new name (_v2). tests/unit/test_cuda_driver.py
-// compares this file with a cuda.h.
+// The part of the CUDA driver's binary interface that csrc uses. It is declared
+// without cuda.h, so that the build needs no CUDA. NVIDIA keeps this interface
+// stable: a function that changes gets a new name (_v2).
+// tests/unit/test_cuda_driver.py compares this file with a cuda.h.
 namespace torch_rpc_ext::cuda {
 
 using Status = int; // CUresult
 using DeviceId = int; // CUdevice
-using Address = uint64_t; // CUdeviceptr; with unified addressing any pointer
+using Address = uint64_t; // CUdeviceptr, or, thanks to UVA, any host pointer
 using ContextHandle = struct CUctx_st*;
 using StreamHandle = struct CUstream_st*;
 using EventHandle = struct CUevent_st*;

@@ -7,7 +7,8 @@ namespace torch_rpc_ext::cuda {
 
 namespace {
 
-// Allocations whose handle is remembered; torch's allocator has some hundreds.
+// The most allocations whose handles are remembered. torch's allocator has some
+// hundreds.
 constexpr size_t kMaxKnown = 4096;
 
 base::Error cannotExport(const std::string& why) {
@@ -63,7 +64,8 @@ MemoryExporter::exportMemory(int device, Address address, uint64_t bytes) {
     return guard.error();
   }
   const DriverApi& api = driver_->api();
-  // Asked for the first byte: memory of several mappings has several answers.
+  // Ask about the address itself: within a range of several mappings the answer
+  // may differ from address to address.
   int isCapable = 1;
   const Status asked =
       api.pointerAttribute(&isCapable, kPointerIsLegacyIpcCapable, address);
@@ -108,20 +110,24 @@ base::Result<IpcMemoryHandle> MemoryExporter::handleOf(
   Known known{bufferId, {}, {}};
   const Status status = driver_->api().exportMemory(&known.handle, base);
   if (status == status::kOutOfMemory || status == status::kDeinitialized) {
-    return driver_->error(status, "cuIpcGetMemHandle"); // may be otherwise soon
+    // Not remembered, because the next attempt may succeed.
+    return driver_->error(status, "cuIpcGetMemHandle");
   }
   if (status != status::kSuccess) {
     known.why =
         cannotExport(driver_->error(status, "cuIpcGetMemHandle").message);
   }
   if (known_.size() >= kMaxKnown) {
-    known_.clear(); // mostly of freed memory: nobody tells us of that
+    // Most entries are of memory that was freed since: torch's allocator does
+    // not tell us when it frees.
+    known_.clear();
   }
   known_[base] = known;
   return known.why ? base::Result<IpcMemoryHandle>(known.why) : known.handle;
 }
 
-// The events that are not in use; shared with those that are.
+// The idle events. The pool and every Recorded share this, so that an event can
+// be given back after its pool is destroyed.
 class EventPool::State {
  public:
   explicit State(std::shared_ptr<Driver> driver) : driver_(std::move(driver)) {}
@@ -133,6 +139,7 @@ class EventPool::State {
     }
   }
 
+  // The device's context must be current.
   base::Result<Event> take(int device) {
     {
       std::lock_guard lock(mutex_);

@@ -10,42 +10,43 @@
 #include <utility>
 #include <vector>
 
-// The sender's half of CUDA IPC: memory and events that another process of this
-// host can use. On the wire each is a fixed number of bytes.
+// The sender's half of CUDA IPC: exports memory and events, so that another
+// process of this host can use them.
 namespace torch_rpc_ext::cuda {
 
-// Where a run of bytes lies, for another process.
+// Tells another process where a run of bytes lies.
 struct MemoryExport {
   IpcMemoryHandle handle; // of the whole allocation
-  uint64_t base = 0; // of the allocation, in the sender
+  uint64_t base = 0; // address of the allocation in the sender
   uint64_t size = 0; // of the allocation
-  uint64_t bufferId = 0; // no other allocation of that process ever has it
+  uint64_t bufferId = 0; // the sender never uses it for another allocation
   uint64_t offset = 0; // of the run, from `base`
   uint64_t bytes = 0; // of the run
 
   static constexpr size_t kWireBytes = 64 + 5 * 8;
   void write(base::ByteWriter& writer) const;
-  // kInvalid if it is cut off or says that the run is not in the allocation.
+  // Fails with kInvalid if bytes are missing, or if the run is not within the
+  // allocation.
   static base::Result<MemoryExport> read(base::ByteReader& reader);
 };
 
-// Exports allocations, and remembers the handles: a tensor is sent again and
-// again, and torch's allocator cuts many tensors from one allocation.
+// Exports allocations, and remembers their handles: one tensor is often sent
+// many times, and torch's allocator puts many tensors into one allocation.
 // Thread: any.
 class MemoryExporter {
  public:
   explicit MemoryExporter(std::shared_ptr<Driver> driver);
 
-  // kUnsupported, with the reason, for memory that cannot be exported
-  // (expandable segments, cudaMallocAsync, managed memory): take another way.
-  // The bytes must stay allocated until the receiver has said that it is done.
+  // Fails with kUnsupported and the reason for memory that cannot be exported
+  // (expandable segments, cudaMallocAsync, managed memory). The caller must
+  // keep the bytes allocated until the receiver has said that it is done.
   base::Result<MemoryExport>
   exportMemory(int device, Address address, uint64_t bytes);
 
  private:
   struct Known {
     uint64_t bufferId = 0;
-    base::Error why; // why it cannot be exported, or none
+    base::Error why; // why the allocation cannot be exported, or none
     IpcMemoryHandle handle;
   };
   base::Result<IpcMemoryHandle> handleOf(Address base, uint64_t bufferId);
@@ -55,9 +56,9 @@ class MemoryExporter {
   std::unordered_map<Address, Known> known_; // by base
 };
 
-// Events that another process can make its stream wait for; kept for their next
-// use, because making and opening one takes long.
-// Thread: any.
+// Events that a stream of another process can wait for. Kept for their next
+// use, because to make an event, and to open it in the other process, takes
+// long. Thread: any.
 class EventPool {
   struct Event {
     int device = 0;
@@ -67,8 +68,8 @@ class EventPool {
   class State;
 
  public:
-  // A recorded event. Keep it until the receiver has said that it is done: then
-  // its event goes back to the pool.
+  // A recorded event, which goes back to the pool when this dies. Keep it until
+  // the receiver has said that it is done.
   class Recorded {
    public:
     Recorded(Recorded&& other) noexcept = default;
@@ -93,7 +94,7 @@ class EventPool {
 
   explicit EventPool(std::shared_ptr<Driver> driver);
 
-  // Marks what is queued on the stream up to here.
+  // Records an event that is over when all work queued on the stream so far is.
   base::Result<Recorded> record(int device, StreamHandle stream);
 
  private:

@@ -8,15 +8,18 @@ namespace torch_rpc_ext::cuda {
 
 namespace {
 
-constexpr size_t kMaxEvents = 16384; // of all peers; each is a call under way
+// Of all peers. A peer has as many events as it ever had calls under way at
+// once.
+constexpr size_t kMaxEvents = 16384;
 
 std::string keyOf(const IpcEventHandle& handle) {
   return {
       reinterpret_cast<const char*>(handle.bytes.data()), handle.bytes.size()};
 }
 
-// Whatever the driver has against a handle, there is another way for the bytes;
-// only a lack of memory, or its end, is told as it is.
+// Makes the error of a handle that cannot be opened kUnsupported, because the
+// bytes can take another way. Only lack of memory and the driver's shutdown
+// keep their kinds.
 base::Error cannotOpen(base::Error error) {
   if (error.kind != base::ErrorKind::kOverloaded &&
       error.kind != base::ErrorKind::kShutDown) {
@@ -46,8 +49,8 @@ MemoryImporter::MemoryImporter(std::shared_ptr<Driver> driver, size_t maxOpen)
 
 base::Result<std::shared_ptr<const Mapping>>
 MemoryImporter::open(PeerKey peer, int device, const MemoryExport& run) {
-  // Held while the handle is opened, some milliseconds: nobody else may open
-  // the same one meanwhile.
+  // Held while the handle is opened, which takes some milliseconds, so that two
+  // threads do not open one allocation twice.
   std::lock_guard lock(mutex_);
   {
     Dropped dropped;
@@ -56,7 +59,9 @@ MemoryImporter::open(PeerKey peer, int device, const MemoryExport& run) {
       return mapping;
     }
     makeRoom(dropped);
-    // The driver may refuse to map memory where it still maps the old one.
+    // `dropped` is unmapped here, before the new memory is mapped: the driver
+    // may refuse to map an allocation at whose address it still maps an older
+    // one.
   }
   const ContextGuard guard(*driver_, device);
   if (guard.error()) {
@@ -88,7 +93,8 @@ base::Error MemoryImporter::check(
           "cuMemGetAddressRange")) {
     return cannotOpen(std::move(error));
   }
-  // A copy beyond the end would end this process's use of the device for good.
+  // A copy beyond the end of the mapping would break the context: no further
+  // work on the device could succeed in this process.
   const uint64_t mapped = begin + size - mapping.address();
   if (mapped < run.size) {
     return {
@@ -101,7 +107,8 @@ base::Error MemoryImporter::check(
 
 std::shared_ptr<const Mapping>
 MemoryImporter::find(PeerKey peer, const MemoryExport& run, Dropped& dropped) {
-  // Entries of a peer do not overlap: only the one before may reach into it.
+  // Entries of a peer do not overlap each other. So of the entries that begin
+  // before run.base only the last one may overlap the run's allocation.
   auto entry = entries_.lower_bound({peer, run.base});
   if (entry != entries_.begin()) {
     const auto before = std::prev(entry);
@@ -137,7 +144,7 @@ void MemoryImporter::makeRoom(Dropped& dropped) {
       }
     }
     if (oldest == entries_.end()) {
-      return; // all are in use: more than wanted, for a while
+      return; // all are in use: exceed maxOpen_ for a while
     }
     dropped.push_back(std::move(oldest->second.mapping));
     entries_.erase(oldest);
@@ -202,7 +209,8 @@ base::Error EventImporter::wait(
     const IpcEventHandle& handle,
     int streamDevice,
     StreamHandle stream) {
-  std::lock_guard lock(mutex_); // forget() destroys events
+  // Held until the wait is queued, because forget() destroys events.
+  std::lock_guard lock(mutex_);
   auto event = open(peer, device, handle);
   if (!event.ok()) {
     return event.error();

@@ -12,17 +12,19 @@
 #include <utility>
 #include <vector>
 
-// The receiver's half of CUDA IPC: memory and events of other processes.
+// The receiver's half of CUDA IPC: opens memory and events that other processes
+// have exported.
 namespace torch_rpc_ext::cuda {
 
-// Names one life of one process: never used again for another one.
+// Names one peer process. Never used again for another process, not even for
+// the one that takes the place of a worker that died.
 using PeerKey = uint64_t;
 
-// Another process's allocation, mapped here until this dies: hold it until the
-// device has done what was queued on it.
+// An allocation of another process that is mapped here while this object lives.
+// Hold the object until the device has done all queued work that uses it.
 class Mapping {
  public:
-  // Closes the handle, which may wait for the device: not on a hot path.
+  // Unmaps the memory, which may wait for the device: keep it off hot paths.
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -41,28 +43,33 @@ class Mapping {
 };
 
 struct ImporterStats {
-  uint64_t hits = 0; // found open
-  uint64_t opened = 0;
-  uint64_t stale = 0; // closed because their memory was freed by the sender
-  uint64_t open = 0; // now
+  uint64_t hits = 0; // open() found the mapping
+  uint64_t opened = 0; // open() mapped the memory
+  uint64_t stale = 0; // dropped because newer memory overlaps their addresses
+  uint64_t open = 0; // kept now
 };
 
-// Opens what MemoryExporter exported, each allocation once, and keeps it open:
-// to open takes as long as to copy megabytes. A handle is stale when its
-// process has freed the allocation; the driver would go on to give out the old
-// memory. That shows in a new allocation that overlaps the old one's
-// addresses under another buffer id, or the sender says it (forget()).
-// Owns: the mappings that are not in use; those in use belong to their users.
+// Opens what a peer's MemoryExporter exported, each allocation once, and keeps
+// it mapped: to map memory takes as long as to copy megabytes.
+//
+// A mapping is stale when the peer has freed the allocation: it still shows the
+// old memory. The importer drops a mapping when the peer exports an allocation
+// that overlaps its addresses with another buffer id, or when the peer says
+// that it freed the allocation (forget()).
+//
+// Owns: the mappings, together with their users.
 // Thread: any.
 class MemoryImporter {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Keeps at most `maxOpen` mappings; those unused for longest go first.
+  // Keeps at most `maxOpen` mappings, but more while more are in use. Drops
+  // those first that were not used for longest.
   explicit MemoryImporter(std::shared_ptr<Driver> driver, size_t maxOpen = 512);
 
-  // `device`: the index here of the device that the memory is on. The run
-  // begins at mapping->address() + run.offset. kUnsupported: take another way.
+  // `device` is this process's index of the device that the memory is on. The
+  // run begins at mapping->address() + run.offset. If this fails with
+  // kUnsupported, the bytes have to take another way.
   base::Result<std::shared_ptr<const Mapping>>
   open(PeerKey peer, int device, const MemoryExport& run);
 
@@ -72,9 +79,9 @@ class MemoryImporter {
   // The peer is gone.
   void forget(PeerKey peer);
 
-  // Closes what has not been used for `age` or longer: the sender's device
-  // memory is in use until then, even after it was freed there. Returns how
-  // many.
+  // Drops the mappings that have not been used for `age` or longer, and returns
+  // their number. While a mapping exists, the device memory stays taken even
+  // after the sender has freed it.
   size_t trim(Clock::duration age);
 
   ImporterStats stats() const;
@@ -103,7 +110,8 @@ class MemoryImporter {
   ImporterStats stats_;
 };
 
-// Opens the events of EventPool, each once.
+// Opens events of peers' EventPools, each once, and keeps them open until the
+// peer is forgotten.
 // Owns: the opened events.
 // Thread: any.
 class EventImporter {
@@ -111,9 +119,9 @@ class EventImporter {
   explicit EventImporter(std::shared_ptr<Driver> driver);
   ~EventImporter();
 
-  // What is queued on the stream from now on waits for the event, which must
-  // have been recorded. `device` is the index here of the event's device,
-  // `streamDevice` that of the stream's.
+  // Makes all work that is queued on the stream from now on wait for the event,
+  // which the peer must have recorded. `device` is this process's index of the
+  // event's device, `streamDevice` that of the stream's device.
   base::Error wait(
       PeerKey peer,
       int device,

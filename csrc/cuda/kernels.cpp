@@ -8,7 +8,7 @@ namespace torch_rpc_ext::cuda {
 
 namespace {
 
-// As launch.py has them.
+// The same values as in torch_rpc_ext/kernels/launch.py.
 constexpr unsigned kThreads = 256;
 constexpr uint64_t kMaxBlocks = 4096;
 constexpr int64_t kChunkElements = 1 << 16;
@@ -164,10 +164,11 @@ base::Result<FunctionHandle> Kernels::find(
       return answer(found->second);
     }
   }
-  // Without the lock, for it takes the GIL. Two threads may do it at once.
+  // Not under the mutex, because load() takes the GIL. So two threads may load
+  // the same kernel, and one of them unloads its copy again below.
   Loaded loaded = load(device, name);
   if (loaded.why.kind == base::ErrorKind::kOverloaded) {
-    return loaded.why; // there may be memory soon: not to be remembered
+    return loaded.why; // not remembered: there may be memory next time
   }
   std::lock_guard lock(mutex_);
   const auto [entry, isNew] = loaded_.emplace(key, loaded);

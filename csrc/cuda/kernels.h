@@ -20,35 +20,35 @@ struct Ptx {
   std::string entry;
 };
 
-// Compiles a kernel by name for a compute capability (major, minor), or says
-// why not. Takes seconds at the first time on a machine, and the GIL.
+// Compiles the kernel of this name for a compute capability (major, minor). The
+// first time on a machine this takes seconds. Takes the GIL.
 using PtxSource =
     std::function<base::Result<Ptx>(const std::string&, int, int)>;
 
-// The kernels of torch_rpc_ext/kernels, loaded by the driver once for each
-// device and launched on the caller's stream. A launch waits for nothing and
-// needs no GIL; the first one of a kernel loads it, unless prepare() has.
+// The kernels of torch_rpc_ext/kernels. Each is loaded once for each device, by
+// prepare() or at its first launch, and launched on the caller's stream. Only
+// loading takes the GIL and may take long.
 // Owns: modules and tables on the devices.
-// Thread: any, without the GIL held.
+// Thread: any that does not hold the GIL.
 class Kernels {
  public:
   Kernels(std::shared_ptr<Driver> driver, PtxSource source);
   ~Kernels();
 
-  // Loads a kernel by its name; returns why it cannot be used: no numba-cuda
-  // (kUnsupported), a GPU that is too old, ...
+  // Loads the kernel of this name, or returns why it cannot be used: no
+  // numba-cuda (kUnsupported), a GPU that is too old, ...
   base::Error prepare(int device, const std::string& kernel);
 
-  // Copies or casts all runs by one launch: a gather, or a scatter. Elements to
-  // cast are aligned to their size. The table is copied at once: `segments` may
-  // go when this returns.
+  // Copies or casts all segments, with one launch for each TableRing::kRows of
+  // them: a gather or a scatter. In a cast, every address must be aligned to
+  // the element's size. `segments` is not used after this returns.
   base::Error segments(
       int device,
       StreamHandle stream,
       std::span<const Segment> segments,
       Cast cast = Cast::kNone);
 
-  // Copies or casts as planStrided() has found for this cast.
+  // Copies or casts as planStrided() has planned for the same cast.
   base::Error strided(
       int device,
       StreamHandle stream,
@@ -56,7 +56,7 @@ class Kernels {
       Cast cast = Cast::kNone);
 
   // Writes the checksum of the bytes (kernels/integrity.py) to the int64 at
-  // `result`, on the device or in pinned memory of the host.
+  // `result`, which is on the device or in pinned host memory.
   base::Error checksum(
       int device,
       StreamHandle stream,
@@ -68,7 +68,7 @@ class Kernels {
   struct Loaded {
     ModuleHandle module = nullptr;
     FunctionHandle function = nullptr;
-    base::Error why; // why it cannot be used; asked once
+    base::Error why; // why the kernel cannot be used, or none
   };
   using Key = std::pair<int, std::string>; // device, kernel
 

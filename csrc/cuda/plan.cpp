@@ -14,8 +14,8 @@ struct Dim {
   int64_t destination;
 };
 
-// Joins dimensions that follow each other in both layouts; the innermost comes
-// first.
+// Merges neighbouring dimensions that are contiguous with each other in both
+// layouts. In the result the innermost dimension comes first.
 std::vector<Dim> merge(const Layout& source, const Layout& destination) {
   std::vector<Dim> merged;
   for (size_t i = source.sizes.size(); i-- > 0;) {
@@ -36,8 +36,9 @@ std::vector<Dim> merge(const Layout& source, const Layout& destination) {
   return merged;
 }
 
-// Cuts a copy into pieces of the largest power of two that divides all
-// addresses and strides; returns its bytes.
+// Cuts a copy into pieces and returns the bytes of a piece: the largest power
+// of two, at most kWidest, that divides both addresses, all strides and the
+// length of the innermost contiguous run.
 int64_t
 widen(const Layout& source, const Layout& destination, std::vector<Dim>& dims) {
   int64_t run = static_cast<int64_t>(source.elementBytes);

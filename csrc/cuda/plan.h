@@ -9,11 +9,13 @@
 #include <string>
 #include <vector>
 
-// From tensors to the arguments of kernels, as torch_rpc_ext/kernels/plan.py
-// and table.py have it (tests/unit/test_cuda_kernels.py compares them).
+// Plans copies of tensors: computes the arguments of the kernels. Gives the
+// same results as plan.py and table.py of torch_rpc_ext/kernels, which
+// tests/unit/test_cuda_kernels.py compares with this.
 namespace torch_rpc_ext::cuda {
 
-inline constexpr uint64_t kBlockAlignment = 16; // of tensors in a block
+// The alignment in bytes of each tensor in a block that was gathered.
+inline constexpr uint64_t kBlockAlignment = 16;
 inline constexpr size_t kMaxDims = 8;
 
 enum class Cast : uint8_t {
@@ -24,17 +26,17 @@ enum class Cast : uint8_t {
   kFloat16ToFloat32,
 };
 
-// The end of its kernels' names; empty for kNone.
+// The last part of the names of the kernels that do this cast; "" for kNone.
 const char* toString(Cast cast);
 
-// A contiguous run to copy or cast; elements are bytes in a copy.
+// A contiguous run of elements to copy or cast. In a copy an element is a byte.
 struct Segment {
   Address source = 0;
   Address destination = 0;
   uint64_t elements = 0;
 };
 
-// Row of the table that the kernels `segments` read, all int64.
+// A row of the table that the kernels segments* read; every field is an int64.
 struct SegmentRow {
   int64_t source;
   int64_t destination;
@@ -43,14 +45,15 @@ struct SegmentRow {
 };
 static_assert(sizeof(SegmentRow) == 32);
 
-// Writes one row for each segment; returns the number of chunks.
+// Writes one row for each segment, and returns the number of chunks of at most
+// `chunkElements` elements that the kernel has to copy.
 int64_t writeTable(
     std::span<const Segment> segments,
     int64_t chunkElements,
     SegmentRow* rows);
 
-// Where the elements of a tensor are; strides in bytes, dimensions as torch has
-// them, the innermost last.
+// Where the elements of a tensor are. Strides are in bytes. The order of
+// dimensions is torch's: the innermost comes last.
 struct Layout {
   Address address = 0;
   uint64_t elementBytes = 1;
@@ -58,20 +61,23 @@ struct Layout {
   std::vector<int64_t> strides;
 };
 
-// The arguments of a kernel `strided_...`, in their order.
+// The arguments of a kernel strided_*, in the kernel's order.
 struct StridedCopy {
   int64_t source = 0;
   int64_t destination = 0;
-  int64_t elements = 0; // pieces that threads move at once
+  int64_t elements = 0; // in a copy: pieces of `width` bytes
   std::array<int64_t, kMaxDims> sizes{}; // the innermost first
   std::array<int64_t, kMaxDims> sourceStrides{};
   std::array<int64_t, kMaxDims> destinationStrides{};
-  int64_t width = 0; // bytes of a piece; not an argument
+  // Only for a copy: bytes that a thread moves at once. Part of the kernel's
+  // name, not an argument.
+  int64_t width = 0;
 };
 
-// The fewest dimensions and the widest accesses for a copy or cast between two
-// layouts of the same sizes; the destination's elements must not overlap.
-// kUnsupported if more than kMaxDims dimensions are left: let torch copy.
+// Plans a copy or cast between two layouts of the same sizes, with as few
+// dimensions and as wide accesses as possible. The destination's elements must
+// not overlap. Fails with kUnsupported, so that torch has to copy, if more than
+// kMaxDims dimensions are left or elements to cast are not aligned.
 base::Result<StridedCopy>
 planStrided(const Layout& source, const Layout& destination, Cast cast);
 

@@ -15,11 +15,13 @@ constexpr size_t kHeadBytes = 3 * 8 + 4 + 4;
 constexpr size_t kGpuBytes = 16 + 1;
 constexpr uint8_t kMigBit = 1;
 constexpr uint8_t kEventsBit = 2;
-// What the driver gives out at once: smaller ones share a handle.
+// The driver allocates memory in pages of this size. Smaller allocations can
+// share a page, and so an IPC handle.
 constexpr size_t kTrialBytes = size_t{2} << 20;
 
-// Copies 8 bytes to or from a device and waits until they are there, on a
-// stream of its own: for nobody else's work. The context is current.
+// Copies to or from a device and waits for the copy. It uses a stream of its
+// own, so that it does not wait for other work. The device's context must be
+// current.
 base::Error
 copyNow(Driver& driver, Address destination, Address source, size_t size) {
   const DriverApi& api = driver.api();

@@ -11,21 +11,22 @@
 #include <string>
 #include <vector>
 
-// Whether two workers can use CUDA IPC: first what each says of itself, then a
-// trial, because containers and drivers refuse for reasons that nobody can see.
+// Finds out whether two workers can use CUDA IPC. First they compare what each
+// says about itself. Then one tries to read from the other, because containers
+// and drivers may refuse for reasons that cannot be seen beforehand.
 namespace torch_rpc_ext::cuda {
 
-inline constexpr size_t kMaxGpus = 64; // that a worker tells of
+inline constexpr size_t kMaxGpus = 64; // in an Identity
 
-// What a worker tells its peers of itself.
+// What a worker tells its peers about itself.
 struct Identity {
   struct Gpu {
     Uuid uuid;
     bool isMig = false;
     bool hasIpcEvents = false;
   };
-  uint64_t bootId = 0; // hash of the kernel's boot id: the host
-  uint64_t pidNamespace = 0; // inodes of /proc/self/ns
+  uint64_t bootId = 0; // base::bootId(): the host
+  uint64_t pidNamespace = 0; // base::namespaceOf()
   uint64_t ipcNamespace = 0;
   int32_t pid = 0;
   std::vector<Gpu> gpus; // by index, at most kMaxGpus
@@ -37,14 +38,15 @@ struct Identity {
 
 Identity identify(const Driver& driver);
 
-// The index here of a peer's GPU, if this process can see it.
+// This process's index of a peer's GPU, if this process can see the GPU.
 std::optional<int> findGpu(const Identity& self, const Identity::Gpu& gpu);
 
-// Empty if memory on the peer's GPU `device` can be mapped here as far as can
-// be told, else the reason, one line.
+// Why memory on the peer's GPU `device` cannot be mapped in this process, in
+// one line. Empty if nothing speaks against a trial.
 std::string whyNoIpc(const Identity& self, const Identity& peer, size_t device);
 
-// A few bytes on a GPU that nobody else can know, for peers to try.
+// A random number in device memory. A peer that reads it there has proved that
+// CUDA IPC works from this process to the peer.
 // Owns: its device memory.
 // Thread: any.
 class Trial {
@@ -59,8 +61,9 @@ class Trial {
     return exported_;
   }
 
-  // At the peer: empty if it reads `nonce` there, else the reason, one line.
-  // Waits for a copy of 8 bytes on a stream of its own, and for nothing else.
+  // For the peer: tries to read `nonce`. Returns an empty string if that works,
+  // else the reason in one line. Waits for a copy of 8 bytes on a stream of its
+  // own, not for other work on the device.
   static std::string attempt(
       const std::shared_ptr<Driver>& driver,
       MemoryImporter& importer,

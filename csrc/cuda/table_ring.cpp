@@ -88,7 +88,9 @@ TableRing::upload(const Place& place, size_t rows, StreamHandle stream) {
 void TableRing::giveBack(const Place& place, StreamHandle stream) {
   const Status recorded = driver_->api().recordEvent(place.event, stream);
   if (recorded != status::kSuccess) {
-    return; // nobody can tell when it is free: never, then
+    // Without the event it stays unknown when the device is done: the place is
+    // never given out again, nor freed.
+    return;
   }
   std::lock_guard lock(mutex_);
   places_.push_back(place);

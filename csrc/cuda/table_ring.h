@@ -10,14 +10,15 @@
 
 namespace torch_rpc_ext::cuda {
 
-// Places for the tables of segments: a table is written to pinned memory and
-// copied to the device by the stream that reads it, so that nobody waits. A
-// place is used again once the device has passed its event.
-// Owns: the places.
+// Gives out places for tables of segments. The caller writes the table to the
+// place's pinned memory; the stream that runs the kernel first copies it to the
+// device, so that the caller need not wait. An event marks when the kernel is
+// over: from then on the place can be given out again.
+// Owns: the places that no caller holds.
 // Thread: any.
 class TableRing {
  public:
-  static constexpr size_t kRows = 2048; // of one table, at most
+  static constexpr size_t kRows = 2048; // in a place
 
   struct Place {
     int device = 0;
@@ -29,14 +30,15 @@ class TableRing {
   explicit TableRing(std::shared_ptr<Driver> driver);
   ~TableRing();
 
-  // A place that nobody uses. The device's context is current.
+  // A place that neither a caller nor the device uses. The device's context
+  // must be current, here and in the methods below.
   base::Result<Place> take(int device);
 
-  // Queues the copy of `rows` rows.
+  // Queues the copy of the first `rows` rows to the device.
   base::Error upload(const Place& place, size_t rows, StreamHandle stream);
 
-  // Once the kernel that reads it is queued: the place is free when the device
-  // is there.
+  // To be called once the kernel that reads the table is queued. The place can
+  // be given out again when the stream has got that far.
   void giveBack(const Place& place, StreamHandle stream);
 
  private:
@@ -45,7 +47,7 @@ class TableRing {
 
   const std::shared_ptr<Driver> driver_;
   std::mutex mutex_;
-  std::vector<Place> places_; // those that no caller holds; the device may
+  std::vector<Place> places_; // given back; the device may still use them
 };
 
 } // namespace torch_rpc_ext::cuda

@@ -27,7 +27,8 @@ namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 
-// A map that begins on a huge page: map more, then cut off both ends.
+// Maps memory that begins on a huge page: maps more than that, then unmaps both
+// ends.
 void* mapBlock(size_t size) {
   const size_t mapped = size + kHugePageBytes;
   void* const map = ::mmap(
@@ -52,15 +53,15 @@ void* mapBlock(size_t size) {
     ::munmap(reinterpret_cast<void*>(aligned + size), after);
   }
   void* const block = reinterpret_cast<void*>(aligned);
-  // Only a wish: kernels without huge pages refuse it.
+  // May fail, on kernels without huge pages: the block is only slower then.
   ::madvise(block, size, MADV_HUGEPAGE);
   return block;
 }
 
-// Memory is short when less than this share of it can be had.
+// See isShort().
 constexpr uint64_t kShortShare = 16;
 
-// Each holds a file descriptor.
+// Limited because each shared block holds a file descriptor.
 constexpr size_t kMaxSharedBlocks = 128;
 
 uint64_t freeMemory() {
@@ -75,8 +76,8 @@ uint64_t freeMemory() {
 } // namespace
 
 bool isShort() {
-  // Free memory is mostly none, since the rest holds files: the kernel's own
-  // guess of what could be had is in MemAvailable.
+  // MemFree is always small, because the kernel uses the rest to cache files.
+  // MemAvailable is the kernel's estimate of what an application can still get.
   std::ifstream file("/proc/meminfo");
   std::string name;
   std::string unit;
@@ -107,9 +108,9 @@ size_t sizeClass(size_t size) {
   return (wanted + step - 1) & ~(step - 1);
 }
 
-// Shared by the cache and every block in use, so that a block can come home
-// after its cache is gone. Maps and unmaps without the lock: both may take
-// milliseconds. In a forked child it only unmaps what the child lets go of.
+// Shared by the cache and every block in use, so that a block can be given back
+// after its cache is destroyed. Maps and unmaps without the lock, because both
+// may take milliseconds. In a forked child, giveBack() only unmaps.
 class BufferCache::State {
  public:
   struct Map {
@@ -120,7 +121,8 @@ class BufferCache::State {
 
   explicit State(size_t maxIdleBytes) : maxIdleBytes_(maxIdleBytes) {}
 
-  // The new owner of `map`, whose data is null when there is no memory.
+  // Gives the caller an idle or a new map. Its data is null if there is no
+  // memory or no further shared map may be made.
   Map take(size_t capacity, bool mustBeShared) {
     bool shared = mustBeShared;
     const uint64_t lent = mustBeShared ? capacity : 0;
@@ -171,7 +173,7 @@ class BufferCache::State {
 
   void giveBack(const Map& map, bool lent) noexcept {
     if (!home_.isHere()) {
-      unmapPrivate(map); // the lock may be that of a thread of the parent's
+      unmapPrivate(map); // a thread of the parent may have locked the mutex
       return;
     }
     std::vector<Idle> surplus;
@@ -190,7 +192,8 @@ class BufferCache::State {
           stats_.idleBytes += map.capacity;
           trimLocked(surplus, Clock::time_point::min());
         } catch (const std::bad_alloc&) {
-          // Out of memory for bookkeeping: what is still in idle_ stays valid.
+          // No memory for the bookkeeping. idle_ is unchanged or has one block
+          // more; trimming waits for the next block that is given back.
         }
       }
     }
@@ -207,7 +210,8 @@ class BufferCache::State {
       if (!sharedClasses_.insert(capacity).second) {
         return;
       }
-      // Private blocks of this size will not be asked for again.
+      // Unmap the private blocks of this class, because take() now prefers
+      // shared ones.
       const auto others = std::stable_partition(
           idle_.begin(), idle_.end(), [capacity](const Idle& block) {
             return block.map.capacity != capacity;
@@ -251,7 +255,8 @@ class BufferCache::State {
     Clock::time_point since;
   };
 
-  // The one used last is the one most likely still in the CPU's caches.
+  // Of the idle blocks that fit, the one used last: parts of it may still be in
+  // the CPU's caches.
   std::vector<Idle>::iterator findIdleLocked(size_t capacity, bool shared) {
     const auto found =
         std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
@@ -261,7 +266,8 @@ class BufferCache::State {
     return found == idle_.rend() ? idle_.end() : std::next(found).base();
   }
 
-  // Whether one more shared block may be made, of which `lent` bytes are lent.
+  // Whether one more shared block may be made. `lent`: its bytes, if it is for
+  // acquireShared(), else 0.
   bool mayShareLocked(uint64_t lent) const {
     return sharedBlocks_ < kMaxSharedBlocks &&
         (lent == 0 || lentBlocks_ < 2 || lentBytes_ + lent <= kMaxLentBytes);
@@ -274,8 +280,8 @@ class BufferCache::State {
     lentBlocks_ += lent == 0 ? 0 : 1;
   }
 
-  // Moves out the oldest blocks: those over the cap, those from before
-  // `usedBefore`.
+  // Moves the blocks that have been idle for longest to `surplus`: as many as
+  // are over maxIdleBytes_, and all that were last used before `usedBefore`.
   void trimLocked(std::vector<Idle>& surplus, Clock::time_point usedBefore) {
     uint64_t left = stats_.idleBytes;
     auto end = idle_.begin();
@@ -295,7 +301,8 @@ class BufferCache::State {
     }
   }
 
-  // Shared memory is unmapped with the last copy of `map`.
+  // Unmaps private memory at once. Shared memory is unmapped when the last copy
+  // of map.shared dies.
   void unmap(const Map& map) noexcept {
     unmapPrivate(map);
     if (map.shared != nullptr) {
@@ -316,10 +323,10 @@ class BufferCache::State {
   const base::HomeProcess home_;
   const size_t maxIdleBytes_;
   mutable std::mutex mutex_;
-  std::vector<Idle> idle_; // by age, the oldest first
-  std::set<size_t> sharedClasses_;
-  size_t sharedBlocks_ = 0; // that exist
-  uint64_t lentBytes_ = 0; // in use, of acquireShared()
+  std::vector<Idle> idle_; // sorted: those idle for longest come first
+  std::set<size_t> sharedClasses_; // see share()
+  size_t sharedBlocks_ = 0; // idle and in use
+  uint64_t lentBytes_ = 0; // in use, from acquireShared()
   size_t lentBlocks_ = 0;
   BufferCacheStats stats_;
   bool closed_ = false;
@@ -358,7 +365,8 @@ BufferCache::~BufferCache() {
 
 Result<BufferCache::Block> BufferCache::acquire(size_t size) {
   const size_t capacity = sizeClass(size);
-  // Lazy allocation would let a larger map succeed and kill the process later.
+  // The kernel allocates pages lazily: a larger mapping could succeed, and the
+  // process be killed when it is filled.
   if (capacity == 0 || size > physicalMemory()) {
     return Error(
         ErrorKind::kOverloaded,
@@ -385,7 +393,7 @@ std::optional<BufferCache::Block> BufferCache::acquireShared(size_t size) {
                                  : std::optional<Block>(std::move(block));
 }
 
-// One without data when there is no memory.
+// The block's data() is null if State::take() had no map.
 BufferCache::Block BufferCache::take(size_t size, bool mustBeShared) {
   const State::Map map = state_->take(sizeClass(size), mustBeShared);
   Block block;

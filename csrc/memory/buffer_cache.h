@@ -12,35 +12,39 @@
 
 namespace torch_rpc_ext::memory {
 
-// Blocks of this size and more are worth a map of their own.
+// The smallest block: less memory is not worth a mapping of its own.
 inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 
-// The size class that a request is served from: eight per power of two, so at
-// most one eighth more than asked for. 0 if there is none.
+// The capacity of the block that serves a request for `size` bytes. There are
+// eight classes per power of two, so above kMinBlockBytes a block is at most
+// one eighth larger than the request. 0 if `size` is too large.
 size_t sizeClass(size_t size);
 
-// Two blocks may always be lent: what was sent last, and what is sent now.
+// A block that acquireShared() has given out is lent. acquireShared() maps no
+// further block beyond this many lent bytes. Two blocks may be lent whatever
+// their size: for the message sent last, and the one being sent.
 inline constexpr uint64_t kMaxLentBytes = uint64_t{256} << 20;
 
 struct BufferCacheStats {
   uint64_t hits = 0; // acquire() served from idle blocks
-  uint64_t misses = 0; // acquire() that needed a new map
+  uint64_t misses = 0; // acquire() that needed a new mapping
   uint64_t idleBytes = 0; // mapped, waiting for their next use
   uint64_t idleBlocks = 0;
   uint64_t usedBytes = 0; // mapped, in the hands of callers
   uint64_t usedBlocks = 0;
 };
 
-// Receive buffers, kept for their next use: fresh pages cost ten times what a
-// copy into warm ones does. Blocks are maps, aligned to huge pages.
-// Owns: the idle blocks; those in use belong to their callers.
+// Receive buffers, kept for their next use: to fill fresh pages takes ten times
+// as long as to fill pages that were used before. A block is a mapping, either
+// private and aligned to huge pages, or a SharedMap.
+// Owns: the idle blocks. A caller owns the block that it has acquired.
 // Thread: any.
-// Outlives: nothing; a Block that outlives its cache unmaps itself.
+// Outlives: nothing; a Block that outlives its cache unmaps its memory.
 class BufferCache {
   class State;
 
  public:
-  // Gives its memory back when it is destroyed, on any thread.
+  // Gives its memory back to the cache when it is destroyed, on any thread.
   class Block {
    public:
     Block() = default;
@@ -51,22 +55,24 @@ class BufferCache {
     void* data() const {
       return data_;
     }
-    size_t size() const { // what was asked for
+    size_t size() const { // bytes that the caller asked for
       return size_;
     }
-    size_t capacity() const { // what is mapped
+    size_t capacity() const { // bytes that are mapped
       return capacity_;
     }
     // Null for private memory.
     SharedMap* shared() const {
       return shared_.get();
     }
-    // Of shared memory that another process may have; else none.
+    // The memory for another process to map. Without an id for private memory,
+    // or after discard().
     SharedRegion region() const {
       return shared_ == nullptr || shared_->discarded() ? SharedRegion{}
                                                         : shared_->region();
     }
-    // Another process may still use it: never to be handed out again.
+    // The cache must not give this memory out again, because another process
+    // may still use it. No effect on private memory.
     void discard() {
       if (shared_ != nullptr) {
         shared_->discard();
@@ -80,33 +86,35 @@ class BufferCache {
     size_t size_ = 0;
     size_t capacity_ = 0;
     std::shared_ptr<SharedMap> shared_;
-    bool lent_ = false; // by acquireShared()
+    bool lent_ = false; // from acquireShared()
   };
 
   using Clock = std::chrono::steady_clock;
 
-  // Keeps at most `maxIdleBytes` of idle blocks; those unused for longest go
-  // first. 0 keeps none.
+  // Keeps at most `maxIdleBytes` of idle blocks, and unmaps those first that
+  // have been idle for longest. 0 keeps none.
   explicit BufferCache(size_t maxIdleBytes);
   ~BufferCache();
   BufferCache(const BufferCache&) = delete;
   BufferCache& operator=(const BufferCache&) = delete;
 
-  // The content is whatever its last user left there. Fails with kOverloaded.
+  // The block contains what its last user left there. Fails with kOverloaded if
+  // there is no memory.
   base::Result<Block> acquire(size_t size);
 
-  // A block that another process can map; none when there is no memory, when
-  // there are too many of them, or when none is idle and kMaxLentBytes of such
-  // blocks are in use: to fill fresh pages takes longer than to have the
-  // receiver copy.
+  // A block that another process can map. std::nullopt if no such block is idle
+  // and no further one may be made: there is no memory, too many shared blocks
+  // exist, or kMaxLentBytes are lent. The limit on lent bytes is there because
+  // filling fresh pages takes longer than letting the receiver copy.
   std::optional<Block> acquireShared(size_t size);
 
-  // From now on blocks for this size can be mapped by other processes: for
-  // workers that return what they were sent. Not from the start, because such
-  // memory cannot have huge pages.
+  // From now on acquire() gives blocks of this size class that other processes
+  // can map, while not too many exist. For workers that send back what they
+  // were sent. Not the default, because shared memory cannot have huge pages.
   void share(size_t size);
 
-  // Unmaps the blocks that have been idle for `age` or longer. Returns bytes.
+  // Unmaps the blocks that have been idle for `age` or longer. Returns their
+  // bytes.
   size_t trim(Clock::duration age);
 
   // Unmaps all idle blocks, and from now on each block at its release.
@@ -120,10 +128,11 @@ class BufferCache {
   std::shared_ptr<State> state_;
 };
 
-// Whether this machine is about to run out of memory.
+// Whether this machine is about to run out of memory: less than 1/16 of
+// physicalMemory() is available.
 bool isShort();
 
-// Bytes of memory that this machine has: nothing larger can be received.
+// Bytes of RAM and swap of this machine: nothing larger can be received.
 uint64_t physicalMemory();
 
 } // namespace torch_rpc_ext::memory

@@ -25,7 +25,8 @@ constexpr const char* kName = "torch_rpc_ext";
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 
 uint64_t randomId() {
-  static std::mt19937_64 source{std::random_device{}()}; // under the lock
+  // The caller has locked the mutex of AllMaps.
+  static std::mt19937_64 source{std::random_device{}()};
   uint64_t id = 0;
   while (id == 0) {
     id = source();
@@ -45,8 +46,9 @@ int makeRegion(size_t size) {
   return fd;
 }
 
-// A descriptor of another process, or -1. Opened only when it is what it should
-// be: a pipe would block, a device may do anything.
+// Opens a descriptor of another process; -1 if that fails. Opens it only if its
+// name is that of our memfds: opening a pipe could block, and opening a device
+// may have any effect.
 int openRegion(int32_t pid, uint64_t fd) {
   const std::string path =
       "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
@@ -60,7 +62,8 @@ int openRegion(int32_t pid, uint64_t fd) {
   return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
 }
 
-// 0 for what its owner could cut off under our feet.
+// The size of a memfd; 0 if it is not sealed against shrinking: its owner could
+// then truncate it, and a read here would raise SIGBUS.
 size_t sealedSize(int fd) {
   struct stat info{};
   const int seals = ::fcntl(fd, F_GET_SEALS);
@@ -83,11 +86,12 @@ void* mapShared(int fd, size_t size) {
 
 } // namespace
 
-// A fork takes the lock: no map comes, goes or gets its first tensor meanwhile.
+// The list of all maps. fork() takes the mutex, so that during a fork no map is
+// made or destroyed, and none gets its first Hold or loses its last.
 class SharedMap::AllMaps {
  public:
   AllMaps() {
-    // None of them takes memory.
+    // The handlers allocate no memory, except to log a failure.
     ::pthread_atfork(
         []() noexcept { all().prepare(); },
         []() noexcept { all().mutex_.unlock(); },
@@ -98,7 +102,8 @@ class SharedMap::AllMaps {
     return mutex_;
   }
 
-  // Under the lock. Owns `fd` from here on; null where it cannot be mapped.
+  // The caller has locked mutex(). Takes ownership of `fd`, and closes it if it
+  // cannot be mapped; returns null then.
   SharedMap* add(int fd, size_t size, uint64_t id) {
     void* const data = mapShared(fd, size);
     auto* const map = data == nullptr ? nullptr
@@ -127,6 +132,7 @@ class SharedMap::AllMaps {
   }
 
  private:
+  // In the parent, before the fork; the mutex stays locked until after it.
   void prepare() {
     mutex_.lock();
     for (SharedMap* map = first_; map != nullptr; map = map->next_) {
@@ -136,6 +142,7 @@ class SharedMap::AllMaps {
     }
   }
 
+  // In the child, after the fork.
   void begin() {
     for (SharedMap* map = first_; map != nullptr; map = map->next_) {
       map->leaveBehind();
@@ -148,7 +155,8 @@ class SharedMap::AllMaps {
 };
 
 SharedMap::AllMaps& SharedMap::all() {
-  static auto* const maps = new AllMaps(); // tensors outlive everything
+  // Never destroyed: tensors may be destroyed after all static objects.
+  static auto* const maps = new AllMaps();
   return *maps;
 }
 
@@ -186,17 +194,18 @@ SharedMap::~SharedMap() {
     }
   }
   if (data_ != nullptr) {
-    ::munmap(data_, size_); // milliseconds, when it is large
+    ::munmap(data_, size_); // outside of the lock: may take milliseconds
   }
 }
 
-// Puts the private map in the place of the shared one by mremap(): mmap() to a
-// fixed address that fails for want of memory may leave a hole there. Other
-// threads may be reading and writing meanwhile: what they wrote is in the
-// memfd, which is what the private map shows.
+// Makes a private mapping elsewhere and moves it onto the shared one by
+// mremap(). mmap() with MAP_FIXED would be shorter, but where it fails for lack
+// of memory it may leave nothing mapped there. Other threads may read and write
+// meanwhile: their writes go to the memfd, whose pages the private mapping
+// shows.
 void SharedMap::makePrivate() {
-  // First: who writes to a page that is private already then sees that the
-  // memfd does not have it.
+  // Before the move: a thread that then writes to a private page, which the
+  // memfd does not get, can see that the memfd is not up to date.
   discard();
   void* const map =
       ::mmap(nullptr, size_, kReadWrite, MAP_PRIVATE, region_.fd, 0);
@@ -212,7 +221,8 @@ void SharedMap::makePrivate() {
   if (map != MAP_FAILED) {
     ::munmap(map, size_);
   }
-  ::madvise(data_, size_, MADV_DOFORK); // shared is better than none
+  // The child's tensors must have some memory: better shared than none.
+  ::madvise(data_, size_, MADV_DOFORK);
   base::log(
       base::LogLevel::kWarning,
       "a tensor of up to " + std::to_string(size_) +
@@ -221,7 +231,8 @@ void SharedMap::makePrivate() {
           std::strerror(error));
 }
 
-// In the child.
+// In the child: drops what it must not have. Without a Hold the map has not
+// been copied to the child at all (MADV_DONTFORK).
 void SharedMap::leaveBehind() {
   if (holds_ == 0) {
     data_ = nullptr;

@@ -7,31 +7,33 @@
 
 namespace torch_rpc_ext::memory {
 
-// Memory that another process can map: a sealed memfd of this process, which
-// cannot shrink. `id` is 0 for private memory, else random: it names the region
-// for as long as that exists.
+// Names memory that another process can map: a sealed memfd, which cannot
+// shrink. `id` is random and unique among the regions that exist; 0 means no
+// region.
 struct SharedRegion {
   uint64_t id = 0;
   int fd = -1;
 };
 
-// A sealed memfd, of this process or of another one, that is mapped here.
+// The mapping of a sealed memfd of this process or of another one.
 //
-// A child never shares it. What no tensor of this process lies in, the child
-// has neither a map nor a descriptor of. Maps that are held, because tensors
-// lie in them, become private ones (copy on write) right before the fork: each
-// process has its values and its own writes from then on, as with any memory.
-// Untouched pages are those of the memfd still, so it is discarded: nobody may
-// write to it any more.
+// A forked child does not share it. If no tensor of this process lies in the
+// map (Hold), the child has neither the map nor the descriptor. If a tensor
+// does, the map becomes private (copy on write) right before the fork, so
+// parent and child each keep the values and see only their own writes, as with
+// any memory. Pages that neither writes to still are those of the memfd, so the
+// map is discarded: no process may write to the memfd any more. Only where the
+// map cannot be made private, the child shares it, and the log says so.
 //
-// Owns: the map, and a descriptor.
+// Owns: the mapping, and a descriptor.
 // Thread: any.
 class SharedMap {
  public:
-  // A new region; null when there is no way.
+  // A new region; null if the system does not give one.
   static std::shared_ptr<SharedMap> create(size_t size);
-  // Region `id` of process `pid`, which knows it by the descriptor `fd`; null
-  // if it cannot be had, has fewer bytes, or is not what a peer of ours offers.
+  // Maps the region `id` of process `pid`, which has it at descriptor `fd`.
+  // Null if it cannot be opened, is not a sealed memfd with our name, or has
+  // fewer than `size` bytes.
   static std::shared_ptr<SharedMap>
   open(int32_t pid, uint64_t fd, uint64_t id, size_t size);
 
@@ -39,7 +41,7 @@ class SharedMap {
   SharedMap(const SharedMap&) = delete;
   SharedMap& operator=(const SharedMap&) = delete;
 
-  // Null in a child that has no map of it.
+  // Null in a forked child that has no mapping of it.
   void* data() const {
     return data_;
   }
@@ -50,8 +52,8 @@ class SharedMap {
     return region_;
   }
 
-  // Never to be written to by its next user, here or elsewhere: a child, or
-  // another process, may still use what is in it.
+  // The memory must not be given to a next user, because a forked child or
+  // another process may still read its content.
   void discard() {
     discarded_.store(true);
   }
@@ -59,7 +61,8 @@ class SharedMap {
     return discarded_.load();
   }
 
-  // While it lives, a tensor of this process lies in the map (null: in none).
+  // While a Hold lives, a tensor of this process lies in the map. `map` may be
+  // null, then the Hold does nothing.
   class Hold {
    public:
     explicit Hold(SharedMap* map);
@@ -85,7 +88,7 @@ class SharedMap {
   const size_t size_;
   SharedRegion region_;
   std::atomic<bool> discarded_{false};
-  // The rest under the lock of all.
+  // The mutex of AllMaps guards the rest.
   uint32_t holds_ = 0;
   bool private_ = false;
   SharedMap* next_ = nullptr;

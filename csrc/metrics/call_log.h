@@ -10,25 +10,26 @@
 
 namespace torch_rpc_ext::metrics {
 
-// One call as its caller or its callee has seen it. Times in ns of the
-// monotonic clock, which is that of Python's time.perf_counter_ns().
+// One call as either its caller or its callee has seen it. Times are in ns of
+// the monotonic clock, which is also that of Python's time.perf_counter_ns().
 struct LoggedCall {
-  uint64_t id = 0; // the caller's number for it
-  std::string peer; // name of the callee, or of the caller
-  std::string label; // what was asked for
-  int64_t begin = 0; // caller: send(); callee: the request is here
-  int64_t start = 0; // callee: a thread takes it
-  int64_t end = 0; // caller: it has failed, or its answer is here; callee: done
-  int64_t gilWait = 0; // callee: ns spent waiting for the GIL
-  uint64_t bytes = 0; // of the answer, at the callee
-  bool failed = false; // at the caller
+  uint64_t id = 0; // the caller's number of the call
+  std::string peer; // name of the callee, or at the callee that of the caller
+  std::string label; // the function or operator that is called
+  int64_t begin = 0; // caller: send(); callee: the request has arrived
+  int64_t start = 0; // callee only: a thread takes the request
+  int64_t end =
+      0; // caller: the call has its answer or has failed; callee: done
+  int64_t gilWait = 0; // callee only: ns spent waiting for the GIL
+  uint64_t bytes = 0; // callee only: of the answer
+  bool failed = false; // caller only
 };
 
-// Calls one by one, while somebody profiles; nothing at other times.
+// Records each call while a profiler is on, and nothing at other times.
 // Thread: any.
 class CallLog {
  public:
-  // Forgets what there was and keeps up to `most` from now on.
+  // Drops the calls recorded so far, and records up to `most` from now on.
   void begin(size_t most) {
     std::lock_guard lock(mutex_);
     calls_.clear();
@@ -47,6 +48,7 @@ class CallLog {
     }
   }
 
+  // Stops recording and returns the calls.
   std::vector<LoggedCall> end() {
     std::lock_guard lock(mutex_);
     on_.store(false, std::memory_order_relaxed);

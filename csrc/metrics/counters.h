@@ -7,7 +7,7 @@
 
 namespace torch_rpc_ext::metrics {
 
-// What an agent counts all the time. Each counter is one relaxed addition.
+// What an agent always counts. To count is one relaxed addition.
 struct Counters {
   std::atomic<int64_t> clientActiveCalls{0};
   std::atomic<int64_t> serverActiveCalls{0};
@@ -15,21 +15,24 @@ struct Counters {
 
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsServed{0};
-  std::atomic<uint64_t> callsNotBegun{0}; // whose callers had given up
+  // Requests that were not begun, because their callers had given up.
+  std::atomic<uint64_t> callsNotBegun{0};
   std::atomic<uint64_t> callsFailed{0};
   std::atomic<uint64_t> callsTimedOut{0};
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
 
-  // Of the calls that succeeded, from send() to the completed future.
+  // Calls that succeeded: from send() until the future is completed.
   TimeHistogram latency;
-  // Of the requests served: from being here, tensors and all, until a thread
-  // takes it; from then until its answer is there.
+  // Served requests: from when the request and all its tensors have arrived
+  // until a thread takes the request.
   TimeHistogram queue;
+  // Served requests: from when a thread takes the request until its answer is
+  // ready.
   TimeHistogram execution;
   // Only while upstream's profiling of the GIL is on.
   TimeHistogram gilWait;
-  // Of requests and answers sent.
+  // Requests and answers that were sent.
   SizeHistogram messageBytes;
 };
 

@@ -12,8 +12,8 @@ namespace torch_rpc_ext::metrics {
 
 // A histogram as it was at one moment.
 struct Distribution {
-  // counts[i] values were at most bounds[i] and more than the bound before; the
-  // last count has no bound.
+  // counts[i] is the number of values greater than bounds[i - 1] and at most
+  // bounds[i]. The last count has no upper bound.
   std::vector<uint64_t> bounds;
   std::vector<uint64_t> counts;
   uint64_t sum = 0;
@@ -27,9 +27,8 @@ struct Distribution {
   }
 };
 
-// How values are distributed, in buckets up to First, 2 First, 4 First and so
-// on. Adding a value is two relaxed additions.
-// Thread: any.
+// Counts values in buckets whose upper bounds are First, 2 First, 4 First and
+// so on. Adding a value takes two relaxed additions. Thread: any.
 template <uint64_t First, size_t Bounds>
 class Histogram {
  public:
@@ -41,7 +40,7 @@ class Histogram {
         1, std::memory_order_relaxed);
     sum_.fetch_add(value, std::memory_order_relaxed);
   }
-  // Nanoseconds.
+  // Adds a time in nanoseconds; a negative time counts as 0.
   void add(std::chrono::nanoseconds time) {
     add(time.count() < 0 ? 0 : static_cast<uint64_t>(time.count()));
   }
@@ -63,9 +62,9 @@ class Histogram {
   std::atomic<uint64_t> sum_{0};
 };
 
-// 1 us to 67 s, in ns.
+// In ns: bounds from 1 us to 67 s.
 using TimeHistogram = Histogram<1000, 27>;
-// 64 bytes to 16 GiB.
+// In bytes: bounds from 64 bytes to 16 GiB.
 using SizeHistogram = Histogram<64, 29>;
 
 } // namespace torch_rpc_ext::metrics

@@ -49,8 +49,8 @@ Error truncated(size_t size) {
       "the " + std::to_string(size) + " bytes end before the frame does");
 }
 
-// Also the product of the sizes must not overflow (with 0 counted as 1, as
-// torch does when it computes strides).
+// Computes reach(). Also refuses sizes whose product overflows, where a size of
+// 0 counts as 1, as it does when torch computes strides.
 class Reach {
  public:
   void add(Dim dim) {
@@ -83,8 +83,8 @@ class Reach {
   bool bad_ = false;
 };
 
-// Checks what one record must fulfil on its own and after its predecessors;
-// both ends use it.
+// Checks records one after the other, each by itself and as the part of a
+// tensor that a record before it began. Sender and receiver both use this.
 class RecordChecker {
  public:
   explicit RecordChecker(uint32_t storages) : storages_(storages) {}
@@ -177,7 +177,8 @@ WireDtype dtypeOf(uint64_t word) {
   return static_cast<WireDtype>((word & kDtypeBits) >> kDtypeShift);
 }
 
-// What holds of one entry, in memory or as a word of the table.
+// Checks one storage: `word` is its word in the table, `bytes` its size (which
+// a sender's word need not have room for).
 Error checkStorage(uint64_t word, uint64_t bytes) {
   if (bytes > kMaxStorageBytes) {
     return exceeds("storage size", bytes, kMaxStorageBytes);
@@ -215,7 +216,8 @@ bool hasBeside(const CallFrame& frame) {
       });
 }
 
-// What the sender must have got right, and the size of its frame.
+// Checks what the sender gave, counts its tensors, and returns the frame's
+// size.
 Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (frame.records.size() > kMaxTensors) {
     return exceeds("number of tensors", frame.records.size(), kMaxTensors);
@@ -578,7 +580,8 @@ Error CallFrameView::parseRecords(ByteReader& reader) {
     if (!elements) {
       return unreachable(record);
     }
-    // No dtype is smaller than a quarter of a byte per element.
+    // No dtype packs more than four elements into a byte. The caller, who knows
+    // the dtype, checks the exact size.
     if (record.layout == TensorLayout::kStrided &&
         *elements / 4 > storageSize(record.aux)) {
       return invalid(

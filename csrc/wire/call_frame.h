@@ -6,59 +6,61 @@
 //
 //   bytes  field         meaning
 //   2      magic         0x5254 ("TR")
-//   1      version       kVersion; the rest is only read when it is equal
+//   1      version       kVersion; a receiver with another one reads no further
 //   1      kind          0 request, 1 response
-//   2      messageType   the caller's, opaque
-//   1      answer        the dtype that the answer shall have on the wire: 0 as
-//                        its sender likes, else 1 + WireDtype; 0 in a response
+//   2      messageType   opaque here
+//   1      answer        in a request, the dtype that float32 shall have on the
+//                        wire in the answer: 0 lets the answer's sender choose,
+//                        else 1 + WireDtype; 0 in a response
 //   1      features      bit 0: checksums; the other bits are 0
-//   4      flags         the caller's, opaque
+//   4      flags         opaque here
 //   4      tensors       number of tensors of the message
 //   8      callId        a response repeats its request's
 //   8      payload       number of bytes; bit 63: travels as bulk
 //   4      storages      number of storages S
 //   4      records       number of tensor records R (tensors and their parts)
 //   4      timeout       ms for which the sender of a request still waits for
-//                        the answer, rounded up; 0 for no limit, or for more
-//                        than fits; 0 in a response
-//   8 S    storage table per storage: bits 0 to 46 number of bytes, bit 63: its
-//                        bytes travel as bulk, bit 62: they travel beside the
-//                        frame, in a way that needs no bytes of ours; bits 48
-//                        to 55: 0 for the receiver's CPU, 255 for the meta
-//                        device, whose storages have no bytes to travel, else
-//                        1 + index of the receiver's CUDA device; bits 56 and
-//                        57: WireDtype, the
-//                        receiver widens the bytes to twice as many, which is
-//                        what the records are about; the other bits are 0. What
-//                        travels beside the frame has as many bytes there
-//   8 S+8  checksums     if there are: of the payload, then of the bytes of
-//   each
-//                        storage as they travel, 0 for those beside the frame
-//                        and of the meta device
+//                        the answer, rounded up; 0 if it waits for ever, or for
+//                        longer than fits; 0 in a response
+//   8 S    storage table one word for each storage:
+//                        bits 0 to 46: number of bytes on the wire
+//                        bits 48 to 55: DevicePlace at the receiver
+//                        bits 56 and 57: WireDtype. Unless it is float32, the
+//                        receiver widens each element to float32, and the
+//                        records below are about the widened storage
+//                        bit 62: beside the frame: the bytes travel another
+//                        way, and the note tells the receiver how
+//                        bit 63: the bytes travel as bulk
+//                        the other bits are 0
+//   8 S+8  checksums     only with checksums: one of the payload, then one of
+//                        each storage's bytes as they travel; 0 for a storage
+//                        beside the frame or of the meta device
 //   var    tensor table  R records, see below
-//   8      head checksum if there are: of all bytes before it
-//   var    payload       its bytes, unless bulk
-//   var    storages      the bytes of each that has neither bit 63 nor 62, and
-//                        is not of the meta device, in table order
-//   8      note          number of bytes of the note; it and its number are
-//                        there only if a storage has bit 62
-//   var    note          what the way beside the frame says, opaque here
-//   8      note checksum of these bytes, if there are checksums
+//   8      head checksum only with checksums: of all bytes before this field
+//   var    payload       its bytes, unless they travel as bulk
+//   var    storages      in table order, the bytes of each storage that has
+//                        neither bit 63 nor bit 62 and is not of the meta
+//                        device
+//   8      note size     only if a storage has bit 62
+//   var    note          only if a storage has bit 62; opaque here
+//   8      note checksum only if a storage has bit 62, and with checksums
 //
-// Bulk travels beside the frame (transport::Connection::send): first the
-// payload if it is bulk, then the bulk storages in table order.
+// Bulk is not part of these bytes: transport::Connection::send() takes it apart
+// from them, first the payload if it is bulk, then the bulk storages in table
+// order.
 //
 // A tensor record:
 //
 //   1      layout        TensorLayout
 //   1      dtype         kStrided: number of torch's ScalarType, opaque here;
-//                        else 0: the parts have it
+//                        else 0, because the parts have the dtype
 //   1      flags         kRequiresGrad | kConj | kNeg | kCoalesced
 //   1      ndim          at most kMaxDims
 //   4      aux           kStrided: index of its storage; kSparseCoo: number of
 //                        sparse dimensions; kQuantized: axis of the channels,
-//                        kPerTensor if there is one scale for all; else 0
-//   8      offset        kStrided: first element, in elements; else 0
+//                        or kPerTensor if all elements have one scale; else 0
+//   8      offset        kStrided: where the first element is in the storage,
+//                        in elements; else 0
 //   16 n   dims          ndim times: size (i64), stride in elements (i64; 0
 //                        unless kStrided)
 //
@@ -67,8 +69,8 @@
 //
 //   kSparseCoo           indices, values
 //   kSparseCsr/Csc/...   compressed indices, plain indices, values
-//   kQuantized           the integers, scales, zero points (ndim of the
-//                        record itself is 0: the integers have the shape)
+//   kQuantized           the integers, scales, zero points (the record's own
+//                        ndim is 0, because the integers have the shape)
 //
 // Several records may name one storage: views alias on the receiver as they do
 // on the sender.
@@ -114,7 +116,7 @@ inline constexpr uint32_t kPerTensor = 0xffffffff;
 // How the float32 elements of a storage travel.
 enum class WireDtype : uint8_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
-// Bytes that each byte on the wire becomes at the receiver.
+// How many bytes the receiver makes of each byte on the wire.
 constexpr uint64_t widening(WireDtype dtype) {
   return dtype == WireDtype::kFloat32 ? 1 : 2;
 }
@@ -124,9 +126,9 @@ struct CallHeader {
   uint16_t messageType = 0;
   uint32_t flags = 0;
   uint64_t callId = 0;
-  // Of a request: wanted for its answer.
+  // Only of a request: the wire dtype that its sender wants for the answer.
   std::optional<WireDtype> answer = std::nullopt;
-  // Of a request: ms for which its sender still waits; 0 without limit.
+  // Only of a request: ms for which its sender still waits; 0 without limit.
   uint32_t timeout = 0;
 };
 
@@ -135,19 +137,18 @@ struct CallHeader {
 using DevicePlace = uint8_t;
 inline constexpr DevicePlace kHostPlace = 0;
 inline constexpr DevicePlace kMetaPlace = 0xff;
-// Whether it is on a CUDA device.
 constexpr bool isOnDevice(DevicePlace place) {
   return place != kHostPlace && place != kMetaPlace;
 }
 
 struct StorageEntry {
-  base::ConstSpan bytes; // data is not looked at when bulk or beside
+  base::ConstSpan bytes; // as on the wire; if not isInline() only size is used
   bool bulk = false;
-  bool beside = false; // not together with bulk, and only for a CUDA device
+  bool beside = false; // never together with bulk; only for a CUDA device
   DevicePlace place = kHostPlace;
   WireDtype dtype = WireDtype::kFloat32; // of `bytes`
 
-  // Whether its bytes are in the frame.
+  // Whether the bytes are in the frame.
   bool isInline() const {
     return !bulk && !beside && place != kMetaPlace;
   }
@@ -167,7 +168,7 @@ struct TensorRecord {
   int64_t offset = 0;
 };
 
-// What a sender wants to say; borrows everything.
+// What a sender gives to encode(). Owns nothing that its spans refer to.
 struct CallFrame {
   CallHeader header;
   base::ConstSpan payload;
@@ -175,17 +176,19 @@ struct CallFrame {
   std::span<const StorageEntry> storages;
   std::span<const TensorRecord> records;
   std::span<const Dim> dims; // of all records, one after the other
-  // Checksums of the payload and of each storage; empty for a frame without.
+  // Checksums of the payload and of each storage; empty for a frame without
+  // checksums.
   std::span<const uint64_t> sums;
   base::ConstSpan note; // empty if nothing travels beside the frame
 };
 
-// Fails with kInvalid when a limit is exceeded or the parts are not in order.
+// Fails with kInvalid when a limit is exceeded or the parts of `frame` do not
+// fit together.
 base::Result<base::Buffer> encode(const CallFrame& frame);
 
-// How many elements of its storage a strided tensor reaches over, counted from
-// the storage's begin; 0 if it has no elements, nothing if the numbers are
-// negative or overflow.
+// The number of elements from the beginning of the storage to the end of the
+// tensor's last element. 0 if the tensor has no elements; std::nullopt if a
+// number is negative or overflows.
 std::optional<uint64_t> reach(int64_t offset, std::span<const Dim> dims);
 
 // One record of a frame that was received.
@@ -221,8 +224,9 @@ struct StorageView {
   DevicePlace place = kHostPlace;
   WireDtype dtype = WireDtype::kFloat32;
   base::ConstSpan bytes; // empty unless they are in the frame
-  uint64_t sum = 0; // CallFrameView::hasSums()
+  uint64_t sum = 0; // 0 unless CallFrameView::hasSums()
 
+  // Bytes after the receiver has widened the elements.
   uint64_t sizeHere() const {
     return size * widening(dtype);
   }
@@ -243,18 +247,23 @@ class StorageCursor {
       : table_(table), sums_(sums), inlined_(inlined) {}
 
   base::ByteReader table_;
-  base::ByteReader sums_; // empty without
+  base::ByteReader sums_; // empty in a frame without checksums
   base::ByteReader inlined_;
 };
 
-// A received frame, read in place. After parse() everything holds that the
-// layout above promises: counts, indices and parts are in order, no size or
-// stride is negative, nothing overflows, the head checksum is right. What needs
-// a dtype is left to the caller: reach * itemsize must fit into
-// storageSize(aux). Owns: nothing; the bytes outlive it. Thread: one.
+// A received frame, read in place. parse() has checked: limits, counts, storage
+// indices and the number of parts; that no size or stride is negative and
+// nothing overflows; the checksums of the head and the note.
+//
+// The caller checks what parse() cannot or does not: that reach * itemsize fits
+// into storageSize(aux); the meaning of dtype, flags and, unless kStrided, aux;
+// the checksums of payload and storages.
+//
+// Owns: nothing; the bytes must outlive the view.
+// Thread: one.
 class CallFrameView {
  public:
-  // Fails with kInvalid, or kCorrupted.
+  // Fails with kCorrupted if a checksum is wrong, else with kInvalid.
   static base::Result<CallFrameView> parse(base::ConstSpan frame);
 
   const CallHeader& header() const {
@@ -274,20 +283,19 @@ class CallFrameView {
   uint32_t storageCount() const {
     return storageCount_;
   }
-  // Of what the receiver makes of it; index < storageCount().
+  // Bytes after the receiver has widened the elements; index < storageCount().
   uint64_t storageSize(uint32_t index) const;
-  // Whether there are checksums to be compared.
   bool hasSums() const {
     return hasSums_;
   }
   uint64_t payloadSum() const {
     return payloadSum_;
   }
-  // Whether one of them is for a device.
+  // Whether a storage is for a CUDA device.
   bool hasDevices() const {
     return hasDevices_;
   }
-  // Whether one of them travels beside the frame, and what its way says.
+  // Whether a storage travels beside the frame.
   bool hasBeside() const {
     return hasBeside_;
   }
@@ -334,8 +342,8 @@ class CallFrameView {
   base::ConstSpan note_;
 };
 
-// The message type of a frame, for those who only want to sort frames; nothing
-// if these are not the first bytes of one.
+// Reads the message type and nothing else, to sort frames. std::nullopt if the
+// bytes do not begin like a frame.
 std::optional<uint16_t> peekMessageType(base::ConstSpan frame);
 
 } // namespace torch_rpc_ext::wire

@@ -1,6 +1,6 @@
-// Stands in for libFuzzer: gives a target each file that is named, and what
-// becomes of it by cutting it off, flipping bits, and writing numbers that
-// lengths and counts should not be. The same each time.
+// Replaces libFuzzer: gives a target each file that is named on the command
+// line, and mutations of it: cut off, with flipped bits, and with numbers that
+// no length or count should have. Every run gives the same inputs.
 
 #include "fuzz/targets/target.h"
 
@@ -15,13 +15,13 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// Of each kind of mutation at most so many are tried, evenly spread.
+// The most mutations of each kind that are tried, evenly spread over the file.
 constexpr size_t kMost = 2048;
 
 size_t executions = 0;
 
-// In memory of its own and of exactly its size, so that a read beyond its end
-// is noticed.
+// Copies the input to memory of exactly its size, so that the sanitizer notices
+// a read beyond its end.
 void run(const Bytes& bytes) {
   const auto copy = std::make_unique<uint8_t[]>(bytes.size());
   std::copy(bytes.begin(), bytes.end(), copy.get());
@@ -86,7 +86,8 @@ int main(int count, char** names) {
       std::fprintf(stderr, "cannot read %s\n", names[i]);
       return 2;
     }
-    // Before it runs: the last one named is the one that failed.
+    // Printed before the input runs: the last name printed is the one that
+    // failed.
     std::fprintf(stderr, "%s\n", names[i]);
     const Bytes bytes{std::istreambuf_iterator<char>(file), {}};
     run(bytes);

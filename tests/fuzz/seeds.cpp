@@ -1,5 +1,5 @@
-// Writes the seed corpus: what the encoders make of ordinary values.
-// `python -m tests.fuzz seeds` runs it after a change of a format.
+// Writes the seed corpus: ordinary values, encoded. After a format has changed,
+// run it by `python -m tests.fuzz seeds`.
 
 #include "agent/device/ipc_wire.h"
 #include "agent/hello.h"
@@ -189,7 +189,7 @@ cuda::MemoryExport memoryOf(uint64_t bytes) {
   return memory;
 }
 
-// The first byte is the kind of message; a note needs the sizes of its
+// The first byte is the kind of message. A note comes with the sizes of its
 // storages, in units of 8 bytes.
 void writeIpc() {
   using namespace agent::device;
@@ -229,7 +229,7 @@ void writeIpc() {
       "\3" + std::string(released.begin(), released.end()));
 }
 
-// Scripts of targets whose input is not a message.
+// Seeds of targets whose input is a script, and not a message.
 void writeScripts() {
   write(
       "encode_frame",
@@ -244,7 +244,8 @@ void writeScripts() {
       std::string("\54\1\1\5\0\0\0\1\2\3\4\5\6\7\0\2pa", 18) +
           std::string("\1\4\20ssssssssssssssss", 19) +
           std::string("\1\1\6\0\1\0\0\20\10", 9));
-  // Twice sealed; delivered, delivered again, changed, cut, other header.
+  // Two messages are sealed, then delivered in order, twice, changed, cut off,
+  // or with another header.
   const std::string sealed("\0\3\1abc\0\2\1de", 11);
   write("secure_channel", "in_order", sealed + std::string("\1\0\1\1", 4));
   write("secure_channel", "reordered", sealed + std::string("\1\1\1\0", 4));
@@ -253,14 +254,14 @@ void writeScripts() {
       "secure_channel",
       "changed",
       sealed + std::string("\2\0\7\0\3\3\0\11\0\4\0\20\1\1\0", 15));
-  // The peer jumps to number 4098: the first message is then too late, the
-  // second one is not.
+  // The peer jumps to number 4098: then the first message is too old, the
+  // second is not.
   write(
       "secure_channel",
       "late",
       sealed + std::string("\6\2\20\40\3\0\4\0\0\0\0\0", 12) +
           std::string(24, '\1') + std::string("\1\0\1\1", 4));
-  // The peer jumps ahead, to the last number there is.
+  // The peer jumps ahead to the largest number.
   write(
       "secure_channel",
       "jump",

@@ -1,6 +1,6 @@
-// base::guarded(): handlers, timers, threads and tasks that throw now and then.
-// Nothing is lost by it: who was to be called is called again, a slot of a
-// request comes back, and the threads stay.
+// base::guarded(): handlers, timers, threads and tasks throw now and then, and
+// nothing is lost: handlers and timers are called again, a request gives its
+// slot back, and the threads go on.
 
 #include "base/boundary.h"
 #include "agent/executor.h"
@@ -25,7 +25,7 @@ namespace {
 std::atomic<uint64_t> crossings{0};
 std::atomic<uint64_t> thrown{0};
 
-// At every seventh crossing, whichever it is.
+// Throws at every seventh boundary that is crossed.
 void throwNowAndThen(Boundary where) {
   if (crossings.fetch_add(1) % 7 != 0) {
     return;
@@ -44,7 +44,7 @@ bool becomes(const std::function<bool()>& holds) {
   return holds();
 }
 
-// What is thrown becomes an error of the right kind, and `failed` may throw.
+// An exception becomes an error of the right kind, and `failed` may throw.
 void translate() {
   base::Error error;
   const auto take = [&](const base::Error& caught) { error = caught; };
@@ -100,7 +100,7 @@ class Served {
 } // namespace
 
 int main(int count, char** arguments) {
-  // Each throw is a line there.
+  // Discards the log: each exception writes a line to stderr.
   const int null = open("/dev/null", O_WRONLY);
   const int log = dup(STDERR_FILENO);
   dup2(null, STDERR_FILENO);

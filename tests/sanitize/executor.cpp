@@ -1,4 +1,4 @@
-// agent::Executor: tasks of all kinds, nested calls, leaders, and its end.
+// agent::Executor: tasks of all kinds, nested calls, leaders, and stop().
 
 #include "agent/executor.h"
 #include "sanitize/stress.h"
@@ -44,7 +44,8 @@ void nest(Executor& executor, Counter& counter) {
   }
 }
 
-// A thread from outside that waits for an answer and serves meanwhile.
+// A thread that is not in the pool waits for an answer, and serves the main
+// descriptor meanwhile.
 void lead(Executor& executor, Counter& counter) {
   const auto answered = std::make_shared<std::atomic<bool>>(false);
   Executor::Leader leader(executor);

@@ -1,4 +1,4 @@
-// transport::FillLevel: one thread fills, others wait for bytes of it.
+// transport::FillLevel: one thread fills, others wait for bytes.
 
 #include "sanitize/stress.h"
 #include "transport/fill_level.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kEnd = 64;
 
-// Bytes are `written_` before they are told of, as a device writes them.
+// Writes bytes before it reports them, as a device does.
 class Writer final : public transport::FillLevel {
  public:
   void write(uint64_t bytes) {
@@ -31,8 +31,9 @@ class Writer final : public transport::FillLevel {
   std::atomic<uint64_t> written_{0};
 };
 
-// Fills up to `end`, and fails there if that is not all. Each wait ends once,
-// not too early, and with an error only if what it waits for never comes.
+// Fills up to `end`, and reports an error there if more bytes were to come.
+// Each wait must end exactly once, not too early, and with an error only if its
+// bytes never come.
 void fill(uint64_t end, Crowd::Source& random) {
   const auto writer = std::make_shared<Writer>();
   std::atomic<int> answers{0};

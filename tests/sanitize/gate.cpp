@@ -1,5 +1,5 @@
-// base::Gate: threads go in and out while others close it and wait until all
-// have left; some wait while they are inside themselves.
+// base::Gate: threads enter and leave while others close the gate and wait
+// until all have left. Some of those wait while they are inside.
 
 #include "base/gate.h"
 #include "sanitize/stress.h"
@@ -12,7 +12,7 @@ using base::Gate;
 
 namespace {
 
-// What those inside use: destroyed as soon as the gate is deserted.
+// What threads inside use. It is destroyed as soon as all have left.
 struct Guarded {
   Gate gate;
   std::unique_ptr<uint64_t> value = std::make_unique<uint64_t>(0);
@@ -24,7 +24,7 @@ void use(Guarded& guarded) {
   ++*guarded.value;
 }
 
-// One life of a gate. Returns how often it was passed.
+// Makes a gate, uses it and closes it. Returns how often it was passed.
 uint64_t live(unsigned seed) {
   Guarded guarded;
   std::atomic<bool> deserted{false};
@@ -49,7 +49,7 @@ uint64_t live(unsigned seed) {
   std::thread other([&] {
     if (seed % 2 == 0) {
       const Gate::Inside inside(guarded.gate);
-      guarded.gate.wait(); // for the others
+      guarded.gate.wait(); // for all threads but this one
       if (inside.counted()) {
         use(guarded);
       }
@@ -60,7 +60,7 @@ uint64_t live(unsigned seed) {
   std::this_thread::sleep_for(std::chrono::microseconds(seed % 1000));
   require(!guarded.gate.holdsThisThread(), "it is outside");
   guarded.gate.close();
-  guarded.gate.wait(); // for the one that waits inside, too
+  guarded.gate.wait(); // also for the thread that waits inside
   deserted.store(true);
   guarded.value.reset(); // without the mutex: nobody may be using it
   other.join();

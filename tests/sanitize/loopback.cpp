@@ -1,6 +1,6 @@
-// transport::loopback on an executor: frames with bulk, connections that close
-// and a context that stops in the middle. Each callback fires once, and no
-// method of the Handler runs after the stop.
+// transport::loopback on an executor: sends frames with bulk, closes
+// connections, and stops the context amid traffic. Each callback must fire
+// exactly once, and no method of the Handler may run after the stop.
 
 #include "transport/loopback/loopback.h"
 #include "agent/executor.h"
@@ -80,7 +80,7 @@ void send(
   });
 }
 
-// One life of a context.
+// Makes a context, uses it and stops it.
 uint64_t live(Executor& executor, Sent& sent) {
   const std::string bulk(kBulkBytes, 'b');
   const auto context = transport::loopback::makeContext();

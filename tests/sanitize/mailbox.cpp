@@ -1,5 +1,5 @@
-// agent::Mailbox: what is put runs once, with its waiter or, once that has
-// gone, with whoever has put it.
+// agent::Mailbox: each task that is put runs exactly once: on the thread that
+// waits, or, when no thread waits any more, on the thread that put the task.
 
 #include "agent/mailbox.h"
 #include "sanitize/stress.h"
@@ -15,7 +15,7 @@ namespace {
 
 using MailboxPtr = std::shared_ptr<agent::Mailbox>;
 
-// Where others find the mailbox of a thread that waits.
+// Where other threads find the mailbox of a waiting thread.
 class Door {
  public:
   void set(MailboxPtr mailbox) {
@@ -39,7 +39,7 @@ int main(int count, char** arguments) {
   std::atomic<size_t> taken{0}; // doors
   std::atomic<uint64_t> made{0};
   std::atomic<uint64_t> run{0};
-  // Goes on when the others have stopped, so that each wait ends.
+  // This thread runs longer than all others, so that each wait ends.
   std::atomic<bool> over{false};
   std::thread bell([&] {
     while (!over.load()) {
@@ -56,7 +56,7 @@ int main(int count, char** arguments) {
     crowd.add(doors.size(), [&](Crowd::Source& random) {
       thread_local const size_t mine = taken.fetch_add(1);
       const auto mailbox = std::make_shared<agent::Mailbox>();
-      // Of this wait, and not atomic: only its own thread runs its tasks.
+      // Not atomic, because only this thread runs the tasks of its mailbox.
       uint64_t before = run.load();
       uint64_t looks = 0;
       const uint64_t most = 1 + random() % 20;
@@ -78,7 +78,7 @@ int main(int count, char** arguments) {
         }
         return;
       }
-      // It holds its mailbox, as an answer does through its call.
+      // The task holds its mailbox, as an answer does through its call.
       base::TaskPtr task =
           base::makeTask([&run, mailbox] { run.fetch_add(1); });
       made.fetch_add(1);

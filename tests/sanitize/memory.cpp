@@ -1,5 +1,5 @@
-// memory::BufferCache, transport::ucx::SharedMaps over its shared regions, and
-// memory::SharedMap, which both are made of, while the process forks.
+// memory::BufferCache, transport::ucx::SharedMaps on the cache's shared
+// regions, and memory::SharedMap, which both use, while the process forks.
 
 #include "memory/buffer_cache.h"
 #include "sanitize/stress.h"
@@ -23,7 +23,7 @@ namespace {
 
 constexpr size_t kMib = size_t{1} << 20;
 
-// A block has one owner: nobody else writes to it meanwhile.
+// A block has one owner: no other thread writes to it meanwhile.
 void use(BufferCache& cache, unsigned number) {
   auto result = cache.acquire(kMib * (1 + number % 4) - number % 100);
   require(result.ok(), "there is memory");
@@ -59,13 +59,14 @@ void lend(BufferCache& cache, SharedMaps& maps, unsigned number) {
   require(mapped != nullptr, "a region of ours can be mapped");
   require(
       std::memcmp(mapped->data(), &number, sizeof(number)) == 0, "same memory");
-  // It came back, and goes out again, before the peer has let go.
+  // The lender gets the block back and lends it again, before the peer has
+  // unmapped it.
   require(maps.map(getpid(), entry) == mapped, "what is in use is mapped once");
 }
 
-// What tensors lie in is the child's as it was, whatever the parent and the
-// next users of the memory write. A lent block is mapped as a peer would, and
-// the peer forks.
+// The child of a fork keeps its tensors' values, whatever the parent and the
+// next users of the memory write. A lent block is mapped as a peer would map
+// it, and this peer forks.
 void leaveAChild(BufferCache& cache, SharedMaps& maps, unsigned number) {
   const size_t size = 8 * kMib;
   cache.share(size);
@@ -103,7 +104,7 @@ void leaveAChild(BufferCache& cache, SharedMaps& maps, unsigned number) {
       held == nullptr || held->discarded(), "what a child has is discarded");
   bytes[0] = bytes[size / 2] = 0;
   if (mapped) {
-    block.discard(); // its lender has been told
+    block.discard(); // the peer has told the lender of the fork
   }
   hold.reset();
   block = BufferCache::Block();
@@ -119,14 +120,15 @@ void leaveAChild(BufferCache& cache, SharedMaps& maps, unsigned number) {
   }
 }
 
-// What a peer offers that does not have it.
+// A peer offers regions that do not exist.
 void offer(SharedMaps& maps, unsigned number) {
   int ends[2];
   require(pipe(ends) == 0, "a pipe");
   const uint64_t fds[] = {
       static_cast<uint64_t>(ends[0]), 0, 1u << 20, UINT64_MAX, number % 64};
   for (const uint64_t fd : fds) {
-    // Larger than what a region here has: one of a neighbour's is refused, too.
+    // Larger than any region of this process: the descriptor's number may by
+    // now be that of a real region, which must be refused too.
     const BulkEntry entry{uint64_t{1} << 40, 0, number, fd};
     require(maps.map(getpid(), entry) == nullptr, "not a region");
     require(maps.map(-1, entry) == nullptr, "not a process");

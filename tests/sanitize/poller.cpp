@@ -16,8 +16,8 @@ using namespace torch_rpc_ext::stress;
 
 namespace {
 
-// Counts what is written to it. Its handler must not run twice at a time, the
-// main one's excepted, which has a lock.
+// Counts what is written to it. Two threads must not run its handler at a time,
+// except that of the main descriptor, which takes a lock.
 class Source {
  public:
   Source(base::Poller& poller, bool main)
@@ -50,7 +50,7 @@ class Source {
     if (read(fd_, &count, sizeof(count)) == sizeof(count)) {
       seen_.fetch_add(count);
     }
-    ++unguarded_; // a race, if the Poller does not order its handlers
+    ++unguarded_; // a data race if two threads run this handler at a time
     running_.store(false);
     poller_.rearm(fd_);
   }
@@ -142,7 +142,7 @@ int main(int count, char** arguments) {
       poller.wake();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     });
-    // Descriptors that come and go, whose numbers are used again.
+    // Descriptors are made and closed, and their numbers used again.
     crowd.add(1, [&](auto&) {
       const int fd = eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK);
       const auto alive = std::make_shared<std::atomic<int>>(0);
@@ -159,7 +159,8 @@ int main(int count, char** arguments) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     require(main.served() && other.served(), "no event is lost");
-    // A leader waits until somebody wakes it: for good, from here on.
+    // A leader waits until it is woken. This thread wakes leaders until the
+    // test is over.
     std::atomic<bool> over{false};
     std::thread waker([&] {
       while (!over.load()) {

@@ -1,6 +1,6 @@
-// transport::ucx: two contexts in one process that send to each other, each on
-// an executor of its own, and that stop in the middle of it. No Handler method
-// runs once stop() has returned, and each callback fires once.
+// transport::ucx: two contexts in one process, each on an executor of its own,
+// send to each other and stop amid traffic. No Handler method may run once
+// stop() has returned, and each callback must fire exactly once.
 
 #include "agent/executor.h"
 #include "sanitize/stress.h"
@@ -15,7 +15,7 @@ using namespace torch_rpc_ext::stress;
 using agent::Executor;
 using transport::ucx::UcxContext;
 
-// What UCX does itself is not compiled for the sanitizers.
+// UCX itself is not compiled for the sanitizers.
 extern "C" const char* __tsan_default_options() {
   return "ignore_noninstrumented_modules=1";
 }
@@ -36,7 +36,7 @@ void pause() {
   }
 }
 
-// A worker, as far as the transport can tell.
+// One context with its executor and Handler.
 class Side final : public transport::Handler {
  public:
   explicit Side(const transport::ucx::Options& options) {
@@ -57,7 +57,7 @@ class Side final : public transport::Handler {
     require(inside.load() == 0, "nobody is inside of the Handler");
   }
 
-  // Around each method.
+  // Made at the beginning of each Handler method.
   class Method {
    public:
     explicit Method(Side& side) : side_(side) {
@@ -173,7 +173,7 @@ struct Totals {
   uint64_t slowest = 0; // milliseconds
 };
 
-// One life of two contexts.
+// Makes two contexts, uses them and stops them.
 void live(std::minstd_rand& random, Sent& sent, Totals& totals) {
   const std::string bulk(kBulkBytes, 'b');
   transport::ucx::Options options;
@@ -193,17 +193,21 @@ void live(std::minstd_rand& random, Sent& sent, Totals& totals) {
     for (int i = 0; i < 2; ++i) {
       crowd.add(1, [&, i](auto& choice) {
         if (ends.load() && choice() % 16 != 0) {
-          pause(); // stop() waits long for who connects to one that has stopped
+          // Does not connect: stop() waits long for a connection to a context
+          // that has stopped.
+          pause();
           return;
         }
         const auto connection = contexts[i]->connect(addresses[i], "hello");
         const int count = 1 + static_cast<int>(choice() % 40);
         for (int j = 0; j < count && !connection->closed(); ++j) {
-          // Memory that is lent keeps stop() waiting, for a while.
+          // At the end without bulk: stop() waits a while for memory that is
+          // lent.
           send(connection, bulk, sent, ends.load() ? 1 : choice());
           pause();
         }
-        // What is closed while it opens loses its frames: that, too, at times.
+        // A connection that is closed while it opens loses its frames. So
+        // mostly wait until it is open, but not always.
         const bool waits = choice() % 8 != 0;
         while (waits && !ends.load() &&
                connection->peer() == transport::PeerState::kConnecting) {
@@ -213,7 +217,7 @@ void live(std::minstd_rand& random, Sent& sent, Totals& totals) {
         pause();
       });
     }
-    // Mostly amid traffic, now and then while they connect.
+    // Stop mostly amid traffic, and now and then while the contexts connect.
     const uint64_t least = random() % 8 == 0 ? 0 : 1 + random() % 20;
     for (int i = 0; i < 2000 && (left.frames < least || right.frames < least);
          ++i) {
@@ -227,13 +231,13 @@ void live(std::minstd_rand& random, Sent& sent, Totals& totals) {
         left.stop();
         right.stop();
         break;
-      case 1: { // at once
+      case 1: { // both at the same time
         std::thread other([&] { left.stop(); });
         right.stop();
         other.join();
         break;
       }
-      case 2: { // the same one twice at once
+      case 2: { // one of them twice at the same time
         std::thread other([&] { left.stop(); });
         left.stop();
         other.join();
@@ -268,7 +272,8 @@ void live(std::minstd_rand& random, Sent& sent, Totals& totals) {
 
 } // namespace
 
-// Takes the seconds, and then, if wanted, a word for figures on stdout.
+// Arguments: the seconds to run; optionally any word, to print figures to
+// stdout.
 int main(int count, char** arguments) {
   std::minstd_rand random(1);
   Sent sent;

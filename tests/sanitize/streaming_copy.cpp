@@ -1,4 +1,4 @@
-// base::streamingCopy(): all bytes and no others, wherever they lie.
+// base::streamingCopy(): copies all bytes and no others, at any alignment.
 
 #include "base/streaming_copy.h"
 #include "sanitize/stress.h"
@@ -17,7 +17,8 @@ int main(int count, char** arguments) {
     const size_t size = random() % kMost;
     const size_t fromOffset = random() % kOffsets;
     const size_t toOffset = random() % kOffsets;
-    // To the byte, so that what is read or written beyond the end is seen.
+    // Of exactly this size, so that the sanitizer sees any access beyond the
+    // end.
     std::vector<unsigned char> from(fromOffset + size);
     for (auto& byte : from) {
       byte = static_cast<unsigned char>(random());

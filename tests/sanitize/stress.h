@@ -1,7 +1,8 @@
 #pragma once
 
-// What the stress programs share. Each makes threads do everything that they
-// may do at once; the sanitizers say what is wrong, require() what is lost.
+// What the stress programs share. Each program lets threads do at the same time
+// everything that they may do at the same time. The sanitizers find races and
+// errors of memory; require() finds what was lost.
 
 #include <atomic>
 #include <chrono>
@@ -21,7 +22,7 @@ inline void require(bool holds, const char* what) {
   }
 }
 
-// The seconds that a program is asked to take.
+// The seconds that the program shall run: its first argument.
 inline double seconds(int count, char** arguments) {
   return count > 1 ? std::atof(arguments[1]) : 1;
 }
@@ -49,7 +50,7 @@ class Crowd {
     }
   }
 
-  // Returns how often something was done.
+  // Returns how many times a function was run.
   uint64_t run(double seconds) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
     join();

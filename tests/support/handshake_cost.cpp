@@ -1,5 +1,6 @@
-// What both ends compute to open connections, as connection_handshake.cpp does
-// it: prints us of the CPU per connection, without encryption and with it.
+// Measures what both ends compute to open a connection, with the steps of
+// transport/ucx/connection_handshake.cpp. Prints us of CPU time per connection,
+// without and with encryption.
 
 #include "transport/ucx/handshake.h"
 
@@ -27,7 +28,7 @@ std::string preamble() {
   return bytes;
 }
 
-// Each proof is made by one end and made again by the other, to compare.
+// One end makes the proof; the other end makes it again and compares.
 void prove(const std::string& key, int number, const Transcript& transcript) {
   require(
       crypto::equal(
@@ -63,7 +64,7 @@ void handshake(const std::string& key, bool encrypted) {
 int main() {
   const std::string key = groupKey("a secret of some length");
   for (const bool encrypted : {false, true}) {
-    const std::clock_t start = std::clock(); // of this process, not of the wall
+    const std::clock_t start = std::clock(); // CPU time
     for (int i = 0; i < kConnections; ++i) {
       handshake(key, encrypted);
     }

@@ -1,6 +1,6 @@
-/* For LD_PRELOAD: a process finds the namespaces of every Linux kernel's first process, as all have
- * that are in no container. Two hosts of netns.py then look like two clones of one machine: the same
- * boot id, the same namespaces, and nothing shared. */
+/* For LD_PRELOAD. Makes a process believe that it is in the kernel's initial namespaces, whose inode
+ * numbers are the same on all machines. Two hosts of netns.py then look like two clones of one
+ * machine: the same boot id, the same namespaces, and nothing shared. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -24,18 +24,18 @@ static int disguise(int result, const char* path, struct stat* info) {
   return result;
 }
 
-/* Ours. */
+/* Called by our extension. */
 int stat(const char* path, struct stat* info) {
   int (*real)(const char*, struct stat*) = dlsym(RTLD_NEXT, "stat");
   return disguise(real(path, info), path, info);
 }
 
-/* Python's; the same structure where addresses have 64 bits. */
+/* Called by Python. On 64-bit machines struct stat64 is struct stat. */
 int stat64(const char* path, struct stat64* info) {
   return stat(path, (struct stat*)info);
 }
 
-/* UCX's. */
+/* Called by UCX. */
 ssize_t readlink(const char* path, char* target, size_t size) {
   ssize_t (*real)(const char*, char*, size_t) = dlsym(RTLD_NEXT, "readlink");
   char text[32];

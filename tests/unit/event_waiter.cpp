@@ -1,5 +1,5 @@
-// EventWaiter on a device that is none: its events are complete, or fail, when
-// this program says so.
+// EventWaiter on a fake device, whose events complete or fail when this program
+// says so.
 
 #include "agent/device/event_waiter.h"
 #include "base/boundary.h"
@@ -79,7 +79,7 @@ Events recorded() {
   return events;
 }
 
-// What somebody who waits for a device hears, once.
+// Records what `done` is called with.
 class Answer {
  public:
   EventWaiter::Done take() {
@@ -120,8 +120,8 @@ void withTheErrorOfTheDevice(EventWaiter& waiter) {
   require(error.message == "the device is broken", "text");
 }
 
-// Where there is no memory to go on, those who wait hear that, and others are
-// served as before.
+// An exception becomes the error of the wait that it hit, and other waits go
+// on.
 void withWhatWasThrown(EventWaiter& waiter) {
   Answer first;
   Answer second;
@@ -133,7 +133,7 @@ void withWhatWasThrown(EventWaiter& waiter) {
   require(!second.get(), "the next one");
 }
 
-// What throws in the middle is told so, and may go on with that.
+// A `done` that throws is called once more, with the error.
 void onceMore(EventWaiter& waiter) {
   Answer answer;
   auto done = answer.take();

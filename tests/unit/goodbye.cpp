@@ -1,5 +1,5 @@
-// A context that stops amid a handshake says goodbye: the other end has its
-// answer already, and takes the connection for open.
+// A context that stops during a handshake says goodbye: the other end may have
+// its answer already, and take the connection for open.
 
 #include "agent/executor.h"
 #include "transport/ucx/context.h"
@@ -47,7 +47,7 @@ class Side final : public transport::Handler {
       const std::string& /*hello*/) override {
     return {};
   }
-  // The answer is here, and the confirmation has not left.
+  // Called when the answer has arrived and the confirmation is not sent yet.
   base::Error onConnected(
       const transport::ConnectionPtr& /*connection*/,
       const std::string& /*hello*/) override {

@@ -1,5 +1,5 @@
-// Group alone, over a transport that is none: its connections open, end and die
-// when this program says so.
+// Group alone, over a fake transport, whose connections open, end and die when
+// this program says so.
 
 #include "agent/group.h"
 #include "agent/hello.h"
@@ -58,8 +58,8 @@ class FakeContext final : public transport::Context {
   std::shared_ptr<FakeConnection> last;
 };
 
-// Runs nothing: what Group releases belongs to torch's agent, and there is
-// none.
+// Drops all tasks: they release objects of torch's agent, and there is no agent
+// here.
 class Queue final : public base::TaskRunner {
  public:
   void submit(base::TaskPtr task) override {
@@ -68,7 +68,8 @@ class Queue final : public base::TaskRunner {
   std::vector<base::TaskPtr> tasks;
 };
 
-// A group of "a", which is this worker, and "b", and what its listeners heard.
+// A group of "a", which is this worker, and "b", and what its listeners were
+// told.
 struct Fixture {
   std::shared_ptr<FakeContext> remote = std::make_shared<FakeContext>();
   std::shared_ptr<FakeContext> loopback = std::make_shared<FakeContext>();
@@ -101,7 +102,7 @@ struct Fixture {
     const auto event = group.events().next(std::chrono::milliseconds(0));
     return event ? event->kind : WorkerEvents::Kind::kEnded;
   }
-  // "b" connects, in its life `life`.
+  // "b" connects in its life `life`.
   std::shared_ptr<FakeConnection> accept(uint32_t life, base::Error& error) {
     const auto connection = std::make_shared<FakeConnection>();
     error = group.onAccept(

@@ -7,15 +7,16 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// A tensor over a part of a storage, on the host or on a device. Offset and
-// size are bytes, multiples of an element's.
+// A 1-D tensor over a part of a storage, on the host or on a device. Offset and
+// size are in bytes, and multiples of the element's size.
 at::Tensor viewOf(
     const c10::Storage& storage,
     size_t offset,
     size_t size,
     c10::ScalarType dtype);
 
-// The same with any sizes and strides, in elements.
+// A tensor with any sizes and strides, which are in elements. The offset is in
+// bytes.
 at::Tensor viewOf(
     const c10::Storage& storage,
     size_t offset,

@@ -26,7 +26,8 @@ base::Error stoppedError() {
       "this worker shut down before a tensor had left its device"};
 }
 
-// Nothing while one of them is not complete.
+// std::nullopt while an event is not complete; then success, or the error that
+// the device reports.
 std::optional<base::Error> outcome(const Events& events) {
   try {
     for (const c10::Event& event : events) {

@@ -11,16 +11,16 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Runs something once events of devices are complete. One thread asks all
-// events, and sleeps in between: at first for as long as a small copy takes,
-// then longer. The thread exists from the first event on.
+// Runs callbacks once events of devices are complete. One thread queries all
+// events and sleeps in between: at first for as long as a small copy takes,
+// then longer. The thread starts with the first event.
 //
-// Owns: the events and what waits for them.
+// Owns: the events, their callbacks and the thread.
 // Thread: any.
 class EventWaiter {
  public:
-  // Gets the error that a device reports instead. Must not block. If it
-  // throws, it is called once more, with what was thrown.
+  // Gets the error if a device reports one instead of completing the events.
+  // Must not block. If it throws, it is called once more with that error.
   using Done = std::function<void(const base::Error&)>;
 
   EventWaiter() = default;
@@ -32,7 +32,8 @@ class EventWaiter {
   // with kShutDown.
   void whenComplete(Events events, Done done);
 
-  // Gives what is under way a little time; then everything else gets kShutDown.
+  // Gives events that are not complete a little time, then calls their `done`
+  // with kShutDown. Ends the thread.
   void stop();
 
  private:

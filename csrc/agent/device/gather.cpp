@@ -29,7 +29,7 @@ cuda::Cast castOf(WireDtype dtype, Direction direction) {
   return cuda::Cast::kNone;
 }
 
-// Those that are runs of bytes.
+// The slices of this dtype that are runs of bytes, without scattered elements.
 std::vector<Slice> ofDtype(const std::vector<Slice>& slices, WireDtype dtype) {
   std::vector<Slice> some;
   for (const Slice& slice : slices) {
@@ -52,7 +52,7 @@ bool launch(
   for (const Slice& slice : slices) {
     const cuda::Address address = slice.address();
     if (slice.narrowed() && address % sizeof(float) != 0) {
-      return false; // no memory of torch's allocator
+      return false; // not aligned: not memory of torch's allocator
     }
     const uint64_t elements =
         slice.narrowed() ? slice.bytes / sizeof(float) : slice.bytes;
@@ -121,7 +121,8 @@ cuda::Layout layoutOf(
   return layout;
 }
 
-// One that is scattered, into the block: without a temporary in between.
+// Copies a region with scattered elements into the block, without a temporary
+// tensor.
 void pack(const Slice& slice, const c10::Storage& block, Launcher* launcher) {
   const Scattered& from = *slice.scattered;
   const c10::ScalarType dtype =

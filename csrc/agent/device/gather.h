@@ -11,40 +11,42 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Many storages of one device and one block of bytes there, back and forth: by
-// one launch of a kernel for each dtype, or by torch in a few; elements that
-// are scattered take one each. Queued on the current stream; both may throw
+// Copies many regions of one device into one block of bytes on it (gather), and
+// back (scatter). Takes one kernel launch for each dtype, or a few launches of
+// torch's own kernels, and one more for each region with scattered elements.
+// Both functions queue their work on the current stream and may throw
 // c10::Error.
 
-// Fewer are copied one by one.
+// Fewer regions than this are copied one by one.
 inline constexpr size_t kMinGathered = 4;
 
-// A region's begin in the block, where it has this dtype; multiples of 16 so
-// that every element is aligned.
+// A region and its place in the block.
 struct Slice : Region {
+  // In the block. A multiple of 16, so that elements of any dtype are aligned.
   size_t offset = 0;
-  wire::WireDtype dtype = wire::WireDtype::kFloat32;
+  wire::WireDtype dtype = wire::WireDtype::kFloat32; // in the block
 
   bool narrowed() const {
     return dtype != wire::WireDtype::kFloat32;
   }
-  size_t size() const { // in the block
+  size_t size() const { // bytes in the block
     return bytes / wire::widening(dtype);
   }
 };
 
-// Where the next slice begins after one that ends at `end`.
+// The offset of the slice that follows a slice that ends at `end`.
 constexpr size_t aligned(size_t end) {
   return (end + 15) / 16 * 16;
 }
 
-// Copies all regions into their places in `block`. `launcher` may be null, and
-// the block is on another device only if torch is to copy.
+// Copies all regions to their places in `block`. Without a launcher torch
+// copies, and then the block may be on another device than the regions.
 void gather(
     const std::vector<Slice>& slices,
     const c10::Storage& block,
     Launcher* launcher);
-// The other way, to whole storages.
+// Copies from `block` to the slices' storages. Each slice must be a whole
+// storage.
 void scatter(
     const c10::Storage& block,
     const std::vector<Slice>& slices,

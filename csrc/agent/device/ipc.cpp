@@ -72,7 +72,7 @@ Ipc::Ipc(bool isEnabled, Links links)
 
 // ---- peers -----------------------------------------------------------------
 
-// Under the lock. Null for a former life.
+// The caller has locked mutex_. Null if `peer` is a former life of the worker.
 Ipc::Known* Ipc::find(const PeerLife& peer) {
   const auto found = known_.find(peer.name);
   if (found != known_.end() && found->second.life == peer.life) {
@@ -117,7 +117,7 @@ void Ipc::gone(const std::string& worker, bool hasEnded) {
   }
 }
 
-// Under the lock; the only place where a state changes.
+// The caller has locked mutex_. No other function changes a state.
 void Ipc::setState(Known& known, IpcState state) {
   const IpcState before = std::exchange(known.state, state);
   const std::string reasons = reasonsOf(known.why);
@@ -234,7 +234,7 @@ void Ipc::settle(const PeerLife& peer, const IpcVerdict& verdict) {
   std::lock_guard lock(mutex_);
   Known* const known = find(peer);
   if (known == nullptr || known->state == IpcState::kUnknown) {
-    return; // nobody has asked
+    return; // a verdict without an offer
   }
   for (const auto& device : verdict.devices) {
     if (device.kind == Kind::kWorks) {
@@ -375,7 +375,8 @@ Error Ipc::onMessage(
       if (!token.ok()) {
         return token.error();
       }
-      parcels_->release(token.value(), peer.name); // or it is gone already
+      // Fails if the parcel is gone already, which is no error of the peer.
+      parcels_->release(token.value(), peer.name);
       return {};
     }
   }

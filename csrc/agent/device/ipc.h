@@ -26,12 +26,12 @@ namespace torch_rpc_ext::agent::device {
 // The messages of ipc_wire.h.
 enum class IpcMessage : uint8_t { kOffer = 0, kVerdict, kReleased };
 
-// Whether a worker reads from the devices here.
+// Whether another worker can read from this worker's devices.
 enum class IpcState : uint8_t {
-  kUnknown, // nothing was sent to it yet
-  kOffered, // it tries
-  kWorks, // from some of them at least
-  kStaged, // from none
+  kUnknown, // no offer was sent to that worker yet
+  kOffered, // that worker is trying to read
+  kWorks, // that worker can read from at least one device
+  kStaged, // that worker can read from none: tensors to it are staged
 };
 const char* toString(IpcState state);
 
@@ -40,65 +40,70 @@ struct IpcPeer {
   std::string name;
   uint32_t life = 0;
   cuda::PeerKey key = 0;
-  // What it has told of itself; null before its offer.
+  // From the worker's offer; null before that has come.
   std::shared_ptr<const cuda::Identity> identity;
 };
 
-// CUDA IPC with all workers of this host. Before the first tensor goes to a
-// worker, that one has tried to read from the devices here; until it has said
-// that it can, and where it cannot, tensors are staged.
+// CUDA IPC with all workers of this host. The sender first offers the receiver
+// to try reading from its devices. Tensors are staged until the receiver has
+// said that this works, and from devices for which it does not.
 //
-//   sender                                receiver
-//   kOffer: who I am, what to try   ->    compares, tries
-//                                   <-    kVerdict: for each device
-//   frame with a note (IpcNote)     ->    copies (IpcReceiving)
-//                                   <-    kReleased: let go of it
+//   sender                                       receiver
+//   kOffer: my identity, and trials        ->    compares, tries to read
+//                                          <-    kVerdict: for each device
+//   a frame with a note (IpcNote)          ->    copies (IpcReceiving)
+//                                          <-    kReleased: the copy is over
 //
-// Owns: the driver, trials, what is known of peers, what peers are copying.
+// Owns: the driver, the trials, what is known about peers, and the parcels that
+//   peers are copying.
 // Thread: any.
-// Outlives: all ways that it gives; they hold it by shared_ptr. stop() detaches
-//   it from the agent.
+// Outlives: all ReceivingWays that it gives; they hold it by shared_ptr. stop()
+//   detaches it from the agent.
 class Ipc : public std::enable_shared_from_this<Ipc> {
  public:
-  // What it needs of the agent.
+  // What Ipc uses of the agent.
   struct Links {
+    // Sends a message to a peer.
     std::function<
         void(const transport::ConnectionPtr&, IpcMessage, std::vector<char>)>
         tell;
-    // Later, on a thread that may wait some milliseconds.
+    // Runs a task later, on a thread that may be blocked for some milliseconds.
     std::function<void(std::function<void()>)> run;
     EventWaiter* events = nullptr;
     Launcher* launcher = nullptr;
-    // Whether RPC uses devices here. Where it does not, no context is made.
+    // Whether RPC uses CUDA devices in this process. If not, Ipc must not
+    // create a CUDA context.
     std::function<bool()> hasDevices;
   };
 
   Ipc(bool isEnabled, Links links);
 
-  // The way for tensors to a worker; null while, and where, there is none.
+  // The way for tensors to a worker; null if the worker cannot read from here,
+  // or has not said yet that it can.
   std::shared_ptr<SendingWay> to(
       const transport::ConnectionPtr& connection,
       const PeerLife& peer,
       Devices devices);
-  // The way for the tensors of a message with this note; null if it is none of
-  // ours.
+  // The way for the tensors of a message that came with this note; null if the
+  // note is not one of CUDA IPC.
   std::shared_ptr<ReceivingWay> from(
       const transport::ConnectionPtr& connection,
       const PeerLife& peer,
       base::ConstSpan note);
-  // Fails with kInvalid.
+  // A message of CUDA IPC from a peer. Fails with kInvalid if it is malformed.
   base::Error onMessage(
       const transport::ConnectionPtr& connection,
       const PeerLife& peer,
       IpcMessage kind,
       base::ConstSpan payload);
-  // The worker cannot be reached any more; if it has `ended` it does not copy
-  // any more either.
+  // The worker cannot be reached any more. `hasEnded`: its process has ended,
+  // so it does not copy from here any more.
   void gone(const std::string& worker, bool hasEnded);
 
-  // Closes what has not been read from for so long, which may wait.
+  // Unmaps peers' memory that was not read from for `age` or longer. May wait
+  // for devices.
   void trim(std::chrono::steady_clock::duration age);
-  // Waits until no worker that can be reached copies from here.
+  // Waits until no reachable worker copies from here. False at the deadline.
   bool waitUntilReleased(
       std::chrono::steady_clock::time_point deadline,
       const std::function<void()>& between = [] {}) {
@@ -107,12 +112,13 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   size_t awaited() const {
     return parcels_->awaited();
   }
-  // Nothing is told or run after it.
+  // After this, Ipc sends no message. Does not wait for calls under way.
   void stop() {
     stopped_.store(true);
   }
 
-  // How tensors go to a worker, and why not better; empty if nothing is known.
+  // Which way tensors go to a worker, and why no better way is used. Both are
+  // empty for an unknown worker.
   struct Description {
     std::string way;
     std::string why;
@@ -121,8 +127,8 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   struct Stats {
     uint64_t bytesSent = 0;
     uint64_t bytesReceived = 0;
-    size_t held = 0; // messages that are being copied from here
-    size_t open = 0; // allocations of others that are open here
+    size_t held = 0; // messages that peers are copying from here
+    size_t open = 0; // allocations of peers that are mapped here
   };
   Stats stats() const;
 
@@ -149,9 +155,9 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   struct Known : IpcPeer {
     IpcState state = IpcState::kUnknown;
     std::weak_ptr<transport::Connection> offeredOn;
-    std::set<int> works; // the devices here that it can read
-    std::map<int, std::string> why; // of the others
-    bool isHindered = false; // somebody could do something about it
+    std::set<int> works; // own devices that the peer can read from
+    std::map<int, std::string> why; // own device -> why the peer cannot read it
+    bool isHindered = false; // a user could change what prevents it
     std::shared_ptr<SendingWay> way;
   };
 

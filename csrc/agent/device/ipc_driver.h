@@ -18,7 +18,7 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The CUDA driver and what is used of it for CUDA IPC.
+// The CUDA driver, and the objects that do CUDA IPC with it.
 // Thread: any.
 struct IpcDriver {
   explicit IpcDriver(std::shared_ptr<cuda::Driver> loaded)
@@ -37,16 +37,16 @@ struct IpcDriver {
   cuda::EventImporter peerEvents;
 };
 
-// Loads the driver at its first use, and makes what peers try to read.
+// Loads the driver at its first use, and makes the trials for peers.
 // Owns: both.
 // Thread: any.
 class IpcLoader {
  public:
-  // The same answer each time.
+  // Tries only once: a later call returns the same result.
   base::Result<std::shared_ptr<IpcDriver>> load();
   // Null before load().
   std::shared_ptr<IpcDriver> loaded() const;
-  // One for each device, for all peers: it stays in their caches.
+  // The trial of a device. All peers get the same one, and may keep it mapped.
   base::Result<IpcOffer::Trial> trial(IpcDriver& driver, int device);
 
  private:
@@ -55,15 +55,15 @@ class IpcLoader {
     uint64_t nonce = 0;
   };
 
-  std::mutex workMutex_; // held for as long as the driver takes
+  std::mutex workMutex_; // held during slow calls of the driver
   bool isLoaded_ = false;
-  base::Error why_; // why there is none
+  base::Error why_; // why there is no driver
   std::map<int, OwnTrial> trials_; // by device
   mutable std::mutex mutex_;
   std::shared_ptr<IpcDriver> driver_;
 };
 
-// What the driver knows a stream of torch's as.
+// The driver's handle of a torch stream.
 inline base::Result<cuda::StreamHandle> handleOf(const c10::Stream& stream) {
   const auto handle = compat::nativeHandle(stream);
   if (!handle) {

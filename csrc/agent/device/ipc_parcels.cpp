@@ -23,7 +23,7 @@ class IpcParcels::Ticket final : public Parcel {
   }
 
   void sent(const base::Error& error) override {
-    // A connection that is lost may have delivered it before.
+    // A connection that broke may have delivered the frame before.
     mayBeThere_ = !error || error.kind == base::ErrorKind::kPeerLost;
   }
 
@@ -48,7 +48,7 @@ IpcParcels::hold(uint64_t token, const std::string& receiver, Content content) {
 }
 
 bool IpcParcels::release(uint64_t token, const std::string& receiver) {
-  Held freed; // its storages die without the lock
+  Held freed; // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   const auto found = held_.find(token);
   if (found == held_.end() || found->second.receiver != receiver) {

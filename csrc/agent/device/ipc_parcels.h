@@ -17,8 +17,8 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// What receivers are copying out of this process by CUDA IPC: held until they
-// say that they have it, or are dead.
+// Holds what receivers are copying out of this process by CUDA IPC, until they
+// say that their copies are over, or are dead.
 //
 // Owns: the storages and events.
 // Thread: any.
@@ -29,25 +29,27 @@ class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
     std::vector<cuda::EventPool::Recorded> events;
   };
 
-  // A number for what is to be held, once it is known.
+  // A number for a content that hold() will get later.
   uint64_t newToken();
 
-  // Holds it from now on; lets go by itself when the frame cannot be sent.
+  // Holds the content from now on. It is released when the returned parcel dies
+  // and its frame cannot have reached the receiver.
   std::shared_ptr<Parcel>
   hold(uint64_t token, const std::string& receiver, Content content);
 
-  // False for a token that is not this receiver's.
+  // False if the receiver has no content with this token.
   bool release(uint64_t token, const std::string& receiver);
-  // All of a receiver that is no more.
+  // The receiver's process has ended: releases all its contents.
   void releaseAll(const std::string& receiver);
-  // Nobody hears of this receiver any more, but it may still copy.
+  // The receiver cannot be reached any more, but may still copy: keeps its
+  // contents, but does not expect that they are released.
   void abandon(const std::string& receiver);
 
-  // Parcels whose receivers are expected to say that they have copied them.
+  // The number of contents that are held and not abandoned.
   size_t awaited() const;
   size_t held() const;
-  // Waits for those; `between` runs every 100 ms and may throw. False at the
-  // deadline.
+  // Waits until awaited() is 0. `between` runs about every 100 ms and may
+  // throw. False at the deadline.
   bool waitUntilReleased(
       std::chrono::steady_clock::time_point deadline,
       const std::function<void()>& between);

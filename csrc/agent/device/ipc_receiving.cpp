@@ -24,8 +24,8 @@ cuda::Address addressOf(const c10::Storage& storage) {
 
 } // namespace
 
-// What is being copied, and to where. When it dies, after an error too, all of
-// it is held until what was queued is over.
+// What is being copied, and to which devices. When it dies, also after an
+// error, the EventWaiter holds the mappings until the queued copies are over.
 class IpcReceiving::Copies {
  public:
   Copies(
@@ -49,11 +49,11 @@ class IpcReceiving::Copies {
            mappings = std::move(mappings_),
            ofSums = std::move(ofSums_)](const Error&) {});
     } catch (const std::exception&) {
-      // The device is lost, and nothing copies any more.
+      // The device has failed, so no copy is running any more.
     }
   }
 
-  // Lets the current stream of a device wait for the sender's.
+  // Makes the current stream of a device wait for the sender's streams.
   Error
   order(const IpcNote& note, const IpcPeer& peer, const c10::Device& target) {
     if (std::find(targets_.begin(), targets_.end(), target) != targets_.end()) {
@@ -81,7 +81,8 @@ class IpcReceiving::Copies {
     return {};
   }
 
-  // On the current stream of `device`; `to` is there, or in pinned memory.
+  // Queues a copy on the current stream of `device`. `to` is on that device, or
+  // in pinned memory.
   Error copy(
       const c10::Device& device,
       cuda::Address to,
@@ -100,7 +101,7 @@ class IpcReceiving::Copies {
         stream.value());
   }
 
-  // The index here of a device of the peer.
+  // This process's index of the peer's device.
   Result<int> gpuOf(const IpcPeer& peer, uint8_t device) const {
     const auto& gpus = peer.identity->gpus;
     const auto found = device < gpus.size()
@@ -135,7 +136,8 @@ class IpcReceiving::Copies {
   const c10::impl::VirtualGuardImpl impl_{kType};
   std::vector<c10::Device> targets_;
   std::vector<MappingPtr> mappings_; // one for each run
-  std::vector<MappingPtr> ofSums_; // as well; null without a checksum
+  // Where the checksums are: one for each run, null without a checksum.
+  std::vector<MappingPtr> ofSums_;
 };
 
 IpcReceiving::IpcReceiving(
@@ -193,8 +195,8 @@ Error IpcReceiving::openAll(const IpcNote& note, Copies& copies) {
   return {};
 }
 
-// The checksums of a run, as the sender's device and this one have computed
-// them. Nothing where no kernel can be launched.
+// The checksums of all runs, from the sender's devices and from this process's.
+// Runs for which no kernel can be launched have none.
 class IpcReceiving::RunSums {
  public:
   RunSums(const IpcNote& note, Launcher* launcher)

@@ -15,11 +15,12 @@ namespace torch_rpc_ext::agent::device {
 class Ipc;
 struct IpcPeer;
 
-// Copies the tensors of one message out of the devices of the worker that sent
-// it. The sender is told when this dies: after the copies, or when the message
-// is dropped.
+// Copies the tensors of one message from the devices of the worker that sent
+// it. The destructor tells the sender to release them. It runs after the
+// copies, or when the message is dropped.
 //
-// Owns: the mappings that are copied from, by what waits for the copies.
+// Owns: itself and the mappings that are copied from, through the EventWaiter's
+//   callback, until the copies are over.
 class IpcReceiving final : public ReceivingWay,
                            public std::enable_shared_from_this<IpcReceiving> {
  public:

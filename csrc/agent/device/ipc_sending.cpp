@@ -15,7 +15,8 @@ namespace torch_rpc_ext::agent::device {
 using base::Error;
 
 bool IpcSending::takes(const Departing& departing) const {
-  // Memory that nobody frees may be of somebody who frees it after the call.
+  // A storage without a deleter refers to memory that its owner may free right
+  // after the call (from_blob), so it cannot be held until the peer has copied.
   return departing.entry->place != wire::kHostPlace && !departing.isChecked &&
       departing.bytes != 0 &&
       departing.storage.data_ptr().get_deleter() != nullptr &&
@@ -85,7 +86,8 @@ void IpcSending::addBlock(
     return;
   }
   gather(slices, block, launcher_);
-  // They are not held any longer than the call needs them: the block is.
+  // The caller may free the slices' storages right after the call. So torch's
+  // allocator must not reuse their memory until the gather is over.
   const c10::impl::VirtualGuardImpl impl(kType);
   for (const Slice& slice : slices) {
     impl.recordDataPtrOnStream(
@@ -96,7 +98,7 @@ void IpcSending::addBlock(
 
 std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
   std::vector<Run> runs;
-  // By device, here and there.
+  // By device of this worker and place at the receiver.
   std::map<std::pair<int, wire::DevicePlace>, std::vector<size_t>> small;
   for (size_t i = 0; i < storages.size(); ++i) {
     const Departing& departing = storages[i];
@@ -115,7 +117,8 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
   return runs;
 }
 
-// Checksums of all runs, on their devices, where kernels can be launched.
+// Queues the checksums of all runs on their devices, where kernels can be
+// launched.
 void IpcSending::addSums(std::vector<Run>& runs, IpcParcels::Content& content) {
   std::map<int, c10::Storage> blocks;
   for (size_t i = 0; i < runs.size(); ++i) {
@@ -186,7 +189,7 @@ Error IpcSending::depart(
       isTaken[index] = true;
     }
   }
-  // Their numbers among those that travel beside the frame.
+  // Each storage's number among the storages beside the frame.
   std::vector<uint32_t> numbers(storages.size());
   uint32_t next = 0;
   uint64_t bytes = 0;

@@ -16,14 +16,15 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Leaves tensors where they are, for one peer to copy them by CUDA IPC. Small
-// ones are gathered into one block, so that hundreds need one handle and one
-// copy, and float32 is cast if it is to travel as a narrower dtype. Checksums
-// are computed by the device, into memory that the peer reads too. The frame
-// need not wait for the devices: the peer's streams do. What cannot be exported
-// is staged.
+// Sends tensors to one peer by CUDA IPC: leaves them where they are, and tells
+// the peer where to copy them from. Small tensors are gathered into one block,
+// so that hundreds of them need one handle and one copy. If float32 is to
+// travel as a narrower dtype, it is cast into a block too. Devices compute the
+// checksums, into memory that the peer also reads. The frame need not wait for
+// the devices, because the peer's streams do. Memory that cannot be exported is
+// staged.
 //
-// Owns: nothing; what departs belongs to the parcels.
+// Owns: nothing; the IpcParcels own what departs.
 class IpcSending final : public SendingWay {
  public:
   IpcSending(
@@ -47,10 +48,11 @@ class IpcSending final : public SendingWay {
       Departure& departure) override;
 
  private:
-  // Some of the storages, to be copied together.
+  // Storages that the peer copies together.
   struct Run {
-    std::vector<size_t> members; // indices
-    Region region; // theirs if it is one as it is, else a block
+    std::vector<size_t> members; // their indices
+    Region
+        region; // the member itself if it is alone and unchanged, else a block
     cuda::MemoryExport memory;
     std::optional<cuda::MemoryExport> sum = std::nullopt;
   };
@@ -79,7 +81,7 @@ class IpcSending final : public SendingWay {
   const std::shared_ptr<IpcParcels> parcels_;
   const std::shared_ptr<std::atomic<uint64_t>> bytesSent_;
   const std::string receiver_;
-  const std::set<int> devices_; // those that the receiver can read
+  const std::set<int> devices_; // from which the receiver can read
   Launcher* const launcher_; // the agent's
   std::atomic<bool> logged_{false};
 };

@@ -27,7 +27,8 @@ constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes + 1;
 constexpr size_t kTrialBytes = 1 + 8 + cuda::MemoryExport::kWireBytes;
 constexpr size_t kMaxWhyBytes = 400;
 
-// Fails if there are more than there can be, so that nobody allocates for them.
+// Fails if `count` is more than possible. To be called before anything is
+// allocated for them.
 Error checkCount(const char* what, uint64_t count, uint64_t most) {
   if (count <= most) {
     return {};
@@ -46,7 +47,7 @@ bool atEnd(const ByteReader& reader) {
   return !reader.failed() && reader.remaining() == 0;
 }
 
-// Where the next storage of a run begins, as in gather.h.
+// Where the storage begins that follows one that ends at `end`, as in gather.h.
 uint64_t aligned(uint64_t end) {
   constexpr uint64_t kTo = cuda::kBlockAlignment;
   return (end + kTo - 1) / kTo * kTo;
@@ -93,7 +94,7 @@ Result<IpcNote::Run> readRun(
   if (auto error = checkCount("storages of a run", count, sizes.size())) {
     return error;
   }
-  // Keeps the sum below from overflowing.
+  // With this limit the sum of sizes below cannot overflow.
   if (auto error = checkCount(
           "bytes of a run", run.memory.bytes, wire::kMaxStorageBytes)) {
     return error;

@@ -12,27 +12,30 @@
 #include <string>
 #include <vector>
 
-// What two workers of a host say to each other about CUDA IPC: the note of a
-// frame (wire/call_frame.h), and messages of their own. Integers as in the call
-// frame; all reads are bounded and fail with kInvalid.
+// The wire format of CUDA IPC between two workers of a host: the note of a
+// frame (wire/call_frame.h), and separate messages. Integers are little-endian
+// and unaligned. All reads are bounded, and fail with kInvalid.
 namespace torch_rpc_ext::agent::device {
 
-// kInvalid: the peer said something about CUDA IPC that cannot be true.
+// A kInvalid error: the peer sent bytes about CUDA IPC that cannot be right.
 base::Error invalidIpc(const std::string& text);
 
-// The note: where the tensors beside the frame are, and from when on.
+// The note tells where the tensors beside the frame are, and which events the
+// receiver must wait for before it reads them.
 //
-//   8      token         names what the sender holds until it is released
+//   8      token         names what the sender holds until kReleased comes
 //   4      events        number of events
 //   65 n   events        device of the sender (1), handle
 //   4      runs          number of runs
-//   var    runs          device of the sender (1); number of storages n (4), 1
-//                        or more; cuda::MemoryExport of their bytes; n times
-//                        the number of a storage (4) among those of the frame
-//                        that travel beside it; whether there is a checksum
-//                        (1), and then cuda::MemoryExport of where its 8 bytes
-//                        will be. Several storages follow each other, each from
-//                        a multiple of 16 bytes on.
+//   var    runs          of each run:
+//                        device of the sender (1)
+//                        number of storages n (4), at least 1
+//                        cuda::MemoryExport of the storages' bytes: one storage
+//                        after the other, each at a multiple of 16 bytes
+//                        n times the number of a storage (4), counted among the
+//                        storages beside the frame
+//                        whether there is a checksum (1), and if so
+//                        cuda::MemoryExport of where its 8 bytes will be
 struct IpcNote {
   struct Event {
     uint8_t device = 0;
@@ -50,16 +53,17 @@ struct IpcNote {
   std::vector<Run> runs;
 
   base::Buffer write() const;
-  // `sizes`: of the storages beside the frame. After it each of them is in one
-  // run, and each run has as many bytes as its storages need.
+  // `sizes` are those of the storages beside the frame. Checks that each of
+  // these storages is in exactly one run, and that each run has as many bytes
+  // as its storages need.
   static base::Result<IpcNote> read(
       base::ConstSpan bytes,
       std::span<const uint64_t> sizes);
-  // Of a note that may be anything.
+  // Only the token, of a note that may be malformed.
   static base::Result<uint64_t> tokenOf(base::ConstSpan bytes);
 };
 
-// "This is me; try to read from my devices."
+// kOffer: the sender's identity, and what the receiver shall try to read.
 struct IpcOffer {
   struct Trial {
     uint8_t device = 0;
@@ -74,12 +78,14 @@ struct IpcOffer {
   static base::Result<IpcOffer> read(base::ConstSpan bytes);
 };
 
-// The answer to an offer, and later on that it does not work any more.
+// kVerdict: the answer to an offer. May come again later, for a device from
+// which reading does not work any more.
 struct IpcVerdict {
-  // Whether somebody could do something about it.
+  // kNatural: it cannot work between these workers, so nothing is wrong.
+  // kHindered: a user could change what prevents it.
   enum class Kind : uint8_t { kWorks = 0, kNatural = 1, kHindered = 2 };
   struct Device {
-    uint8_t device = 0; // of the worker that offered
+    uint8_t device = 0; // of the worker that made the offer
     Kind kind = Kind::kWorks;
     std::string why; // printable; empty if it works
   };
@@ -90,7 +96,7 @@ struct IpcVerdict {
   static base::Result<IpcVerdict> read(base::ConstSpan bytes);
 };
 
-// "I have copied it."
+// kReleased: the receiver's copies are over.
 std::vector<char> writeReleased(uint64_t token);
 base::Result<uint64_t> readReleased(base::ConstSpan bytes);
 

@@ -14,32 +14,33 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The bulk of one message that goes to devices: what is there, in pinned
-// memory, is copied while the rest is still on its way.
+// Copies the bulk of one message from pinned memory to devices, each part as it
+// arrives, while the rest is still on its way.
 //
 // Owns: the memory on the devices, until take().
-// Thread: any, but add(), which comes first.
+// Thread: any. But all add() must come first, on one thread.
 class Landing {
  public:
-  // Copies are queued on `streams`; `count` is one higher while it lives.
+  // Copies are queued on `streams`. `count` is the number of Landings that
+  // live.
   Landing(Streams streams, std::shared_ptr<std::atomic<int>> count);
   ~Landing();
   Landing(const Landing&) = delete;
   Landing& operator=(const Landing&) = delete;
 
-  // `host` is for `device`. Does nothing where there is no memory for it: that
-  // is for the one to say who needs it.
+  // The bytes that arrive in `host` are for `device`. Does nothing if the
+  // device has no memory for them: take() then returns an empty storage.
   void add(const c10::Storage& host, c10::Device device);
   bool empty() const {
     return places_.empty();
   }
 
-  // A part of a `host` is there.
+  // A part of a `host` has arrived.
   void arrived(base::MutableSpan part);
 
-  // What `host` has become on its device, for the streams, when all of it has
-  // arrived; empty if there was no memory for it, or a copy failed. Queues what
-  // is left to copy, and may throw c10::Error.
+  // To be called when all of `host` has arrived: queues what is left to copy,
+  // and returns the storage on the device, for use on the streams. Empty if the
+  // device had no memory, or a copy failed. May throw c10::Error.
   c10::Storage take(const c10::Storage& host);
 
  private:

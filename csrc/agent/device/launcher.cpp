@@ -29,7 +29,7 @@ void logChoice(
     base::log(base::LogLevel::kInfo, what + " is launched");
     return;
   }
-  // That numba-cuda is not installed is the user's choice.
+  // Not to install numba-cuda is the user's choice, so no warning for that.
   base::log(
       why.kind == base::ErrorKind::kUnsupported ? base::LogLevel::kDebug
                                                 : base::LogLevel::kWarning,
@@ -47,8 +47,8 @@ bool Launcher::segments(
     return false;
   }
   const auto stream = currentHandle(device);
-  // No memory for its table now, say: torch may have some, or says what is
-  // wrong with the device.
+  // After an error here torch does the work: torch may have the memory that was
+  // lacking here, or raises an error that says what is wrong with the device.
   return stream && !kernels->segments(device.index(), *stream, runs, cast);
 }
 
@@ -101,7 +101,8 @@ cuda::Kernels* Launcher::kernelsFor(
       return known->second ? kernels_.get() : nullptr;
     }
   }
-  // Without the lock, for it takes the GIL. Two threads may do it at once.
+  // Not under the mutex, because find() takes the GIL. Two threads may do this
+  // at once.
   const bool usable = find(device, kernel);
   std::lock_guard lock(mutex_);
   usable_.emplace(key, usable);

@@ -15,50 +15,52 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The kernels of torch_rpc_ext/kernels on the current streams, where they can
-// be launched: a real device, its driver, numba-cuda. Whether they can is found
-// out at the first use of a device and kernel, and logged then. Nothing waits
-// for a device; that first use takes the GIL, and may take seconds to compile.
+// Launches the kernels of torch_rpc_ext/kernels on the current streams. That
+// needs a real device, its driver and numba-cuda; whether they are there is
+// found out, and logged, at the first use of a kernel on a device. The first
+// use takes the GIL, and may take seconds to compile. Nothing waits for a
+// device.
 //
-// Owns: the driver and what it has loaded.
-// Thread: any, without locks held.
+// Owns: the driver, and the kernels that it has loaded.
+// Thread: any that holds no lock.
 class Launcher {
  public:
-  // Before the first use; without it torch has to do all.
+  // To be called before the first use. Without a source no kernel is launched.
   void setSource(cuda::PtxSource source) {
     source_ = std::move(source);
   }
 
-  // Copies or casts all runs, which are on `device`, by one launch. False where
-  // torch has to.
+  // Copies or casts all runs, which are on `device`. False if torch has to do
+  // it.
   bool segments(
       c10::Device device,
       std::span<const cuda::Segment> runs,
       cuda::Cast cast);
 
-  // Copies or casts between two layouts on `device` by one launch. False where
-  // torch has to.
+  // Copies or casts between two layouts on `device`, by one launch. False if
+  // torch has to do it.
   bool strided(
       c10::Device device,
       const cuda::Layout& source,
       const cuda::Layout& destination,
       cuda::Cast cast);
 
-  // Writes the checksum of bytes of a device to the eight bytes at `sum`, there
-  // or in pinned memory. False where somebody else has to.
+  // Writes the checksum of a region's bytes to the eight bytes at `sum`, which
+  // are on the region's device or in pinned memory. False if no kernel can be
+  // launched.
   bool checksum(const Region& region, cuda::Address sum);
-  // Whether that kernel can be launched there.
+  // Whether the kernel for checksums can be launched on `device`.
   bool hasChecksum(c10::Device device);
 
  private:
-  // Null where it cannot be launched.
+  // Null if this kernel cannot be launched on this device.
   cuda::Kernels* kernelsFor(c10::Device device, const std::string& kernel);
   cuda::Kernels* loaded();
   bool find(c10::Device device, const std::string& kernel);
 
   cuda::PtxSource source_;
   std::mutex mutex_;
-  bool tried_ = false; // to load the driver
+  bool tried_ = false; // whether loading the driver was tried
   std::unique_ptr<cuda::Kernels> kernels_;
   std::map<std::pair<c10::DeviceIndex, std::string>, bool> usable_;
 };

@@ -20,8 +20,8 @@ void PinnedFilling::start(EventWaiter& waiter) {
   awaitNext();
 }
 
-// One event at a time: they are reached in this order, and each that is waited
-// for is asked again and again.
+// Waits for one piece's events at a time: the pieces are filled in this order,
+// and the waiter queries every event that it has again and again.
 void PinnedFilling::awaitNext() {
   Piece piece = std::move(pieces_.front());
   pieces_.pop_front();
@@ -40,7 +40,7 @@ void PinnedFilling::pieceEnds(uint64_t end, const base::Error& error) {
     failed(error);
     return;
   }
-  // First: nothing of what hears of this piece holds up the next one.
+  // Before reached(): what reached() calls must not delay the next piece.
   if (!pieces_.empty()) {
     awaitNext();
   }

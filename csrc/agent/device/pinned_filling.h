@@ -15,28 +15,32 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// So much is copied from a device before it may leave.
+// Bytes are sent as soon as a piece of this size has been copied from a device.
 inline constexpr size_t kPieceBytes = size_t{4} << 20;
 
-// Pinned memory that devices are filling, piece by piece, in the order in which
-// it was queued. An error of one piece is that of all behind it.
+// Pinned memory that devices fill piece by piece, in the order in which the
+// copies were queued. If a piece fails, all pieces after it fail with its
+// error.
 //
-// Owns: the events, and what the copies read and write until they are over.
-// Thread: add() and start() the one that queues the copies; whenFilled() any.
+// Owns: the events, and the memory that copies read and write until they are
+//   over.
+// Thread: add() and start(): the thread that queues the copies.
+//   whenFilled(): any.
 class PinnedFilling final : public transport::FillLevel,
                             public std::enable_shared_from_this<PinnedFilling> {
  public:
-  // What has been queued on `stream` fills `bytes` more. `held` is what it
-  // reads and writes.
+  // The work queued on `stream` so far fills the next `bytes` bytes. `held` is
+  // the memory that this work reads and writes.
   void add(
       const c10::Stream& stream,
       uint64_t bytes,
       std::vector<c10::Storage> held);
 
-  // All of it is queued: begins to wait, on `waiter`, which outlives it.
+  // To be called after the last add(), of which there must be at least one:
+  // begins to wait for the events. `waiter` must outlive this object.
   void start(EventWaiter& waiter);
 
-  // The end of the first piece that has bytes.
+  // The end of the first piece that is not empty.
   uint64_t firstBytes() const {
     return firstBytes_;
   }
@@ -54,7 +58,7 @@ class PinnedFilling final : public transport::FillLevel,
   EventWaiter* waiter_ = nullptr;
   uint64_t firstBytes_ = 0;
   uint64_t queued_ = 0;
-  std::deque<Piece> pieces_; // from start() on of the thread of `waiter_`
+  std::deque<Piece> pieces_; // after start() only for the thread of `waiter_`
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -11,9 +11,9 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Elements that are sent without what lies between them: where they are, and
-// the strides that they have then. Strides in elements, dimensions as torch has
-// them.
+// Elements of a tensor that are not contiguous, and are sent packed: where they
+// are now, and their strides after packing. Strides are in elements; the order
+// of dimensions is torch's.
 struct Scattered {
   c10::ScalarType dtype = c10::ScalarType::Byte;
   std::vector<int64_t> sizes;
@@ -21,10 +21,11 @@ struct Scattered {
   std::vector<int64_t> packedStrides;
 };
 
-// What is sent of a storage of a device: all of it, a run of its bytes, or
-// elements that lie here and there.
+// The part of a device's storage that is sent: all of it, a run of its bytes,
+// or scattered elements.
 struct Region {
-  // All of it. Not explicit: what takes regions takes storages.
+  // The whole storage. Not explicit, so that a storage can be passed where a
+  // Region is wanted.
   Region(c10::Storage whole) // NOLINT(google-explicit-constructor)
       : storage(std::move(whole)), bytes(storage.nbytes()) {}
   Region(c10::Storage of, size_t from, size_t size)
@@ -38,9 +39,9 @@ struct Region {
   }
 
   c10::Storage storage;
-  size_t begin = 0; // of the first element, in bytes
+  size_t begin = 0; // offset of the first element, in bytes
   size_t bytes = 0; // of all elements
-  std::shared_ptr<const Scattered> scattered; // null if they follow each other
+  std::shared_ptr<const Scattered> scattered; // null for a run of bytes
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -36,13 +36,15 @@ base::Error SameProcess::depart(
     } else if (size != 0) {
       gather({{departing}}, copy, &launcher_);
     }
-    // Nobody waits for the copy, and nobody holds what it reads.
+    // The source may be freed before the copy has run, so torch's allocator
+    // must not reuse its memory until then.
     impl.recordDataPtrOnStream(
         departing.storage.data_ptr(), impl.getStream(departing.device()));
     copies->storages.push_back(std::move(copy));
     departing.entry->beside = true;
     departing.entry->bulk = false;
-    departing.entry->dtype = wire::WireDtype::kFloat32; // nothing travels
+    // The bytes do not travel, so they are not narrowed.
+    departing.entry->dtype = wire::WireDtype::kFloat32;
     departing.entry->bytes.size = size;
     if (std::find(devices.begin(), devices.end(), target) == devices.end()) {
       devices.push_back(target);

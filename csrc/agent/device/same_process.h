@@ -9,10 +9,10 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// From device to device of this process, for calls to oneself: one copy there,
-// because the receiver may write to what it gets.
+// The way for calls of a worker to itself: copies each tensor once on the
+// devices, because the receiver may write to the tensor that it gets.
 //
-// Owns: nothing; what departs belongs to its parcel.
+// Owns: nothing; the Departure's parcel owns the copies.
 class SameProcess final : public SendingWay, public ReceivingWay {
  public:
   explicit SameProcess(Launcher& launcher) : launcher_(launcher) {}

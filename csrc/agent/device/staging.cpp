@@ -3,7 +3,7 @@
 #include "agent/device/bytes_view.h"
 #include "agent/device/gather.h"
 
-// A warning of GCC that is torch's business.
+// torch's header causes this warning of GCC.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Winterference-size"
@@ -58,7 +58,7 @@ void copyBytes(
 
 namespace {
 
-// Below this the frame would leave hardly earlier.
+// With fewer bytes the frame would leave hardly earlier in pieces.
 constexpr uint64_t kMinBytesInPieces = 2 * kPieceBytes;
 
 // DeviceIndex -> slices of the block of that device.
@@ -76,7 +76,7 @@ void append(
   slices.push_back({region, offset, dtype});
 }
 
-// Whether each is copied on its own, without a block.
+// Whether each slice is copied on its own, and not through a block.
 bool copiedSingly(const std::vector<Slice>& slices) {
   return slices.size() < kMinGathered &&
       std::none_of(
@@ -103,7 +103,8 @@ void toHost(
   copyBytes(host, 0, block, 0, size);
 }
 
-// Returns where the checksum of what has arrived will be; null without.
+// Returns where the checksum of the copied bytes will be; null if none is
+// computed.
 const uint64_t* toDevice(
     const c10::Storage& host,
     const std::vector<Slice>& slices,
@@ -127,8 +128,8 @@ char* at(const c10::Storage& host, size_t offset) {
   return static_cast<char*>(host.mutable_data()) + offset;
 }
 
-// The bytes of a large one, as they travel: where they are, unless they are
-// narrowed or scattered.
+// The bytes of a large storage as they travel: the storage itself, or a packed
+// copy if the elements are narrowed or scattered.
 Region asSent(const Departing& departing, size_t size, Launcher* launcher) {
   const wire::WireDtype dtype = departing.entry->dtype;
   if (dtype == wire::WireDtype::kFloat32 && departing.scattered == nullptr) {
@@ -174,8 +175,7 @@ void copyWhole(
   }
 }
 
-// One piece can be several storages, as small ones have no need of an event
-// each.
+// A piece may cover several storages, so that not each of them needs an event.
 void copyInPieces(const Large& large, Launcher* launcher, Staged& staged) {
   uint64_t offset = 0;
   uint64_t unmarked = 0;
@@ -193,7 +193,7 @@ void copyInPieces(const Large& large, Launcher* launcher, Staged& staged) {
       copyBytes(host, at, sent.storage, sent.begin + at, piece);
       unmarked += piece;
       if (unmarked >= kPieceBytes || (isLastOfDevice && at + piece == size)) {
-        // The same storages are behind pieces to come.
+        // Until the storage ends, its next pieces hold the same memory too.
         staged.filling->add(
             currentStream(sent.device()), std::exchange(unmarked, 0), held);
         if (at + piece == size) {

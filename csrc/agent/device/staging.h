@@ -13,18 +13,19 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Pinned host memory, and copies between it and devices. Everything is queued
-// on the current streams; all may throw c10::Error.
+// Pinned host memory, and copies between it and devices. All copies are queued
+// on the current streams. All functions may throw c10::Error.
 
-// Pinned memory of torch's allocator, which keeps it from its next use until
-// the copies queued with it are over.
+// Pinned memory of torch's allocator, which does not give the memory to its
+// next user before torch's queued copies with it are over.
 c10::Storage pinned(size_t size);
 
-// Has torch's allocator keep it until what is queued on the current stream of a
-// device is over: torch does not know what others than it copy.
+// Makes torch's allocator keep the memory until all work that is queued now on
+// the current stream of `device` is over. For copies and kernels that torch
+// does not know of.
 void keepFor(const c10::Storage& pinned, c10::Device device);
 
-// Memory of a device, for its current stream.
+// Memory on a device, for use on its current stream.
 c10::Storage allocate(c10::Device device, size_t size);
 
 void copyBytes(
@@ -34,12 +35,11 @@ void copyBytes(
     size_t fromOffset,
     size_t size);
 
-// What brings storages from their devices; `launcher` may be null.
 struct StageOptions {
-  Launcher* launcher = nullptr;
+  Launcher* launcher = nullptr; // may be null
   bool checked = false; // with checksums
-  // Much may leave while the devices still copy the rest. Not with checksums:
-  // the frame, which has them, leaves first.
+  // Send large storages while devices still copy the rest of them. Not with
+  // checksums, because the frame contains them and leaves first.
   bool inPieces = false;
 };
 
@@ -49,24 +49,25 @@ struct DeviceSum {
   const uint64_t* sum = nullptr;
 };
 
-// Where in the filling a storage begins.
+// Where a storage begins in the PinnedFilling.
 struct Filled {
   const wire::StorageEntry* entry = nullptr;
   uint64_t offset = 0;
 };
 
 struct Staged {
-  std::vector<c10::Storage> held; // pinned
-  // Null: all is to be read once what is queued is over. Else: what is small
-  // once the filling has reached its first bytes, and these as it says.
+  std::vector<c10::Storage> held; // pinned memory
+  // Null if all bytes can be read only when all queued work is over. Otherwise
+  // the storages in `filled` can be read as far as the filling has got, and all
+  // others once it has reached firstBytes().
   std::shared_ptr<PinnedFilling> filling;
   std::vector<Filled> filled;
-  // Of large storages, where devices compute them.
+  // Of large storages whose checksums the devices compute.
   std::vector<DeviceSum> sums;
 };
 
-// Brings storages from their devices to pinned memory, as the dtype that their
-// entries have; these then refer to it.
+// Queues copies of storages from their devices to pinned memory, narrowed to
+// the dtype of their entries, and makes the entries refer to the pinned memory.
 void stage(
     std::vector<Departing>& storages,
     const StageOptions& options,
@@ -76,8 +77,8 @@ void stage(
 struct Arriving {
   c10::Device device;
   c10::Storage host;
-  bool isPinned = false; // else its bytes are copied first
-  c10::Storage landed = {}; // it is on the device already, as it is to be
+  bool isPinned = false; // else the bytes are first copied to pinned memory
+  c10::Storage landed = {}; // set if the bytes are on the device already
   wire::WireDtype dtype = wire::WireDtype::kFloat32; // of the host's bytes
 };
 
@@ -87,10 +88,10 @@ struct UnstageOptions {
 };
 
 struct Unstaged {
-  // On their devices, in order.
+  // On their devices, in the order of the arguments.
   std::vector<c10::Storage> storages;
-  // Of what was copied from pinned memory, which is a storage or, without an
-  // index, the block of all that were not pinned.
+  // The checksum of memory that was copied to a device: of the storage `index`,
+  // or, without an index, of the block of all storages that were not pinned.
   struct Sum {
     std::optional<size_t> index;
     c10::Device device;
@@ -100,7 +101,8 @@ struct Unstaged {
   std::vector<Sum> sums;
 };
 
-// Those that are not pinned are not looked at again.
+// Queues the copies of storages to their devices. After this returns, storages
+// that are not pinned are not read any more.
 Unstaged unstage(
     const std::vector<Arriving>& storages,
     const UnstageOptions& options);

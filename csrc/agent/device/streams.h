@@ -11,7 +11,8 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The kind of devices that device maps name, as upstream's.
+// The only kind of device, besides the CPU, that device maps name; so do
+// upstream's.
 inline constexpr c10::DeviceType kType = c10::kCUDA;
 
 using Devices = c10::ArrayRef<c10::Device>;
@@ -21,16 +22,17 @@ using Events = std::vector<c10::Event>;
 // One stream for each device, from torch's pool.
 Streams poolStreams(Devices devices);
 
-// Makes each wait for what is queued on the current stream of its device.
+// Makes each stream wait for the work queued on the current stream of its
+// device.
 void followCurrent(const Streams& streams);
 
-// What marks the end of what is queued now.
+// Events that complete when the work queued so far on the streams is over.
 Events record(const Streams& streams);
 
-// Makes the current streams wait.
+// Makes the current stream of each event's device wait for the event.
 void blockCurrent(const Events& events);
 
-// While it lives these streams are this thread's current ones.
+// While this lives, these streams are the thread's current streams.
 // Thread: the one that made it.
 class StreamScope {
  public:

@@ -10,20 +10,21 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Checksums that devices compute of bytes that they have, into pinned memory.
-// Owns: that memory, until its last sum is read.
+// Lets devices compute checksums of regions, and write them to pinned memory.
+// Owns: that memory, together with the holders of memory().
 // Thread: one.
 class Sums {
  public:
-  // `most`: regions that will be added. Without a launcher nothing is computed.
+  // `most`: at most this many regions will be added. Without a launcher no
+  // checksum is computed.
   Sums(Launcher* launcher, size_t most) : launcher_(launcher), most_(most) {}
 
-  // Queues it on the current stream of the region's device. Returns where the
-  // sum will be once what is queued is over; null where no kernel can be
-  // launched. May throw c10::Error.
+  // Queues the computation on the current stream of the region's device.
+  // Returns where the checksum will be when this work is over; null if no
+  // kernel can be launched. May throw c10::Error.
   const uint64_t* add(const Region& region);
 
-  // To be held until they are read; empty if there are none.
+  // To be held until the checksums are read; empty if there are none.
   const c10::Storage& memory() const {
     return memory_;
   }

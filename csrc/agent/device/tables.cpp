@@ -11,7 +11,7 @@ using base::ErrorKind;
 
 namespace {
 
-// pytorch's tensorpipe_agent.cpp says this; the last sentence is ours.
+// The text of pytorch's tensorpipe_agent.cpp, and one more sentence at its end.
 Error notMapped(const Route& route, c10::Device device) {
   std::ostringstream text;
   text << "TensorPipe RPC backend only supports CPU tensors by default, please "
@@ -34,8 +34,8 @@ Error notMapped(const Route& route, c10::Device device) {
   return {ErrorKind::kInvalid, text.str()};
 }
 
-// Others than the CPU's and these can be described, at most (meta), or not be
-// sent at all: the encoder says so.
+// Tensors on any other device but the CPU are not the tables' concern: the
+// encoder describes those of the meta device, and refuses the rest.
 bool isOn(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
@@ -59,7 +59,7 @@ base::Result<wire::DevicePlace> Route::placeOf(c10::Device device) const {
   if (target.is_cpu()) {
     return wire::kHostPlace;
   }
-  // Python lets only valid ones in; a map that C++ code gives may be anything.
+  // Python checks its device maps, but C++ code may have set an invalid one.
   if (target.type() != kType || target.index() < 0) {
     return Error(
         ErrorKind::kInvalid,
@@ -71,7 +71,8 @@ base::Result<wire::DevicePlace> Route::placeOf(c10::Device device) const {
 }
 
 c10::Device deviceAt(wire::DevicePlace place) {
-  // A place beyond what an index can be is no device that anybody has.
+  // A place too large for a DeviceIndex becomes the largest index, which no
+  // machine has: check() then refuses the device.
   const int index =
       std::min<int>(place - 1, std::numeric_limits<c10::DeviceIndex>::max());
   return place == wire::kHostPlace

@@ -20,7 +20,7 @@ using Map = torch::distributed::rpc::DeviceMap;
 
 // Where the tensors of one message go.
 struct Route {
-  // This worker's device -> the receiver's. Null: CPU to CPU, and nothing else.
+  // This worker's device -> the receiver's device. Null: only CPU to CPU.
   const Map* map = nullptr;
   const std::string* receiver = nullptr; // its name, for errors
   bool request = true;
@@ -29,12 +29,12 @@ struct Route {
   base::Result<wire::DevicePlace> placeOf(c10::Device device) const;
 };
 
-// The device that a place of the wire is here.
+// The device of this process that a place in a frame means.
 c10::Device deviceAt(wire::DevicePlace place);
 
-// Whether one of them is on a CUDA device.
+// Whether a tensor is on a CUDA device.
 bool anyOn(const std::vector<at::Tensor>& tensors);
-// Those devices.
+// The CUDA devices that the tensors are on.
 std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors);
 
 // Fails with kInvalid, and says what to do, unless `device` is one of
@@ -43,8 +43,8 @@ base::Error check(c10::Device device, Devices devices);
 
 // The device maps of this worker, and the devices that its RPC uses.
 //
-// Owns: all tables there ever were, so that what it returned stays valid:
-//   torch's futures refer to lists of devices at any time.
+// Owns: all tables that were ever set, so that every reference that it returned
+//   stays valid: torch's futures keep references to lists of devices.
 // Thread: any.
 class Tables {
  public:
@@ -56,14 +56,15 @@ class Tables {
 
   void set(Maps maps, Maps reverseMaps, std::vector<c10::Device> devices);
 
-  // Whether there is anything but the CPU, for us or for a peer.
+  // Whether a device other than the CPU is used, by this worker or by a peer.
   bool any() const {
     return current()->any;
   }
   const std::vector<c10::Device>& devices() const {
     return current()->devices;
   }
-  // For calls to a worker, and for answers to one. Null when there is none.
+  // The map for calls to a worker, and the map for answers to a worker. Null if
+  // there is none.
   const Map* mapTo(const std::string& worker) const;
   const Map* mapBackTo(const std::string& worker) const;
 

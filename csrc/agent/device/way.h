@@ -14,38 +14,37 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// What goes from a device into a frame, as a storage there.
+// A region on a device that is sent, and its entry in the frame.
 struct Departing : Region {
   wire::StorageEntry* entry = nullptr;
-  // The receiver looks at its bytes, on the host (indices of sparse tensors).
+  // The receiver reads its bytes on the host (indices of sparse tensors).
   bool isChecked = false;
 };
 
-// What must live until the receiver has what was taken. Dies without a word
-// from sent() when its frame has never left.
+// Keeps alive what a way has taken, until the receiver has it. If the frame is
+// never handed to the transport, the parcel dies without a call of sent().
 class Parcel {
  public:
   virtual ~Parcel() = default;
 
-  // What has become of the frame, once.
+  // The frame has been sent, or sending has failed. Called at most once.
   virtual void sent(const base::Error& /*error*/) {}
 };
 
-// What a way makes of the storages that it takes.
+// What SendingWay::depart() returns for the storages that the way takes.
 struct Departure {
-  std::shared_ptr<Parcel> parcel; // null if it takes none
+  std::shared_ptr<Parcel> parcel; // null if the way takes no storage
   base::Buffer note; // for the frame
 };
 
-// What the receiver is to be told of what departs.
 struct DepartOptions {
-  bool checked = false; // checksums, where the way has some
+  bool checked = false; // send checksums, if the way can
 };
 
-// A storage that the frame says to travel beside it.
+// A storage that travels beside the frame, as the frame describes it.
 struct Expected {
-  c10::Device device; // one of those that RPC uses here
-  uint64_t size = 0; // as it travels
+  c10::Device device; // a device that RPC uses in this process
+  uint64_t size = 0; // on the wire
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
 
   uint64_t sizeHere() const {
@@ -53,22 +52,22 @@ struct Expected {
   }
 };
 
-// What has come beside a frame.
+// What has arrived beside a frame.
 struct Arrived {
   std::vector<c10::Storage> storages; // in the order of the frame
-  // Checksums that are computed while that is copied: to be compared when what
-  // is queued is over. Of one storage, or of a block of several.
+  // A checksum of one storage, or of a block of several. To be compared when
+  // all queued work is over.
   struct Sum {
-    std::vector<uint32_t> storages; // numbers of them
+    std::vector<uint32_t> storages; // the storages' numbers
     uint64_t bytes = 0;
-    const uint64_t* here = nullptr;
-    const uint64_t* sent = nullptr;
+    const uint64_t* here = nullptr; // as computed in this process
+    const uint64_t* sent = nullptr; // as computed by the sender
   };
   std::vector<Sum> sums;
-  std::vector<c10::Storage> held; // where they are
+  std::vector<c10::Storage> held; // the memory that contains the checksums
 };
 
-// Which message it is, among those of two workers.
+// Names a message among those between two workers.
 struct MessageKey {
   uint64_t callId = 0;
   wire::CallKind kind = wire::CallKind::kRequest;
@@ -76,45 +75,47 @@ struct MessageKey {
   bool operator==(const MessageKey&) const = default;
 };
 
-// A way to bring the bytes of device storages to another worker beside the
-// frame. What no such way takes is staged (staging.h).
+// The sender's end of a way that brings the bytes of device storages to another
+// worker beside the frame. Storages that no such way takes are staged
+// (staging.h).
 //
-// Thread: any. Everything is queued on the current streams of the calling
-// thread, and nothing waits for a device.
+// Thread: any. All work is queued on the current streams of the calling thread,
+// and nothing waits for a device.
 class SendingWay {
  public:
   virtual ~SendingWay() = default;
 
-  // Takes those storages that it can, and sets StorageEntry::beside of each and
-  // clears `bulk`. They travel as the dtype of their entries, unless it changes
-  // that. May throw c10::Error.
+  // Takes the storages that it can take: sets `beside` of their entries and
+  // clears `bulk`. They travel in the dtype of their entries, which this may
+  // change. May throw c10::Error.
   virtual base::Error depart(
       const MessageKey& key,
       const DepartOptions& options,
       std::vector<Departing>& storages,
       Departure& departure) = 0;
 
-  // It queues work on the receiver's devices, which are this process's.
+  // Whether depart() queues work on the receiver's devices, because these are
+  // devices of this process.
   virtual bool writesOnTargets() const {
     return false;
   }
 };
 
-// The receiver's end of it.
-// Thread: as SendingWay.
+// The receiver's end of a SendingWay.
+// Thread: as for SendingWay.
 class ReceivingWay {
  public:
   virtual ~ReceivingWay() = default;
 
-  // The storages that were taken, in the order of the frame, for the current
-  // streams. Fails with kInvalid for a message that brought none, or others
-  // than `expected`. May throw c10::Error.
+  // The storages that the sender's way took, for use on the current streams.
+  // Fails with kInvalid if they are not those that `expected` describes. May
+  // throw c10::Error.
   virtual base::Result<Arrived> arrive(
       const MessageKey& key,
       base::ConstSpan note,
       const std::vector<Expected>& expected) = 0;
 
-  // What comes was made by this process: no need to look at its bytes.
+  // Whether this process itself sent the bytes, so that they need no checks.
   virtual bool isTrusted() const {
     return false;
   }

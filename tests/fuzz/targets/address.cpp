@@ -1,4 +1,4 @@
-// A worker's address, as it stands in the rendezvous store.
+// A worker's address as it is in the rendezvous store.
 
 #include "fuzz/targets/target.h"
 #include "transport/ucx/protocol.h"

@@ -1,5 +1,5 @@
-// The table of a frame's bulk. The first four bytes are the count, which comes
-// in the frame's header; the rest is the frame's data.
+// The table of a frame's bulk. The first four bytes are the count, which really
+// comes in the frame's header; the rest is the frame's data.
 
 #include "base/bytes.h"
 #include "fuzz/targets/target.h"

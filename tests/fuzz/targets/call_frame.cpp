@@ -1,5 +1,5 @@
-// An RPC message: everything that a frame says is read, and what was accepted
-// is written again.
+// An RPC message: reads everything in a frame, and writes an accepted frame
+// again.
 
 #include "wire/call_frame.h"
 #include "fuzz/targets/target.h"
@@ -14,14 +14,14 @@ using namespace torch_rpc_ext::wire;
 
 namespace {
 
-// Makes the sanitizer look at each byte.
+// Reads each byte, so that the sanitizer checks the access.
 void touch(base::ConstSpan span) {
   const auto* bytes = static_cast<const uint8_t*>(span.data);
   volatile unsigned sum = std::accumulate(bytes, bytes + span.size, 0u);
   (void)sum;
 }
 
-// `sums` gets those of the storages.
+// Adds the storages' checksums to `sums`.
 std::vector<StorageEntry> storagesOf(
     const CallFrameView& view,
     std::vector<uint64_t>& sums) {

@@ -1,5 +1,5 @@
-// The encoder of RPC messages, whose input comes from this process: what it
-// writes is read as the same message, or is refused with a reason.
+// The encoder of RPC messages. Either it refuses a message with a reason, or
+// the decoder reads what it wrote as the same message.
 
 #include "base/bytes.h"
 #include "fuzz/targets/target.h"
@@ -12,7 +12,7 @@ using namespace torch_rpc_ext::wire;
 
 namespace {
 
-// Small numbers mostly; each eighth is any.
+// Mostly small numbers; one in eight is any number.
 int64_t number(base::ByteReader& reader) {
   const uint8_t byte = reader.u8();
   return byte % 8 == 7 ? reader.i64() : byte / 8;
@@ -85,8 +85,8 @@ uint64_t sizeHere(const StorageEntry& storage) {
   return storage.bytes.size * widening(storage.dtype);
 }
 
-// What encode() leaves to the codec, which knows the tensors: that they lie
-// within their storages.
+// Whether all tensors lie within their storages. encode() does not check that;
+// the codec does, which knows the tensors.
 bool inBounds(const Message& message) {
   size_t at = 0;
   for (const TensorRecord& record : message.records) {

@@ -13,7 +13,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         kind >= transport::ucx::FrameKind::kOpen &&
             kind <= transport::ucx::FrameKind::kAbort,
         "a kind that there is");
-    // Its layout is that of the struct: senders send the struct itself.
+    // Senders send the struct itself, so its bytes must be those that were
+    // read.
     fuzz::requireSame(
         {&header.value(), sizeof(header.value())}, data, size, "same header");
   }

@@ -1,4 +1,4 @@
-// How the agent at the other end introduces itself.
+// The hello, in which the peer's agent introduces itself.
 
 #include "agent/hello.h"
 #include "fuzz/targets/target.h"

@@ -1,5 +1,5 @@
-// What workers say to each other about CUDA IPC: what is accepted keeps the
-// promises of ipc_wire.h, and can be written and read again.
+// The messages of CUDA IPC: an accepted message keeps the promises of
+// ipc_wire.h, and can be written and read again.
 
 #include "agent/device/ipc_wire.h"
 #include "fuzz/targets/target.h"

@@ -1,4 +1,4 @@
-// The peer's half of the key agreement.
+// The public key that the peer sends for the key agreement.
 
 #include "crypto/crypto.h"
 #include "fuzz/targets/target.h"

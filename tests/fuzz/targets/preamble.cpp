@@ -1,4 +1,4 @@
-// How the process at the other end introduces itself.
+// The preamble, in which the peer's transport introduces itself.
 
 #include "fuzz/targets/target.h"
 #include "transport/ucx/protocol.h"

@@ -1,4 +1,4 @@
-// A receiver that asks for bulk.
+// The request of a receiver for bulk.
 
 #include "fuzz/targets/target.h"
 #include "transport/ucx/protocol.h"

@@ -1,6 +1,6 @@
-// An encrypted connection in the hands of somebody who can change, cut, repeat,
-// reorder and make up messages, and of a peer who knows the keys and lies. The
-// input is what they do, a byte for each act and some for its details.
+// An encrypted connection under attack: an attacker changes, cuts, repeats,
+// reorders and makes up messages, and a peer that knows the keys lies. The
+// input is a script: a byte for each act, and further bytes for its details.
 
 #include "transport/ucx/secure_channel.h"
 #include "base/bytes.h"
@@ -17,7 +17,8 @@ namespace {
 
 constexpr uint64_t kToken = 77;
 constexpr size_t kMaxActs = 64;
-// The window of SecureChannel: so far behind, a message may be refused.
+// The window of SecureChannel: a message this far behind the newest may be
+// refused.
 constexpr uint64_t kWindow = 4096;
 
 struct Message {
@@ -140,7 +141,7 @@ class Scene {
         "made-up data");
   }
 
-  // The peer itself: any number, and anything instead of a header.
+  // The peer seals with any number, and anything in place of a header.
   void lie(uint64_t number) {
     FrameHeader outer;
     outer.kind = FrameKind::kSealed;
@@ -186,7 +187,7 @@ class Scene {
   SecureChannel receiver_{makeKeys(), /*opener=*/false};
   crypto::Cipher liar_{makeKeys().fromOpener};
   std::vector<Message> messages_;
-  std::set<uint64_t> opened_; // numbers that have been accepted
+  std::set<uint64_t> opened_; // numbers of accepted messages
   uint64_t newestOpened_ = 0;
 };
 

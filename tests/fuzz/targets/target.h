@@ -1,8 +1,8 @@
 #pragma once
 
-// What every fuzz target is: a function that is given bytes of a stranger. It
-// ends the process when something does not hold; the sanitizers do the same for
-// what is undefined.
+// A fuzz target is a function that gets bytes as an attacker may send them. It
+// aborts the process when a promise is broken; the sanitizers abort it on
+// undefined behaviour.
 
 #include "base/buffer.h"
 
@@ -23,8 +23,8 @@ inline void require(bool holds, const char* what) {
   }
 }
 
-// `bytes` is `data` again: the parsers accept one encoding of each value only,
-// so that what was accepted can be written as it came.
+// Requires that `bytes` equals `data`. The parsers accept only one encoding of
+// each value, so writing an accepted value must give the same bytes again.
 inline void requireSame(
     base::ConstSpan bytes,
     const uint8_t* data,

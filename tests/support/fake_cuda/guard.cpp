@@ -1,4 +1,4 @@
-// What torch asks a kind of devices for: guards, streams, events, allocators.
+// What torch needs of a kind of device: guards, streams, events, allocators.
 
 #include "runtime.h"
 
@@ -48,7 +48,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   Stream getStreamFromGlobalPool(Device device, bool) const override {
     return Runtime::get().fromPool(device.index());
   }
-  // Not in every torch that this is built for.
+  // Not every torch that this is built for has this method.
   void* getStreamNativeHandle(const Stream stream) const {
     return Runtime::get().queue(stream).handle();
   }
@@ -103,12 +103,12 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
       const override;
 };
 
-// What a DataPtr of either allocator holds.
+// What a DataPtr of the device's or the pinned allocator owns.
 struct Block {
   void* memory;
   size_t size;
   std::mutex mutex;
-  std::vector<Stream> streams; // of a device: first the one it is for
+  std::vector<Stream> streams; // that use it; first the one it was made for
   bool onDevice;
 };
 

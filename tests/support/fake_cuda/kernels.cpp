@@ -1,5 +1,5 @@
-// The operators that tests need as work on streams; all others wait for the
-// streams, run on the CPU, and copy their results back.
+// The operators that tests need as work on streams. Every other operator waits
+// for the streams, runs on the CPU, and copies its results back.
 
 #include "runtime.h"
 
@@ -57,7 +57,8 @@ at::Tensor emptyStrided(
       size, stride, deviceAllocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-// What a kernel gets of a tensor: an address and a layout, no owner.
+// What a kernel gets of a tensor: address and layout. It does not keep the
+// memory alive.
 struct Argument {
   explicit Argument(const at::Tensor& tensor)
       : data(tensor.data_ptr()),
@@ -83,7 +84,8 @@ c10::Stream streamOf(const at::Tensor& tensor) {
   return Runtime::get().current(tensor.device().index());
 }
 
-// As CUDA orders a copy between devices: on the source's stream, and both wait.
+// Copies between devices, in the order of CUDA: the copy runs on the source's
+// stream, waits for the target's, and the target's waits for the copy.
 void copyAcross(const at::Tensor& to, const at::Tensor& from) {
   Runtime& runtime = Runtime::get();
   Queue& source = runtime.queue(streamOf(from));
@@ -169,7 +171,8 @@ at::Tensor elementwise(const at::Tensor& self, const at::Tensor& other, F f) {
   const auto sizes = at::infer_size(self.sizes(), other.sizes());
   at::Tensor result =
       at::empty(sizes, onDevice.options().dtype(at::result_type(self, other)));
-  // A number of Python comes as a CPU tensor, and is an argument by value.
+  // A Python number comes as a CPU tensor. It is copied now, as CUDA passes it
+  // by value.
   const auto bound = [](const at::Tensor& tensor) {
     return [argument = Argument(tensor),
             value = tensor.is_cpu() ? tensor.clone() : at::Tensor()] {

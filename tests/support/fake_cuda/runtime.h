@@ -1,7 +1,7 @@
 #pragma once
 
-// A CUDA that exists only in the host's memory, to test with: devices, streams
-// that are late, and memory that is overwritten once it may be used again.
+// A fake CUDA for tests, in the host's memory: devices, streams that run their
+// work late, and memory that is overwritten as soon as it may be reused.
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -21,13 +21,13 @@
 
 namespace fake_cuda {
 
-// What has happened so far.
+// How often each kind of event has happened.
 struct Counts {
   std::atomic<int64_t> synchronizations{0}; // a thread waited for a device
   std::atomic<int64_t> hostToDevice{0};
   std::atomic<int64_t> deviceToHost{0};
   std::atomic<int64_t> deviceToDevice{0};
-  std::atomic<int64_t> pageable{0}; // of the copies, those of memory not pinned
+  std::atomic<int64_t> pageable{0}; // copies to or from memory not pinned
   std::atomic<int64_t> foreachCopies{0};
 };
 
@@ -36,14 +36,14 @@ struct Settings {
   std::atomic<int64_t> delayMicroseconds{0}; // of each kernel and copy
   std::atomic<int64_t> memoryBytes{INT64_MAX}; // of all devices together
   std::atomic<bool> broken{false}; // every event reports an error
-  std::atomic<int64_t> damaged{0}; // so many copies to devices change a byte
+  std::atomic<int64_t> damaged{0}; // this many copies to devices change a byte
 };
 
 inline constexpr int kPoolStreams = 32;
 
-// The driver of tests/support/fake_libcuda, if TORCH_RPC_EXT_LIBCUDA names it:
-// streams and device memory are its then, so that the driver's functions can be
-// used with them, from other processes too.
+// The driver of tests/support/fake_libcuda, if TORCH_RPC_EXT_LIBCUDA names it.
+// Streams and device memory are then made by this driver, so that the driver's
+// functions work with them, also in other processes.
 struct Driver {
   void* (*stream)() = nullptr;
   void (*enqueue)(void*, void (*)(void*), void*) = nullptr;
@@ -52,11 +52,11 @@ struct Driver {
   void (*free)(int, void*) = nullptr;
   void (*delay)(int) = nullptr;
 
-  // Null without one.
+  // Null if there is no driver.
   static const Driver* get();
 };
 
-// One queue and the thread that works it off, in order.
+// A queue of work, and the thread that does the work in order.
 class Queue {
  public:
   Queue();
@@ -76,7 +76,7 @@ class Queue {
   std::condition_variable changed_;
   std::deque<std::function<void()>> work_;
   bool busy_ = false;
-  void* const stream_; // of the driver, in place of the thread
+  void* const stream_; // the driver's stream, which replaces the thread
   std::thread thread_;
 };
 
@@ -90,16 +90,16 @@ class Segments {
   struct Segment {
     int device = 0;
     size_t size = 0;
-    size_t used = 0; // from its begin on
-    size_t blocks = 0; // that are not free
+    size_t used = 0; // bytes given out, from the beginning
+    size_t blocks = 0; // blocks that are not free
   };
 
   std::mutex mutex_;
   std::map<char*, Segment> segments_;
-  std::map<int, char*> open_; // device -> the one that is being cut
+  std::map<int, char*> open_; // device -> the segment that gives out blocks
 };
 
-// What cudaEvent_t is: the last moment that was recorded.
+// As a cudaEvent_t: the moment that was recorded last.
 class Event {
  public:
   void record(Queue& queue);
@@ -124,7 +124,7 @@ class Event {
   int64_t recorded_ = 0;
 };
 
-// Everything there is once in a process; never destroyed.
+// The one fake CUDA of the process; never destroyed.
 class Runtime {
  public:
   static Runtime& get();
@@ -132,12 +132,12 @@ class Runtime {
   Queue& queue(const c10::Stream& stream);
   c10::Stream current(c10::DeviceIndex device) const;
   c10::Stream fromPool(c10::DeviceIndex device);
-  // Waits for a stream, or for all, as a thread of a program would.
+  // Waits for a stream, or for all streams, and counts the wait.
   void synchronize(const c10::Stream& stream);
   void synchronizeAll();
 
-  // Memory whose bytes are overwritten when it is released, after the work that
-  // is queued on `streams` by then.
+  // Allocates memory. When it is released, its bytes are overwritten once the
+  // work queued on `streams` until then is over.
   void* allocate(std::optional<c10::DeviceIndex> device, size_t size);
   struct Memory {
     void* address = nullptr;
@@ -157,7 +157,8 @@ class Runtime {
   std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::unique_ptr<Queue>>
       queues_;
   std::map<c10::DeviceIndex, int> nextFromPool_;
-  // Freed for good only later: a kernel that comes too late writes here.
+  // Memory that is freed later, so that a kernel that runs too late writes here
+  // and not to other memory.
   std::deque<Memory> quarantine_;
   Segments segments_;
   size_t quarantined_ = 0;

@@ -1,6 +1,6 @@
-// Sparse tensors of the fake devices: torch's own functions, which a torch for
-// CPUs has and does not register for CUDA. They only look at what the tensors
-// consist of.
+// Sparse tensors on the fake devices. Registers torch's own functions for CUDA,
+// which a torch for CPUs contains but does not register. These functions only
+// handle the tensors' parts.
 
 #include <ATen/ops/_coalesced_native.h>
 #include <ATen/ops/_indices_native.h>

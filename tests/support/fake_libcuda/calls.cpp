@@ -16,7 +16,7 @@ std::map<std::string, Fault> faults;
 } // namespace
 
 CUresult fake::enter(const char* name, const std::string& arguments) {
-  // Versions are the ABI's: tests call functions by their names in the manual.
+  // Tests use a function's name in the manual, without the ABI's suffix _v2.
   std::string plain = name;
   if (const size_t at = plain.rfind("_v"); at != std::string::npos) {
     plain.resize(at);

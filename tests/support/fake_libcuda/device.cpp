@@ -104,7 +104,8 @@ CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
-// The driver has this one too; cuda.h makes its name one of that above.
+// The driver exports this function too, but cuda.h defines its name as that of
+// the function above.
 #undef cuDeviceGetUuid
 extern "C" CUresult CUDAAPI cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
   const int letter = std::tolower(fake::gpu(device)->letter);

@@ -1,13 +1,14 @@
 #pragma once
 
-// A CUDA driver without a GPU: what csrc/cuda uses of libcuda.so.1, with
-// NVIDIA's own declarations, over memory of the host. Device memory and events
-// are memfds, so that other processes can open them; a stream is a thread.
+// A fake CUDA driver, which needs no GPU: the functions of libcuda.so.1 that
+// csrc/cuda uses, with NVIDIA's own declarations. Device memory and events are
+// memfds, so that other processes can open them; a stream is a thread.
 //
-// Read once from the environment:
-//   FAKE_CUDA_UUIDS       a letter for each device (default "a"); capital: MIG
-//   FAKE_CUDA_NO_EVENTS   set: events cannot be shared
-// The functions at the end are for tests, by ctypes.
+// Environment variables, read once:
+//   FAKE_CUDA_UUIDS       a letter for each device (default "a"); a capital
+//                         letter makes the device a MIG slice
+//   FAKE_CUDA_NO_EVENTS   if set, events cannot be shared
+// Tests call the functions at the end of this file by ctypes.
 
 #include <cuda.h>
 
@@ -20,7 +21,7 @@
 
 namespace fake {
 
-// Writes a call down. Returns the error that a test wants it to have, if any.
+// Records a call. Returns the error that a test has ordered for it, if any.
 CUresult enter(const char* name, const std::string& arguments);
 
 struct Gpu {
@@ -30,21 +31,21 @@ struct Gpu {
   }
 };
 Gpu* gpu(int ordinal); // null if there is none
-Gpu* current(); // that of this thread's context, or null
+Gpu* current(); // the GPU of this thread's context, or null
 int ordinalOf(const Gpu* gpu);
 
 // Queues work; on the calling thread's device if the stream is the default one.
 CUresult enqueue(CUstream stream, std::function<void()> work);
 CUresult enqueueLate(CUstream stream, std::function<void()> work);
 
-// What an IPC handle holds; both kinds have 64 bytes.
+// The content of an IPC handle of memory or of an event; both have 64 bytes.
 struct Shared {
   uint32_t magic = 0;
   int32_t pid = 0;
   int32_t fd = -1;
   int32_t letter = 0; // of the device
   uint64_t size = 0;
-  uint64_t id = 0; // of the allocation, in its process
+  uint64_t id = 0; // of the allocation; unique in its process
 };
 template <typename Handle>
 Handle pack(const Shared& shared) {
@@ -78,8 +79,8 @@ size_t argumentsOf(const std::string& name); // 0 if it is not known
   }
 
 extern "C" {
-// The calls so far, one a line: name and what matters of its arguments. The
-// text is good until the next call of it.
+// The calls so far, one in each line: the name and the arguments that matter.
+// The text is valid until the next call of this function.
 const char* fakeCudaCalls();
 void fakeCudaForgetCalls();
 // From now on the function returns this error, `times` times.
@@ -88,13 +89,13 @@ void fakeCudaFail(const char* function, int error, int times);
 void fakeCudaHold(int isHeld);
 // Whether memory allocated from now on can be exported.
 void fakeCudaExportable(int isExportable);
-// Allocations claim to be so many times as large as they are.
+// Allocations claim to be `factor` times as large as they are.
 void fakeCudaExaggerate(int factor);
-// Copies and kernels are so late from now on.
+// From now on copies and kernels run this much later.
 void fakeCudaDelay(int microseconds);
 
-// For tests/support/fake_cuda, whose devices and streams are then those of this
-// driver.
+// For tests/support/fake_cuda, which makes its streams and device memory with
+// this driver.
 void* fakeCudaStream();
 void fakeCudaEnqueue(void* stream, void (*run)(void*), void* argument);
 void fakeCudaDrain(void* stream);

@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-// Modules and launches. Kernels are known by their names; they do what
-// torch_rpc_ext/kernels says that they do, one element after the other.
+// Modules and launches. The driver knows the kernels of torch_rpc_ext/kernels
+// by their names, and does what each kernel should do, one element after the
+// other.
 
 namespace {
 
@@ -41,7 +42,7 @@ bool hasCast(const std::string& name) {
   return name.find("_to_") != std::string::npos;
 }
 
-// Not of NaNs, which need more.
+// Does not handle NaNs, which would need more code.
 void castOne(const std::string& name, int64_t destination, int64_t source) {
   if (name.ends_with("float32_to_bfloat16")) {
     uint32_t bits = 0;
@@ -71,7 +72,7 @@ void segments(const std::string& name, const int64_t* arguments) {
   for (int64_t i = 0; i < arguments[1]; ++i) {
     const Row& row = rows[i];
     if (row.firstChunk != chunks) {
-      std::abort(); // a table that the kernel would read otherwise
+      std::abort(); // the table is wrong
     }
     chunks += dividedUp(row.elements, arguments[3]);
     if (!hasCast(name)) {
@@ -195,7 +196,7 @@ cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   if (ptx.find(entry) == std::string::npos || !text.starts_with(kPrefix)) {
     return CUDA_ERROR_NOT_FOUND;
   }
-  // Functions live as long as the process: there are a few.
+  // Never freed: there are only a few functions.
   *function = reinterpret_cast<CUfunction>(
       new Function{text.substr(std::strlen(kPrefix))});
   return CUDA_SUCCESS;

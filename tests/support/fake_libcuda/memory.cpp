@@ -20,12 +20,12 @@ struct Allocation {
   uint64_t id;
   int fd; // -1: opened from a peer
   bool isExportable;
-  std::pair<int, uint64_t> peer; // whose it is: pid and id
+  std::pair<int, uint64_t> peer; // pid and id of the exporter's allocation
 };
 
 std::mutex mutex;
 std::map<CUdeviceptr, Allocation> allocations;
-std::multimap<size_t, void*> freed; // by size: such addresses come again
+std::multimap<size_t, void*> freed; // by size: these addresses are used again
 std::set<std::pair<int, uint64_t>> opened;
 uint64_t nextId = 1;
 bool exportable = true;

@@ -21,7 +21,7 @@ constexpr uint32_t kMagic = 0xfa4e4e45;
 std::atomic<bool> held = false;
 std::atomic<int> delay = 0; // of copies and kernels, us
 
-// A thread that does what is queued, in order.
+// A thread that does the queued work in order.
 class Stream {
  public:
   Stream() : thread_([this] { run(); }) {}
@@ -78,8 +78,8 @@ class Stream {
   std::thread thread_; // last: it uses the others
 };
 
-// Counts of how often an event was recorded, and how far streams are; in a page
-// that other processes can map.
+// How often an event was recorded, and how many of these records the streams
+// have reached. In a page that other processes can map.
 struct Progress {
   std::atomic<uint64_t> recorded;
   std::atomic<uint64_t> done;
@@ -96,14 +96,14 @@ struct Event {
   pid_t pid = 0; // of that peer
 };
 
-// No stream of a process that has ended reaches anything any more; a driver
-// must not let others wait for it for ever.
+// Whether the process has ended. Its streams reach no event any more, so others
+// must stop waiting for them.
 bool hasEnded(pid_t pid) {
   if (pid == 0) {
     return false;
   }
-  // Until its parent has asked for it, it is a zombie. After that the file can
-  // still be open, and reading it fails: istreambuf_iterator would throw.
+  // Until its parent has reaped it, an ended process is a zombie. After that a
+  // read of this open file fails, and istreambuf_iterator would throw.
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string text;
   std::getline(file, text, '\0');
@@ -116,7 +116,7 @@ constexpr size_t kPage = 4096;
 std::mutex mutex;
 
 Stream& defaultStream(int ordinal) {
-  // Never destroyed: at the end of a process they may be in use.
+  // Never destroyed: streams may be in use when the process ends.
   static auto* const all = new std::map<int, std::unique_ptr<Stream>>;
   std::lock_guard lock(mutex);
   auto& stream = (*all)[ordinal];
@@ -215,7 +215,8 @@ CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
   const auto progress = eventOf(event)->progress;
   const uint64_t count = ++progress->recorded;
   return fake::enqueue(stream, [progress, count] {
-    // Recorded anew meanwhile, on a stream that was faster: it stays done.
+    // If the event was recorded again meanwhile, on a faster stream, `done` is
+    // already higher and stays so.
     uint64_t done = progress->done;
     while (done < count && !progress->done.compare_exchange_weak(done, count)) {
     }
