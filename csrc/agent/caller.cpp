@@ -276,7 +276,7 @@ void Caller::completeLater(ArrivalPtr arrival) {
         base::Boundary::kCompletion,
         [&] { complete(arrival); },
         [&](const base::Error& error) {
-          // finish() and fail() take the call; then its future is null here.
+          // A call that has ended has no future any more.
           if (arrival->call->future != nullptr) {
             calls_.fail(std::move(*arrival->call), error);
           }
@@ -301,7 +301,7 @@ void Caller::complete(const ArrivalPtr& arrival) {
   // The future records the current streams, so that its users wait for the work
   // queued there.
   const device::StreamScope scope(arrival->streams);
-  calls_.finish(std::move(call), std::move(message.value()));
+  calls_.finish(call, std::move(message.value()));
 }
 
 } // namespace torch_rpc_ext::agent

@@ -149,7 +149,7 @@ void OpenCalls::withdraw(uint64_t callId) {
   }
 }
 
-void OpenCalls::ended(const PendingCall& call) {
+void OpenCalls::ended(PendingCall& call) {
   if (call.limited) {
     load_.end(call.to, call.bytes);
   }
@@ -161,10 +161,11 @@ void OpenCalls::ended(const PendingCall& call) {
     counters_.clientActiveCalls.fetch_sub(1);
     countChanged_.notify_all();
   }
+  call.future = nullptr; // nothing can end the call a second time
 }
 
 void OpenCalls::finish(
-    PendingCall call,
+    PendingCall& call,
     c10::intrusive_ptr<rpc::Message> message) {
   std::exception_ptr raised;
   try {
@@ -203,10 +204,13 @@ void OpenCalls::finish(
 
 void OpenCalls::failed(const PendingCall& call, std::exception_ptr why) {
   metrics::add(counters_.callsFailed, 1);
-  note(call, /*failed=*/true);
-  if (call.beforeFailure) {
-    call.beforeFailure();
-  }
+  // Whatever these throw, the future has to be told.
+  base::caughtHere(base::Boundary::kFuture, [&] {
+    note(call, /*failed=*/true);
+    if (call.beforeFailure) {
+      call.beforeFailure();
+    }
+  });
   settle(call, [&] { call.future->setError(std::move(why)); });
 }
 

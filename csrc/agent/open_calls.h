@@ -60,9 +60,10 @@ class OpenCalls {
   // Removes a call as if it had never been made.
   void withdraw(uint64_t callId);
 
-  // Completes the future with an answer, which may be an error.
+  // Completes the future with an answer, which may be an error. Where this
+  // throws, the call still has its future, and is to be given to fail().
   void finish(
-      PendingCall call,
+      PendingCall& call,
       c10::intrusive_ptr<torch::distributed::rpc::Message> message);
   void fail(PendingCall call, const base::Error& error);
   // As fail(), on a thread of the pool, because callbacks of the future may run
@@ -87,7 +88,7 @@ class OpenCalls {
 
  private:
   void failed(const PendingCall& call, std::exception_ptr why);
-  void ended(const PendingCall& call);
+  void ended(PendingCall& call);
   void note(const PendingCall& call, bool failed);
 
   Executor& executor_;

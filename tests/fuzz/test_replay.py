@@ -16,7 +16,7 @@ import pytest
 from tests.fuzz import registry
 from tests.support import cxx
 
-pytestmark = pytest.mark.timeout(400)  # with the first build, beside other tests
+pytestmark = cxx.COMPILES
 
 
 @pytest.fixture(scope="module")

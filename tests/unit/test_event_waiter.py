@@ -16,6 +16,7 @@ BUILD = cxx.ROOT / "build" / "unit"
 SOURCES = ["agent/device/event_waiter.cpp", "base/boundary.cpp", "base/log.cpp"]
 
 
+@cxx.COMPILES
 def test_event_waiter() -> None:
     libraries = Path(torch.__file__).parent / "lib"
     built = cxx.build(

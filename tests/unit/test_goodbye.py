@@ -15,6 +15,7 @@ BUILD = cxx.ROOT / "build" / "unit_goodbye"
 CORE = Path(loader.__file__).resolve().parents[1] / build.CORE_LIBRARY
 
 
+@cxx.COMPILES
 def test_a_goodbye_amid_the_handshake() -> None:
     ucx = build.ucx_root()
     assert ucx is not None

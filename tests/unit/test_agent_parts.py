@@ -1,0 +1,62 @@
+"""Parts of the agent, each without the others and without a transport."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from tests.sanitize.programs import compiler
+from tests.support import cxx
+
+HERE = Path(__file__).parent
+BUILD = cxx.ROOT / "build" / "unit_agent"
+BASE = ("boundary", "error", "log")
+GROUP = ("barrier", "call_label", "group", "hello", "membership", "peers", "worker_events")
+OPEN_CALLS = (
+    "call_label",
+    "executor",
+    "hello",
+    "load_limits",
+    "mailbox",
+    "membership",
+    "open_calls",
+    "peers",
+    "pending_calls",
+)
+
+
+PROGRAMS = {"group": (GROUP, BASE), "open_calls": (OPEN_CALLS, (*BASE, "poller", "timer"))}
+
+
+@cxx.COMPILES
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_part_alone(name: str) -> None:
+    libraries = Path(torch.__file__).parent / "lib"
+    sources = {
+        name: [
+            HERE / f"{name}.cpp",
+            *(cxx.CSRC / "agent" / f"{part}.cpp" for part in agent),
+            *(cxx.CSRC / "base" / f"{part}.cpp" for part in base),
+        ]
+        for name, (agent, base) in PROGRAMS.items()
+    }
+    # All at once: the programs share most of what takes long to compile.
+    built = cxx.build(
+        BUILD,
+        sources,
+        compiler=compiler(),
+        flags=(
+            "-O0",
+            "-pthread",
+            "-DUSE_DISTRIBUTED",
+            "-DUSE_RPC",
+            *(f"-isystem {path}" for path in cpp_extension.include_paths()),
+        ),
+        libraries=(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-lc10"),
+    )
+    ended = subprocess.run([built[name]], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
