@@ -1,8 +1,8 @@
 """Which back end the tests run on.
 
-``RPC_TEST_BACKEND=UCX`` (the default once the extension is built) or
-``RPC_TEST_BACKEND=TENSORPIPE``: the same files run on both, so what upstream does can be looked up
-by running them, and a test that fails on both is suspect itself.
+``RPC_TEST_BACKEND`` is ``UCX`` (the default once the extension is built) or ``TENSORPIPE``. The
+same tests run on both, so running them on TENSORPIPE shows what upstream does. A test that fails on
+both is probably wrong itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def extension_built() -> bool:
-    """Whether torch_rpc_ext and its compiled part are there, asked without importing them."""
+    """Whether torch_rpc_ext and its compiled part exist. Does not import them."""
     found = importlib.util.find_spec("torch_rpc_ext")
     places = list(found.submodule_search_locations or []) if found else []
     return any(list(Path(place).glob("_C*.so")) for place in places)
@@ -39,7 +39,7 @@ def on_ucx() -> bool:
 
 
 def backend_type() -> Any:
-    """The member of rpc.BackendType to hand to init_rpc; registers our back end where it is the one
+    """The member of rpc.BackendType to pass to init_rpc. Registers our back end if it is the one
     under test."""
     if on_ucx():
         import torch_rpc_ext  # noqa: F401
@@ -61,5 +61,5 @@ def backend_options(init_method: str, **options: Any) -> Any:
 
 
 def needs_ucx(reason: str) -> pytest.MarkDecorator:
-    """Mark of a test that TENSORPIPE does not pass or cannot run; ``reason`` says what it lacks."""
+    """Marks a test that TENSORPIPE fails or cannot run; ``reason`` says what TENSORPIPE lacks."""
     return pytest.mark.skipif(not on_ucx(), reason=f"TENSORPIPE: {reason}")

@@ -1,4 +1,4 @@
-"""What goes over this host's loopback interface, for tests of what a listener learns.
+"""Records what goes over this host's loopback interface, for tests of what a listener can learn.
 
 Needs root.
 """
@@ -25,14 +25,15 @@ class Capture:
     """Records all TCP data between two moments.
 
     Raises:
-        PermissionError: this process may not listen.
+        PermissionError: this process may not capture packets.
     """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
         self._socket.bind(("lo", 0))
-        # In the order of arrival; by flow and place in it, so that nothing counts twice.
+        # In the order of arrival. The key is (flow, place in the flow), so that a packet that is
+        # seen twice counts once.
         self._pieces: dict[tuple[Flow, int], bytes] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._listen)
@@ -52,14 +53,14 @@ class Capture:
         self._socket.close()
 
     def streams(self) -> dict[Flow, bytes]:
-        """What was sent, by flow, in order."""
+        """The bytes of each flow, in the flow's order."""
         pieces: dict[Flow, list[bytes]] = {}
         for (flow, _), data in sorted(self._pieces.items(), key=lambda piece: piece[0]):
             pieces.setdefault(flow, []).append(data)
         return {flow: b"".join(parts) for flow, parts in pieces.items()}
 
     def packets(self) -> list[tuple[Flow, bytes]]:
-        """What was sent, packet by packet, in order of time."""
+        """The data of each packet, in the order of time."""
         return [(flow, data) for (flow, _), data in self._pieces.items()]
 
     def _listen(self) -> None:

@@ -1,8 +1,8 @@
 """Child processes for tests: forked from a server that has torch and upstream's suites loaded.
 
-A child has the environment that its parent has at that moment, writes stdout and stderr to a file,
-dies with the fork server (and so with pytest), and shows the Python stacks of its threads on
-SIGUSR2.
+A child gets the environment that its parent has when it starts the child. It writes stdout and
+stderr to a file, dies with the fork server (and so with pytest), and on SIGUSR2 writes the Python
+stacks of its threads.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from tests.support.backend import ROOT
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG = 1
-# One thread each: nothing to inherit a lock from after fork, and no crowd on a small machine.
+# One thread each: then no thread of the server can hold a lock when it forks, and a small machine
+# does not get too many threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def ensure_server() -> None:
-    """Start the fork server if there is none; the first call takes as long as importing torch and
-    the suites."""
+    """Start the fork server if it does not run yet. That takes as long as importing torch and the
+    suites."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
     os.environ.update(_ONE_THREAD, PYTHONPATH=path)
@@ -46,7 +47,7 @@ def ensure_server() -> None:
 class Child:
     """A process and its output.
 
-    Owns: the process and the file of its output, both gone after close().
+    Owns: the process and the file of its output. close() ends the process and removes the file.
     Thread: the one that made it.
     """
 
@@ -73,41 +74,41 @@ class Child:
         )
 
     def start(self) -> None:
-        """Fork it."""
+        """Fork the process."""
         self.process.start()
 
     # The part of multiprocessing.Process that upstream's MultiProcessTestCase uses.
 
     @property
     def pid(self) -> int:
-        """The process id; only once started."""
+        """The process id. Call start() first."""
         pid = self.process.pid
         assert pid is not None, f"{self.name} was not started"
         return pid
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs, minus the signal's number when a signal ended it."""
+        """None while the process runs; -N if signal N ended it."""
         return self.process.exitcode
 
     def terminate(self) -> None:
-        """SIGKILL: tests have no use for a polite end."""
+        """Send SIGKILL. Tests need no orderly end here."""
         self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens when the process has ended."""
+        """Send a signal. Does nothing if the process has ended."""
         if self.process.pid is not None and self.process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def output(self) -> str:
-        """What it wrote so far, under a line with its name and how it ended."""
+        """What the process wrote so far, after a line with its name and how it ended."""
         text = self.log.read_text(errors="replace").rstrip() if self.log.exists() else ""
         end = "running" if self.exitcode is None else f"exit code {self.exitcode}"
         return f"---- {self.name} (pid {self.process.pid}, {end}) ----\n{text or '(no output)'}"
 
     def close(self) -> None:
-        """Kill it if it still runs, reap it, remove its output."""
+        """Kill the process if it still runs, reap it, and remove its output."""
         if self.process.pid is not None:
             self.terminate()
             self.process.join(10)
@@ -119,8 +120,8 @@ class Child:
 def wait_for_end(
     children: Iterable[Child], seconds: float, stop: Callable[[Child], bool] | None = None
 ) -> bool:
-    """Wait until all have ended (True), or the time is over or ``stop`` said yes to one that ended
-    (False)."""
+    """Wait for children. Returns True when all have ended; False when the time is over, or when
+    ``stop`` returns True for a child that ended."""
     waiting = {child.process.sentinel: child for child in children}
     deadline = time.monotonic() + seconds
     while waiting:
@@ -136,7 +137,7 @@ def wait_for_end(
 
 
 def dump_stacks(children: Iterable[Child], seconds: float = 0.5) -> None:
-    """Make those that still run write the stacks of their threads into their output."""
+    """Make the children that still run write the stacks of their threads to their output."""
     running = [child for child in children if child.exitcode is None]
     for child in running:
         child.signal(signal.SIGUSR2)
@@ -151,7 +152,7 @@ def _enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """The first thing a child does."""
+    """Runs first in a child."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""The connections of another process, ended from outside: what the kernel does when it kills it,
-in that order and without its end."""
+"""Ends the TCP connections of another process from outside, as the kernel does when the process is
+killed, but without killing it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def cut_connections(pid: int) -> int:
     """Shut down the TCP connections of a process.
 
     Args:
-        pid: the process; this one must be permitted to trace it.
+        pid: the process; the caller must be permitted to trace it.
 
     Returns:
-        How many there were.
+        The number of connections.
 
     Raises:
         OSError: the process is gone, or may not be traced.
@@ -30,14 +30,14 @@ def cut_connections(pid: int) -> int:
 
 
 def set_user_timeout(pid: int, seconds: float) -> int:
-    """Have the kernel give up the TCP connections of a process where nothing is acknowledged.
+    """Make the kernel give up those TCP connections of a process whose data is not acknowledged.
 
     Args:
-        pid: the process; this one must be permitted to trace it.
-        seconds: without an acknowledgement (TCP_USER_TIMEOUT, see tcp(7)).
+        pid: the process; the caller must be permitted to trace it.
+        seconds: the time without an acknowledgement (TCP_USER_TIMEOUT, see tcp(7)).
 
     Returns:
-        How many there were.
+        The number of connections.
 
     Raises:
         OSError: the process is gone, or may not be traced.
@@ -64,17 +64,17 @@ def _act_on(process: int, number: int, act: Callable[[socket.socket], None]) -> 
     if fd < 0:
         code = ctypes.get_errno()
         if code == errno.EBADF:
-            return False  # closed since it was listed
+            return False  # the descriptor was closed after it was listed
         raise OSError(code, os.strerror(code))
     try:
         connection = socket.socket(fileno=fd)
     except OSError:
-        os.close(fd)  # no socket
+        os.close(fd)  # not a socket
         return False
     with connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False  # it listens, and goes on
+            return False  # a listening socket stays as it is
         act(connection)
         return True

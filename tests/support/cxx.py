@@ -1,4 +1,4 @@
-"""Small C++ programs: built by ninja, anew only where something has changed."""
+"""Builds small C++ programs by ninja, which recompiles only what has changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build(
     """Build programs.
 
     Args:
-        folder: where objects and programs go; made when it is not there.
+        folder: where objects and programs go; made if it does not exist.
         programs: name -> its source files, some of which may be shared.
         compiler: command of a C++ compiler.
         flags: for compiling and linking.
@@ -54,7 +54,7 @@ def build(
         Name -> the program's file.
 
     Raises:
-        RuntimeError: a program cannot be built; the text is the compiler's.
+        RuntimeError: a program cannot be built; the text is the compiler's output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     objects = {
@@ -87,7 +87,7 @@ def build(
 
 @cache
 def accepts(compiler: str, flag: str) -> bool:
-    """Whether programs can be compiled and linked with a flag: a sanitizer's library may be
+    """Whether programs can be compiled and linked with a flag. A sanitizer's library may be
     missing."""
     command = [compiler, flag, "-x", "c++", "-", "-o", os.devnull]
     ended = subprocess.run(command, input="int main() {}", text=True, capture_output=True)
@@ -95,7 +95,7 @@ def accepts(compiler: str, flag: str) -> bool:
 
 
 def _ninja() -> str:
-    """The ninja of this environment, or of the system."""
+    """The path of ninja: that of this Python environment, or else the system's."""
     here = str(Path(sys.executable).parent)
     found = shutil.which("ninja", path=os.pathsep.join((here, os.environ.get("PATH", ""))))
     if found is None:
@@ -105,7 +105,7 @@ def _ninja() -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time: tests run side by side."""
+    """Lets one process build at a time, because tests run in parallel."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

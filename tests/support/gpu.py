@@ -1,12 +1,13 @@
-"""A machine with a GPU and no package registry: how `make test-gpu` and `make bench-gpu` begin.
+"""Prepares a machine that has a GPU and no package registry: `make test-gpu` and `make bench-gpu`
+begin with this.
 
 ``python -m tests.support.gpu --wheels FOLDER test -m tests.gpu`` takes missing packages from
 wheels, builds the extension in place against the torch that is installed, and runs
-``python -m tests.gpu``. Nothing is fetched, and nothing is installed outside of build/. Without a
-GPU it says so, and its exit status is NO_GPU.
+``python -m tests.gpu``. It downloads nothing, and installs nothing outside of build/. On a machine
+without a GPU it says so, and its exit status is NO_GPU.
 
-Run by the machine's own Python: imports nothing but the standard library and, for the question
-whether there is a GPU, torch.
+The machine's own Python runs this, so it imports only the standard library, and torch to find out
+whether there is a GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "gpu-site"
 
-#: Exit status without a GPU: nothing has failed, and nothing was done.
+#: Exit status on a machine without a GPU: nothing was done, and nothing has failed.
 NO_GPU = 77
-#: Module -> the package that has it; what pip calls it.
+#: Module -> pip's name of the package that contains it.
 _ALWAYS = {
     "setuptools": "setuptools",
     "attrs": "attrs",
@@ -43,18 +44,18 @@ NEEDS: Mapping[str, Mapping[str, str]] = {
         **_ALWAYS,
         "psutil": "psutil",
         "tqdm": "tqdm",
-        # Of the network that other cases have, in tests/support.
+        # Modules of tests/support, for the network of other benchmark cases.
         "pytest": "pytest",
     },
 }
 
 
 class NotReady(Exception):
-    """Something is missing on this machine; the text says what, and what to do."""
+    """This machine lacks something; the text says what, and what to do."""
 
 
 def why_no_gpu() -> str:
-    """Return why torch has no GPU here; empty if it has one."""
+    """Return why torch has no GPU here; an empty string if it has one."""
     import torch
 
     if torch.version.cuda is None:
@@ -63,16 +64,16 @@ def why_no_gpu() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment in which our packages, and those from wheels, are found."""
+    """Return an environment in which Python finds our packages, and those from wheels."""
     paths = [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def install(wheels: Path) -> None:
-    """Unpack all wheels of a folder into SITE; does nothing where there are none.
+    """Unpack all wheels of a folder into SITE; does nothing if the folder has none.
 
     Raises:
-        NotReady: pip refuses one, for its Python or platform, say.
+        NotReady: pip refuses a wheel, for example because of its Python or platform.
     """
     found = sorted(map(str, wheels.glob("*.whl")))
     if not found:
@@ -85,10 +86,10 @@ def install(wheels: Path) -> None:
 
 
 def check(needs: Mapping[str, str], wheels: Path) -> None:
-    """Look for modules, in SITE too.
+    """Check that modules can be found, in SITE too.
 
     Raises:
-        NotReady: some are missing.
+        NotReady: modules are missing.
     """
     sys.path.append(str(SITE))
     importlib.invalidate_caches()
@@ -103,10 +104,10 @@ def check(needs: Mapping[str, str], wheels: Path) -> None:
 
 
 def build() -> None:
-    """Build the extension in place; egg_info has the entry point through which torch finds it.
+    """Build the extension in place, and egg_info, whose entry point lets torch find our back end.
 
     Raises:
-        NotReady: it cannot be built; the compiler's output stands above.
+        NotReady: the extension cannot be built; the compiler's output was printed before.
     """
     command = [sys.executable, "setup.py", "-q", "egg_info", "build_ext", "--inplace"]
     if subprocess.run(command, cwd=ROOT, env=environment()).returncode != 0:

@@ -1,4 +1,5 @@
-"""Input for the tests of kernels: every dtype, awkward layouts, fresh random bytes each time."""
+"""Input for the tests of kernels: every dtype, awkward layouts, and new random bytes in each
+run."""
 
 from __future__ import annotations
 
@@ -47,31 +48,31 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "empty": lambda t: t[:, :0, :],
     "empty, transposed": lambda t: t[:, 1:1, :].transpose(0, 2),
 }
-#: Those that may be written to: no element lies twice in memory.
+#: The layouts that may be written to, because no two elements share memory.
 DISTINCT = [name for name in LAYOUTS if "expanded" not in name and name != "windows"]
 
 
 def start_random() -> None:
-    """Seed torch and random freshly; the seed is in the report of a failed test."""
+    """Give torch and random a new seed, which the report of a failed test shows."""
     seed = torch.seed()
     random.seed(seed)
     print(f"torch.manual_seed({seed}); random.seed({seed})")
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, misaligned: int = 0) -> torch.Tensor:
-    """Return a tensor of random bits, NaNs and subnormal numbers among them.
+    """Return a tensor of random bits, with NaNs and subnormal numbers among them.
 
     Args:
-        shape: its own.
-        dtype: its own; bool gets 0 and 1 only.
-        misaligned: how many bytes after a multiple of 64 it begins.
+        shape: of the tensor.
+        dtype: of the tensor; bool gets only 0 and 1.
+        misaligned: how many bytes after a multiple of 64 the tensor begins.
     """
     size = dtype.itemsize
     for length in shape:
         size *= length
     room = torch.randint(0, 2 if dtype == torch.bool else 256, (size + 128,), dtype=torch.uint8)
     begin = -room.data_ptr() % 64 + misaligned
-    # frombuffer, because a view as another dtype would refuse such a beginning.
+    # By frombuffer(), because view(dtype) refuses a misaligned beginning.
     if size == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(room.numpy(), dtype=dtype, count=size // dtype.itemsize, offset=begin)[

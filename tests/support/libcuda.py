@@ -1,7 +1,8 @@
-"""The CUDA driver without a GPU (fake_libcuda/), built once, and its functions for tests.
+"""Builds the fake CUDA driver (fake_libcuda/), which needs no GPU, and wraps its functions for
+tests.
 
-A process reads the FAKE_CUDA_* variables when it loads the driver: tests that need others run in a
-process of their own.
+A process reads the FAKE_CUDA_* variables when it loads the driver. So a test that needs other
+values starts a process of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NON_BLOCKING = 1
 
 
 def cuda_headers() -> Path | None:
-    """Return the folder of NVIDIA's cuda.h: of a CUDA toolkit, or of the wheel that numba-cuda
-    brings; None without one."""
+    """Return the folder of NVIDIA's cuda.h, from a CUDA toolkit or from a wheel that numba-cuda
+    depends on; None if there is no cuda.h."""
     homes = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
     found = importlib.util.find_spec("nvidia")
     for place in (found.submodule_search_locations or []) if found else []:
@@ -45,7 +46,7 @@ def needs_headers() -> Path:
 
 @functools.cache
 def library() -> Path:
-    """Build the driver, or skip the test; returns its file."""
+    """Build the driver and return its file, or skip the test."""
     flags = ["-O1", "-g", "-fPIC", "-shared", "-pthread", f"-isystem{needs_headers()}"]
     name = "libfake_cuda.so"
     programs = {name: sorted(_SOURCES.glob("*.cpp"))}
@@ -53,16 +54,17 @@ def library() -> Path:
 
 
 def environment(**fake: object) -> dict[str, str]:
-    """Return what a process needs to use it: FAKE_CUDA_UUIDS for uuids="ab", say."""
+    """Return the environment variables with which a process uses the fake driver. A keyword such as
+    uuids="ab" sets FAKE_CUDA_UUIDS."""
     variables = {f"FAKE_CUDA_{name.upper()}": str(value) for name, value in fake.items()}
     return {"TORCH_RPC_EXT_LIBCUDA": str(library()), **variables}
 
 
 class FakeCuda:
-    """The driver of this process, as a program would use it that has nothing to do with ours.
+    """Calls the driver of this process directly, without our extension.
 
     Args:
-        path: of the library; None for what TORCH_RPC_EXT_LIBCUDA names.
+        path: of the library; None means the one that TORCH_RPC_EXT_LIBCUDA names.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -71,7 +73,7 @@ class FakeCuda:
         self._ok("cuInit", 0)
 
     def allocate(self, size: int, device: int = 0) -> int:
-        """Return the address of new device memory."""
+        """Allocate device memory; return its address."""
         address = ctypes.c_uint64()
         with self._on(device):
             self._ok("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
@@ -91,12 +93,12 @@ class FakeCuda:
         return stream.value
 
     def synchronize(self, stream: int, device: int = 0) -> None:
-        """Wait until a stream has done all."""
+        """Wait until a stream has done all its work."""
         with self._on(device):
             self._ok("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def fill(self, address: int, value: int, size: int, stream: int, device: int = 0) -> None:
-        """Queue the filling of device memory with a byte."""
+        """Queue work on a stream that fills device memory with a byte."""
         with self._on(device):
             self._ok(
                 "cuMemsetD8Async",
@@ -107,28 +109,28 @@ class FakeCuda:
             )
 
     def calls(self, name: str = "") -> list[str]:
-        """Return the calls so far, those of one function or all."""
+        """Return the calls so far, of one function or of all functions."""
         lines: list[str] = self._lib.fakeCudaCalls().decode().splitlines()
         return [line for line in lines if not name or line.split()[0] == name]
 
     def forget_calls(self) -> None:
-        """Begin calls() anew."""
+        """Make calls() start again with an empty list."""
         self._lib.fakeCudaForgetCalls()
 
     def fail(self, function: str, error: int, times: int = 1) -> None:
-        """Let the next calls of a function return an error."""
+        """Make the next calls of a function return an error."""
         self._lib.fakeCudaFail(function.encode(), error, times)
 
     def hold(self, yes: bool) -> None:
-        """Let the streams of this process do nothing, or go on."""
+        """Pause the streams of this process, or let them go on."""
         self._lib.fakeCudaHold(int(yes))
 
     def exportable(self, yes: bool) -> None:
-        """Say whether memory allocated from now on can be exported."""
+        """Set whether memory that is allocated from now on can be exported."""
         self._lib.fakeCudaExportable(int(yes))
 
     def exaggerate(self, factor: int) -> None:
-        """Let allocations claim to be so many times as large as they are."""
+        """Make allocations claim to be `factor` times as large as they are."""
         self._lib.fakeCudaExaggerate(factor)
 
     @contextmanager
@@ -147,12 +149,12 @@ class FakeCuda:
 
 
 def read(address: int, size: int) -> bytes:
-    """Return device memory as it is at this moment."""
+    """Return the bytes in device memory now, without waiting for streams."""
     return ctypes.string_at(address, size)
 
 
 def write(address: int, data: bytes) -> None:
-    """Write device memory at once."""
+    """Write to device memory now, without waiting for streams."""
     ctypes.memmove(address, data, len(data))
 
 

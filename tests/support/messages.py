@@ -1,6 +1,7 @@
-"""Which messages workers send each other, read off the sockets.
+"""Lists the messages that workers send each other, from the data in their sockets.
 
-For groups with ``UCX_TLS=tcp`` and without encryption, on this host. Needs root, as Capture does.
+Only for groups on this host, with ``UCX_TLS=tcp`` and without encryption. Needs root, as Capture
+does.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _VERSION = int(re.findall(r"kVersion = (\d+)", (ROOT / "csrc/wire/call_frame.h")
 _CALL = re.compile(rb"TR" + re.escape(bytes([_VERSION])) + rb"[\x00\x01](..)\x00\x00", re.DOTALL)
 _PROTOCOL = (ROOT / "csrc/transport/ucx/protocol.h").read_text()
 _PROTOCOL_VERSION = int(re.findall(r"kProtocolVersion = (\d+)", _PROTOCOL)[0])
-# A FrameHeader: version, kind, count, token, and two numbers of transfers.
-# UCX's own header of an active message looks alike at this version, and is not meant: the id of
-# our messages (kActiveMessageId), flags, and the length of our header.
+# A FrameHeader: version, kind, count, token, and two numbers of transfers. UCX's own header of an
+# active message begins with similar bytes (the id of our messages, flags, the length of our
+# header); the first group excludes it.
 _FRAME = re.compile(
     rb"(?!\x07\x00.\x00\x20\x00\x00\x00)"
     + re.escape(bytes([_PROTOCOL_VERSION]))
@@ -47,13 +48,13 @@ def call_types() -> dict[int, str]:
 
 
 def frame_kinds() -> list[str]:
-    """Names of the transport's messages; the first is 1."""
+    """The names of the transport's messages, in the order of their numbers from 1 on."""
     [body] = re.findall(r"enum class FrameKind[^{]*\{([^}]*)\}", _PROTOCOL)
     return re.findall(r"k\w+", body)
 
 
 def calls(heard: Capture, group: Group) -> list[Sent]:
-    """The messages of torch.distributed.rpc, in order of time."""
+    """The messages of torch.distributed.rpc, in the order of time."""
     names = call_types()
     return [
         (source, target, names[number])
@@ -64,19 +65,20 @@ def calls(heard: Capture, group: Group) -> list[Sent]:
 
 
 def frames(heard: Capture, group: Group) -> list[Sent]:
-    """The messages of the transport, in order of time."""
+    """The messages of the transport, in the order of time."""
     kinds = frame_kinds()
     return [
         (source, target, kinds[match[1][0] - 1])
         for source, target, data in _packets(heard, group)
         for match in _FRAME.finditer(data)
-        # A token is 8 random bytes; numbers in a message's data are mostly zeros.
+        # Tells a real header from a message's data that looks alike: a token is 8 random bytes,
+        # while numbers in data have mostly zero bytes.
         if sum(map(bool, match[3])) > 3
     ]
 
 
 def _packets(heard: Capture, group: Group) -> Iterator[tuple[str, str, bytes]]:
-    """(from, to, data) of what workers of the group sent each other."""
+    """(sender, receiver, data) of each packet that workers of the group sent each other."""
     owners = {
         connection.laddr.port: worker.name
         for worker in group
@@ -85,8 +87,9 @@ def _packets(heard: Capture, group: Group) -> Iterator[tuple[str, str, bytes]]:
     for (_, source, _, target), data in heard.packets():
         ends = [owners.get(source), owners.get(target)]
         if len(group.workers) == 2 and any(ends) and not all(ends):
-            # UCX has closed one of two sockets that both sides opened at once; the port that a
-            # worker listens on is always known.
+            # The port on one side belongs to no socket any more: both workers had opened a
+            # connection at the same time, and UCX has closed one. With two workers, the unknown
+            # side is the other worker.
             [other] = {worker.name for worker in group} - set(ends)
             ends = [end or other for end in ends]
         if ends[0] and ends[1]:

@@ -1,11 +1,13 @@
-"""Kernels run on this CPU, as machine code: the LLVM code that numba-cuda hands to NVVM, compiled
+"""Runs kernels as machine code on this CPU: compiles the LLVM code that numba-cuda passes to NVVM
 for the host instead.
 
-The simulator runs the kernels as Python, whose integers have no size, and with memory functions of
-its own. Here run the types that numba infers, its constants, and the instructions of memory_gpu.py.
-What it cannot show is what NVVM and a GPU make of the same code: order, caches, real threads.
+The simulator runs the kernels as Python code, whose integers do not overflow, and with memory
+functions of its own. This file tests what the simulator does not: the types that numba infers, its
+constants, and the instructions of memory_gpu.py. It cannot test what NVVM and a GPU do with the
+same
+code: memory order, caches, real threads.
 
-Uses parts of numba-cuda that are not public (kept here, and checked by the tests that use it).
+This file contains all uses of numba-cuda's private parts; the tests that use it check them.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from numba.cuda import compiler, types
 
 from torch_rpc_ext.kernels.registry import Kernel
 
-#: What a thread asks for; in one dimension the others are 0 (indices) or 1 (sizes).
+#: The special registers that a thread reads. Grids have one dimension, so in the others an index is
+#: 0 and a size is 1.
 _REGISTERS = ("tid", "ntid", "ctaid", "nctaid")
-# After addrspace(n) is gone. LLVM has had no types behind pointers since version 15.
+# Pointers, after addrspace(n) was removed. Since version 15, LLVM's pointers have no pointee types.
 _POINTER = re.compile(r"(?:i\d+|<\d+ x i\d+>|\[\d+ x i\d+\]|\{[^{}]*\}|ptr)\*")
 
 
@@ -29,7 +32,7 @@ class NativeKernel:
     """A kernel as a function of the host.
 
     Args:
-        kernel: of the registry. One that waits for other threads needs blocks of one thread.
+        kernel: from the registry. If its threads wait for each other, blocks must have one thread.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -47,7 +50,7 @@ class NativeKernel:
         )(self._engine.get_function_address(entry))
 
     def launch(self, blocks: int, threads: int, *arguments: Any, first_block: int = 0) -> None:
-        """Run all threads, one after the other; of the blocks those from `first_block` on."""
+        """Run all threads of the blocks from `first_block` on, one after the other."""
         flat = []
         for argument in arguments:
             flat.extend(argument if isinstance(argument, tuple) else (argument,))
@@ -95,7 +98,7 @@ def _for_host(text: str) -> str:
         "llvm.nvvm.barrier0", "host_barrier"
     )
     text = re.sub(r"llvm\.nvvm\.read\.ptx\.sreg\.(\w+)\.([xyz])", r"host_\1_\2", text)
-    # Each numba function has a variable for its globals, which kernels do not use.
+    # Every numba function refers to a variable for its globals. Kernels do not use it.
     text = re.sub(r"(?m)^(@.*) = common global", r"\1 = linkonce_odr global", text)
     while _POINTER.search(text):
         text = _POINTER.sub("ptr", text)

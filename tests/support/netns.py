@@ -1,9 +1,9 @@
 """Two "hosts" on one machine: namespaces of their own (network, pid, ipc, mount, name), joined by
 veth pairs.
 
-Nothing is shared but the file system: no loopback, no shared memory, no pid that means the same on
-both, no ptrace. What is made here belongs to one holder process per host and vanishes with it, also
-when the tests are killed. Tests and benchmarks share this file.
+The hosts share only the file system: no loopback, no shared memory, no pids, no ptrace. Everything
+that is made for a host belongs to its holder process and vanishes with that process, also when the
+tests are killed. Tests and benchmarks use this file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
 _CLONE_FS = 0x200  # of <sched.h>
-# Mounts a /dev/shm of its own, and a /sys, where UCX looks for interfaces; brings up loopback, and
-# reaps whatever is left to it.
+# The holder mounts its own /dev/shm, and its own /sys, where UCX looks for interfaces. It brings up
+# loopback, and reaps orphaned processes.
 _HOLDER = """
 hostname {name}
 ip link set lo up
@@ -40,8 +40,8 @@ exec sleep infinity
 
 @dataclass(frozen=True)
 class Host:
-    """One side. ``eth0`` has an IPv4 and an IPv6 address, ``eth1`` an IPv4 address of another
-    network; both have link-local ones."""
+    """One host. ``eth0`` has an IPv4 and an IPv6 address, ``eth1`` an IPv4 address of another
+    network. Both also have link-local IPv6 addresses."""
 
     name: str
     holder: int
@@ -49,17 +49,17 @@ class Host:
     ipv6: str
 
     def run(self, *command: str) -> str:
-        """Run a command inside; its stdout."""
+        """Run a command on the host; return its stdout."""
         return _run("nsenter", "-t", str(self.holder), "-n", "-i", "-u", "-m", "-p", *command)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What the network between the hosts can do, each way.
+    """Rate and delay of the network between the hosts, in each direction.
 
     Attributes:
-        gbit_per_s: its rate; 0 for what the machine gives.
-        delay_ms: what a packet takes at least, one way.
+        gbit_per_s: the rate; 0 means no limit.
+        delay_ms: the least time of a packet, one way.
     """
 
     gbit_per_s: float = 0.0
@@ -71,12 +71,12 @@ class Link:
 
 
 class NotPossible(Exception):
-    """This machine forbids it; the text says what is missing."""
+    """This machine does not permit such hosts or links; the text says what is missing."""
 
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make them; raises NotPossible with the reason where the machine forbids it."""
+    """Make two hosts. Raises NotPossible with the reason if the machine does not permit it."""
     if os.geteuid() != 0:
         raise NotPossible("network namespaces need root")
     for tool in ("ip", "unshare", "nsenter", "mount"):
@@ -99,24 +99,25 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def shape(hosts: tuple[Host, Host], link: Link) -> None:
-    """Make eth0 between the hosts such a link, by tc; raises NotPossible where the machine forbids.
+    """Give eth0 of both hosts the rate and delay of a link, by tc. Raises NotPossible if the
+    machine does not permit it.
 
-    A shaped link has jumbo frames: of 1500 bytes the headers alone take more than 4 %, and what is
-    to be seen is the share of the link that a program leaves unused.
+    A shaped link has jumbo frames, because of a packet of 1500 bytes the headers take more than 4
+    %, and benchmarks should show the share of the link that a program leaves unused.
     """
     if shutil.which("tc") is None:
         raise NotPossible("no command 'tc'")
     for host in hosts:
-        with contextlib.suppress(subprocess.CalledProcessError):  # there is none at first
+        with contextlib.suppress(subprocess.CalledProcessError):  # fails if none was set before
             host.run("tc", "qdisc", "del", "dev", "eth0", "root")
         host.run("ip", "link", "set", "eth0", "mtu", "9000" if link.gbit_per_s else "1500")
         parent = ["root"]
         if link.gbit_per_s:
-            # A burst of a millisecond, as a timer that comes late needs; never less than one of
-            # the 64 KB packets that TCP hands over, or they are cut.
+            # A burst is the data of a millisecond, because timers may fire late, but at least one
+            # 64 KB packet of TCP, because larger packets would be dropped.
             burst = max(int(link.gbit_per_s * 1e9 / 8 / 1000), 131_072)
             rate = ["rate", f"{int(link.gbit_per_s * 1e9)}bit", "burst", f"{burst}b"]
-            # A queue that a bandwidth-delay product fits in, so that nothing is lost.
+            # The queue holds a bandwidth-delay product, so that no packet is lost.
             queue = ["limit", str(16 * 1024 * 1024)]
             _shape(host, [*parent, "handle", "1:", "tbf", *rate, *queue])
             parent = ["parent", "1:1", "handle", "10:"]
@@ -134,7 +135,7 @@ def _shape(host: Host, arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _holder(name: str) -> Iterator[int]:
-    """The pid, as seen from here, of the process that keeps a host's namespaces alive."""
+    """Start the process that keeps a host's namespaces alive; return its pid in this namespace."""
     flags = [
         "--net",
         "--ipc",
@@ -164,7 +165,7 @@ def _holder(name: str) -> Iterator[int]:
 
 
 def _join(one: Host, other: Host, device: str) -> None:
-    """A veth pair with an end in each; unique names until it is inside."""
+    """Make a veth pair with one end in each host. Its names are unique until the ends are there."""
     ends = [f"rt{os.getpid() % 1_000_000}{device[-1]}{letter}" for letter in "ab"]
     try:
         _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
@@ -177,7 +178,8 @@ def _join(one: Host, other: Host, device: str) -> None:
 
 
 def _wait_for_link_local(hosts: list[Host]) -> None:
-    """Duplicate address detection takes a second or two; an address is not usable before."""
+    """Wait until the link-local addresses can be used. Duplicate address detection takes a second
+    or two."""
     deadline = time.monotonic() + 10
     for host in hosts:
         for device in ("eth0", "eth1"):
@@ -191,17 +193,18 @@ def _wait_for_link_local(hosts: list[Host]) -> None:
 
 
 def enter_and_run(holder: int, fn: Callable[..., Any], pipe: Connection) -> None:
-    """In a fresh child: move into a host and run ``fn(pipe)`` there, in a process that dies with
-    this one."""
+    """To be called in a new child: move into a host and run ``fn(pipe)`` there, in a process that
+    dies with the child."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # A thread that shares its root with others, such as those of a BLAS, cannot move to another.
+    # A thread cannot change its mount namespace while it shares its root directory with other
+    # threads, such as those of a BLAS.
     libc.unshare(_CLONE_FS)
     namespaces = [os.open(f"/proc/{holder}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
     for kind, namespace in zip(_KINDS, namespaces, strict=True):
         if libc.setns(namespace, 0) != 0:
             raise OSError(ctypes.get_errno(), f"setns {kind}")
         os.close(namespace)
-    inner = os.fork()  # a pid namespace counts for children only
+    inner = os.fork()  # a new pid namespace applies only to children
     if inner == 0:
         _die_with_parent()
         code = 1
@@ -221,7 +224,7 @@ def enter_and_run(holder: int, fn: Callable[..., Any], pipe: Connection) -> None
 
 
 def pid_inside(pid: int) -> int:
-    """The process that runs the function of enter_and_run(), as seen from here."""
+    """The pid, in this namespace, of the process that runs the function of enter_and_run()."""
     return int(_read(f"/proc/{pid}/task/{pid}/children").split()[0])
 
 

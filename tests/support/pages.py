@@ -1,4 +1,4 @@
-"""Code blocks of Markdown pages."""
+"""Finds the code blocks in Markdown pages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _TITLE = re.compile(r"# (\S+\.py)(?:; run it with: (.+))?\n")
 
 @dataclass(frozen=True)
 class Program:
-    """A block that is a whole file.
+    """A code block that is a whole file.
 
     Attributes:
-        page: as seen from the repository.
+        page: path in the repository.
         name: of the file.
-        command: that runs it; empty where another block of the page does.
-        code: its text.
-        prints: what stands in the block of text behind it; empty for none.
+        command: the command that runs the file; empty if another block of the page runs it.
+        code: the file's text.
+        prints: the text block that follows, which is what the program prints; empty if there is
+            none.
     """
 
     page: str
@@ -31,7 +32,7 @@ class Program:
     prints: str
 
     def write(self, folder: Path) -> Path:
-        """Put it into a file there."""
+        """Write the program to its file in a folder."""
         path = folder / self.name
         path.write_text(self.code)
         return path
@@ -43,7 +44,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def programs(page: str) -> list[Program]:
-    """The blocks of Python that begin with the name of their file."""
+    """The Python blocks that begin with the name of their file."""
     found = blocks(page)
     following = [*found[1:], ("", "")]
     return [
@@ -54,7 +55,7 @@ def programs(page: str) -> list[Program]:
 
 
 def fragments(page: str) -> list[str]:
-    """The other blocks of Python."""
+    """All other Python blocks."""
     return [
         code for language, code in blocks(page) if language == "python" and not _TITLE.match(code)
     ]

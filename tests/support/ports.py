@@ -1,4 +1,4 @@
-"""Ports for tests that must know one before anything listens on it."""
+"""TCP ports for tests that must know a port before anything listens on it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _claims: list[socket.socket] = []
 def free_port() -> int:
     """Return a TCP port that nothing listens on, and that no other test process gets.
 
-    None of those that the kernel gives out by itself: until it is used, it could become that of any
-    socket on this machine, and parallel tests open many. The claim, a name in the same network
-    namespace as the port, ends with this process.
+    The port is not one that the kernel gives to sockets by itself: before the test uses it, the
+    kernel could give it to another socket, and parallel tests open many. The port is claimed by an
+    abstract socket name in the same network namespace, until this process ends.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    # All of them on a machine whose kernel gives out everything.
+    # If the kernel may give out all of them, take any of them.
     ports = [port for port in _PORTS if not low <= port <= high] or list(_PORTS)
     random.shuffle(ports)
     for port in ports:

@@ -1,8 +1,8 @@
-"""What the fork server loads once, so that a child starts in milliseconds. Only imports: it must
-stay single-threaded.
+"""Imports what children need. The fork server does this once, so that a child starts in
+milliseconds. Does nothing else: the server must stay single-threaded.
 
-Nothing of it is garbage while a child lives, so no collection looks at it, in the server or, page
-by copied page, in each child.
+The imported objects are frozen for the garbage collector: it would never free them, and to look at
+them would copy their pages in each child.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.support.backend import on_ucx
 
 gc.disable()
 
-# The suites of upstream, and what they and the children import on first use.
+# Upstream's suites, and modules that the suites and the children import later.
 for _name in (
     "torch.testing._internal.distributed.rpc_utils",
     "torch.distributed.nn.jit.instantiator",
@@ -26,7 +26,7 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-# Ours, where it is built; a broken build shows in the child that needs it, with its own message.
+# Our extension, if it is built. If it is broken, the child that needs it shows the error.
 if on_ucx():
     with contextlib.suppress(Exception):
         importlib.import_module("torch_rpc_ext")

@@ -1,4 +1,5 @@
-"""Scripts in fresh interpreters: for what a program sees from its first import to its exit code."""
+"""Runs scripts in new interpreters, for tests of a whole program from its first import to its exit
+code."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.support.backend import ROOT, backend_name
 
 @dataclass(frozen=True)
 class Ended:
-    """How a script ended: its exit code (minus the signal's number), what it wrote, and how long it
-    took in seconds."""
+    """How a script ended: its exit code (-N for signal N), what it wrote, and how many seconds it
+    took."""
 
     code: int
     out: str
@@ -57,7 +58,7 @@ class Script:
         )
 
     def wait_for(self, word: str) -> None:
-        """Wait until it has printed a line that is ``word``; fails when it ends first."""
+        """Wait until the script has printed the line ``word``; fails if the script ends first."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.strip() == word:
@@ -65,8 +66,8 @@ class Script:
         raise AssertionError(f"ended without {word!r}: {self.end(5)}")
 
     def end(self, timeout: float = 60) -> Ended:
-        """Wait for its end; one that does not end in time is killed and fails the test with what it
-        wrote."""
+        """Wait for the script's end. If it does not end in time, kill it and fail the test with
+        what it wrote."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -78,19 +79,19 @@ class Script:
         return Ended(self.process.returncode, out, err, time.monotonic() - self._started)
 
     def kill_all(self) -> None:
-        """SIGKILL to the whole session."""
+        """Send SIGKILL to all processes of the session."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that still run."""
         self.kill_all()
         self.process.communicate()
 
 
 @contextlib.contextmanager
 def running(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Script]:
-    """A command, killed with all its children at the end of the block."""
+    """Run a command during the block; at its end kill the command and all its children."""
     script = Script(argv, env)
     try:
         yield script
@@ -111,12 +112,12 @@ def python(
     env: Mapping[str, str] | None = None,
     timeout: float = 60,
 ) -> Ended:
-    """Run Python code, indented as it may be, in a fresh interpreter."""
+    """Run Python code, which may be indented, in a new interpreter."""
     return run([sys.executable, *flags, "-c", textwrap.dedent(code), *args], env, timeout)
 
 
 def write(directory: Path, name: str, code: str) -> str:
-    """Put a script into a file (mp.spawn needs one); its path."""
+    """Write a script to a file, which mp.spawn needs; return its path."""
     path = directory / name
     path.write_text(textwrap.dedent(code))
     return str(path)

@@ -1,19 +1,19 @@
-"""What a trace of torch.profiler says about a process's calls of CUDA."""
+"""Finds CUDA calls of a process in a trace of torch.profiler."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-#: The record_function() around what is looked at: the profiler itself synchronises at its end.
+#: The name of the record_function() around the calls to look at. Calls outside of it do not count,
+#: because the profiler itself synchronises at its end.
 CALLS = "the calls"
-#: Parts of names of the runtime's and the driver's functions that wait for a device.
+#: Functions of the runtime and the driver that wait for a device have one of these in their names.
 _WAITS = ("Synchronize", "cudaMemcpy(", "cudaFree(")
 
 
 def cuda_calls(path: Path) -> list[str]:
-    """Return the names of the functions of CUDA that any thread has called within CALLS, in
-    order."""
+    """Return the names of the CUDA functions that any thread has called within CALLS, in order."""
     events = json.loads(path.read_text())["traceEvents"]
     [whole] = [
         event
@@ -30,6 +30,6 @@ def cuda_calls(path: Path) -> list[str]:
 
 
 def waits_in(names: list[str]) -> list[str]:
-    """Return those of them that wait for a device. Copies that may wait, and memory of CUDA itself,
-    count: neither belongs into a call that is not the first."""
+    """Return the calls of cuda_calls() that wait for a device. Copies that may wait and allocations
+    by CUDA count as well: neither should happen in a call that is not the first."""
     return [name for name in names if any(part in f"{name}(" for part in _WAITS)]

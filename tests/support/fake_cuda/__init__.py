@@ -1,13 +1,14 @@
-"""A CUDA without a GPU: ``install()`` makes ``device="cuda:0"`` work on a torch for CPUs.
+"""A fake CUDA without a GPU: ``install()`` makes ``device="cuda:0"`` work on a torch for CPUs.
 
-Device memory is host memory. A stream is a thread that works its queue off in order, each kernel
-and copy late by a delay, so that what does not wait for a stream sees old bytes. Memory is
-overwritten when a program may use it again: what still reads it then sees that. See runtime.h.
+Device memory is host memory. A stream is a thread that does its queued work in order, and delays
+each kernel and copy, so that code that does not wait for a stream sees old bytes. Memory is
+overwritten as soon as a program may reuse it, so that code that still reads it sees wrong bytes.
+See runtime.h.
 
-With TORCH_RPC_EXT_LIBCUDA, from libcuda.environment(), streams and device memory are those of the
-driver of tests/support/fake_libcuda, so that what uses both c10 and the driver finds one CUDA.
+If TORCH_RPC_EXT_LIBCUDA is set, by libcuda.environment(), the driver of tests/support/fake_libcuda
+makes streams and device memory. Then code that uses both c10 and the driver finds the same CUDA.
 
-A few operators are work on streams (kernels.cpp); all others wait for the device and run on the
+A few operators run as work on streams (kernels.cpp). All others wait for the device and run on the
 CPU.
 """
 
@@ -26,7 +27,7 @@ from tests.support import cxx
 
 _HERE = Path(__file__).parent
 _SOURCES = ("runtime.cpp", "guard.cpp", "kernels.cpp", "sparse.cpp")
-#: So late is each kernel and copy unless a test says otherwise, s.
+#: The delay of each kernel and copy in seconds, unless a test sets another one.
 DELAY = 0.002
 
 ops: Any = torch.ops.fake_cuda
@@ -34,7 +35,7 @@ ops: Any = torch.ops.fake_cuda
 
 @cache
 def build() -> Path:
-    """Return the library, compiled when its sources are newer."""
+    """Return the library. Compiles it if its sources are newer."""
     torch_libraries = Path(torch.__file__).parent / "lib"
     built = cxx.build(
         cxx.ROOT / "build" / "fake_cuda" / torch.__version__,
@@ -59,11 +60,11 @@ def build() -> Path:
 
 
 def install(devices: int = 2, delay: float = DELAY) -> None:
-    """Give this process so many CUDA devices; for good.
+    """Give this process CUDA devices. This cannot be undone.
 
     Args:
-        devices: their number.
-        delay: how late each kernel and copy is, s.
+        devices: the number of devices.
+        delay: of each kernel and copy, in seconds.
     """
     torch.ops.load_library(str(build()))
     ops.install(devices)
@@ -75,19 +76,19 @@ def install(devices: int = 2, delay: float = DELAY) -> None:
 
 
 def set_delay(seconds: float) -> None:
-    """Make each kernel and copy from now on so late."""
+    """Set the delay of each kernel and copy from now on, in seconds."""
     ops.set_delay(int(seconds * 1e6))
 
 
 def counts() -> dict[str, int]:
-    """Return how often what happened: synchronizations, host_to_device, device_to_host,
-    device_to_device, pageable (copies of memory that is not pinned), foreach_copies."""
+    """Return how often each of these happened: synchronizations, host_to_device, device_to_host,
+    device_to_device, pageable (copies to or from memory that is not pinned), foreach_copies."""
     return dict(ops.counts())
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Yield a dict that holds, after the block, what counts() grew by."""
+    """Yield a dict that contains, after the block, by how much each value of counts() grew."""
     before, grown = counts(), {}
     yield grown
     grown.update({name: value - before[name] for name, value in counts().items()})
@@ -95,7 +96,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def stream(device: int, number: int) -> Iterator[None]:
-    """Make a stream (0 is the default one) this thread's current one of a device."""
+    """Make a stream the current stream of this thread and a device. 0 is the default stream."""
     before = ops.current_stream(device)
     ops.set_stream(device, number)
     try:
