@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# To start or stop a worker's recording; torch.profiler takes seconds the first time.
-_TIMEOUT = 120.0
+# For starting or stopping a worker's recording, s; torch.profiler takes seconds the first time.
+_RECORDING_TIMEOUT = 120.0
+# For the question at the end whether a worker still answers, s.
+_ANSWER_TIMEOUT = 10.0
 _MAX_ENTRIES = 1_000_000
-_TIMEOUT = 10.0
 
 
 class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
@@ -65,7 +66,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         operators: bool = True,
         limit: float = 600.0,
         max_entries: int = _MAX_ENTRIES,
-        timeout: float = _TIMEOUT,
+        timeout: float = _ANSWER_TIMEOUT,
     ) -> None:
         if not limit > 0:
             raise ValueError(f"limit must be more than 0 s, got {limit!r}")
@@ -199,7 +200,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return figure
 
     def _start_asking(
-        self, function: Any, *arguments: Any, timeout: float = _TIMEOUT
+        self, function: Any, *arguments: Any, timeout: float = _RECORDING_TIMEOUT
     ) -> list[tuple[str, Callable[[], Any]]]:
         """Call a function on all that are not missing at once; names, and what waits for them."""
         asked: list[tuple[str, Callable[[], Any]]] = []
