@@ -212,7 +212,8 @@ class _Hub:
                 self._thread.start()
         if ended:
             at_end()
-        # From here on the agent reports events; the first report, "began", wakes the thread.
+        # The agent answers with the event "began", at which the thread tells this subscriber who is
+        # lost; all later events are told to this subscriber too.
         self._native.begin_worker_events(self._agent)
         return Subscription(self, number)
 
