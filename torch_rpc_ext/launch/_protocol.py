@@ -33,7 +33,7 @@ def load(data: bytes) -> Any:
 
 
 def dump_error(error: BaseException, worker: str) -> bytes:
-    """Return the reply that raises ``error`` at the caller, with this process's traceback as a note.
+    """Return the reply that raises ``error`` at the caller, with the traceback as a note.
 
     An error that cannot be pickled becomes a RuntimeError with its type and text.
     """

@@ -159,12 +159,13 @@ class WorkerGroup:
 
         Args:
             backend: a name in rpc.BackendType.
-            join: name under which this process becomes a worker as well, with rank 0, and the
-                others follow; None to stay outside, then ranks begin with the first of them. A
-                process that has had RPC before can join UCX. It can join TENSORPIPE only if its
-                rank was 0 and it has made no RRefs: upstream keeps both for ever.
-            **options: of the back end's options class, such as num_worker_threads and rpc_timeout;
-                for all workers.
+            join: name under which this process becomes a worker too, with rank 0; the group's
+                workers then have the ranks from 1 on. None: this process stays outside, and the
+                workers have the ranks from 0 on. A process that has had RPC before can join UCX. It
+                can join TENSORPIPE only if its rank was 0 and it has made no RRefs: upstream keeps
+                both for ever.
+            **options: options of the back end, such as num_worker_threads and rpc_timeout, for all
+                workers.
 
         Returns:
             The group itself.
