@@ -68,10 +68,10 @@ def block_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Lay out a block.
 
     Args:
-        sizes: of its tensors, bytes.
+        sizes: of the tensors in the block, bytes.
 
     Returns:
-        Where each tensor begins, and the size of the block, bytes.
+        (offset of each tensor in the block, size of the block), bytes.
     """
     offsets = []
     end = 0

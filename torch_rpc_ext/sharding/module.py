@@ -126,9 +126,17 @@ class StageHandle:
 class ShardedModule(nn.Module):
     """A module whose parts are on several workers; made by shard().
 
-    forward() records gradients in the distributed autograd context of the caller; outside of one
-    it runs without. Values go from stage to stage, not through the caller. Tensors travel on the
-    CPU and are moved to the device of each stage there.
+    ::
+
+        model = sharding.shard(local, ["worker1", "worker2"])  # a ShardedModule
+        optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(x).sum()])
+            optimizer.step(context)
+
+    forward() records gradients in the distributed autograd context of the caller; outside of a
+    context it records none. Values go from stage to stage, not through the caller. They travel as
+    CPU tensors, and each stage moves them to its device.
 
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
