@@ -22,10 +22,12 @@ RESERVED = "rpc_"
 
 
 class NotScriptableError(TypeError):
-    """TorchScript does not take a function. The text names the argument and the rule::
+    """TorchScript does not take a function::
 
-    @scripting.script
-    def find(x: Tensor, keys: set[str]) -> Tensor: ...  # raises NotScriptableError
+        @scripting.script
+        def find(x: Tensor, keys: set[str]) -> Tensor: ...  # raises NotScriptableError
+
+    The text names the argument and the rule.
     """
 
 

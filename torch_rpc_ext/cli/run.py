@@ -1,4 +1,4 @@
-"""``python -m torch_rpc_ext run``: a program that never heard of us, on UCX."""
+"""``python -m torch_rpc_ext run``: run a program on UCX without changing it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         arguments: [torchrun options] script.py arguments.
 
     Returns:
-        The exit status; a script that ends by itself passes its own on.
+        The exit status; that of the script where the script calls sys.exit().
     """
     parser = common.parser("run", _DESCRIPTION, _EXAMPLES)
     parser.usage = "%(prog)s [torchrun options] script.py [arguments]"
