@@ -6,6 +6,8 @@ import sys
 
 from torch_rpc_ext.cli import common
 
+__all__ = ["main"]
+
 _DESCRIPTION = """Compile the extension module for the torch that is installed, unless one fits.
 
 What is compiled stays in TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache. No

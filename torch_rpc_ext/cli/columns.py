@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_rpc_ext.cli.poller import WorkerState
 
+__all__ = ["COLUMNS", "ORDERS", "Column", "in_order", "meanings"]
+
 _WIDTH = 78
 
 

@@ -6,6 +6,21 @@ import argparse
 import sys
 from pathlib import Path
 
+__all__ = [
+    "EXIT_STATUSES",
+    "MISTAKE",
+    "NO_GROUP",
+    "OK",
+    "UNWELL",
+    "CannotJoinError",
+    "add_seconds",
+    "add_workers",
+    "count",
+    "parser",
+    "positive",
+    "program",
+]
+
 OK, UNWELL, MISTAKE, NO_GROUP = 0, 1, 2, 3
 EXIT_STATUSES = f"""exit status:
   {OK}  fine

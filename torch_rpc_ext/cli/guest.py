@@ -20,6 +20,8 @@ from urllib.parse import urlparse
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common
 
+__all__ = ["PREFIX", "add_arguments", "joined", "other_workers"]
+
 #: Names of guests begin so; names of workers should not.
 PREFIX = "guest_"
 # Guests take high ranks, which jobs do not use, so that a guest never has the rank of a worker that

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch_rpc_ext.cli import common
 
+__all__ = ["collect", "main"]
+
 _EXAMPLE = """examples:
   python -m torch_rpc_ext info
   python -m torch_rpc_ext info --json > info.json

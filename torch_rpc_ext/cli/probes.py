@@ -11,6 +11,16 @@ from pathlib import Path
 
 from torch_rpc_ext._base.environment import UCX
 
+__all__ = [
+    "Finding",
+    "cuda",
+    "direct_copy",
+    "findings",
+    "infiniband",
+    "read_remote",
+    "shared_memory",
+]
+
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 64 << 20  # bytes; the 64 MB of a container's default are already tight
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")

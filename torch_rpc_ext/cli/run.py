@@ -11,6 +11,8 @@ from pathlib import Path
 from torch_rpc_ext._base.environment import BACKEND
 from torch_rpc_ext.cli import common
 
+__all__ = ["main"]
+
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
 
 Sets {BACKEND}=ucx, for the program and the processes that it starts, and runs the script in this

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+__all__ = ["echo", "main", "nothing", "run"]
+
 _CALLS = 200
 _TENSOR_BYTES = 64_000_000
 _ECHOES = 5

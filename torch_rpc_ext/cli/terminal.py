@@ -10,6 +10,8 @@ import termios
 import tty
 from collections.abc import Callable, Iterator
 
+__all__ = ["keys"]
+
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], str]]:

@@ -16,6 +16,8 @@ from torch_rpc_ext.cli import common, guest
 if TYPE_CHECKING:
     from torch_rpc_ext.profiler import profile
 
+__all__ = ["main"]
+
 _EXAMPLES = """examples:
   MASTER_ADDR=host0 MASTER_PORT=29500 python -m torch_rpc_ext trace --seconds 5 --out trace.json
       all workers of the dynamic group (world_size=None) whose store is at host0:29500;

@@ -13,6 +13,8 @@ from torch_rpc_ext.cli import columns as table_columns
 from torch_rpc_ext.cli import poller
 from torch_rpc_ext.cli.poller import WorkerState
 
+__all__ = ["draw", "explain"]
+
 _COLOURS = {
     poller.ALIVE: "green",
     poller.SUSPECT: "yellow",

@@ -11,6 +11,19 @@ import torch
 
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "CAST_NAMES",
+    "Layout",
+    "Segment",
+    "StridedCopy",
+    "block_offsets",
+    "layout_of",
+    "packed",
+    "plan_strided",
+    "segment_table",
+]
+
 #: Tensors begin in a block at multiples of this, which every access of the kernels divides.
 BLOCK_ALIGNMENT = 16
 

@@ -18,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch_rpc_ext.launch import _rpc
 from torch_rpc_ext.launch.process import Worker, wait_all
 
+__all__ = ["WorkerGroup"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _protocol
 
+__all__ = ["Worker", "WorkerExitedError", "wait_all"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -17,6 +17,8 @@ from typing import Any
 from torch_rpc_ext.profiler.clocks import Clock
 from torch_rpc_ext.profiler.records import Call, Execution, Recording
 
+__all__ = ["Event", "Span", "merge", "operator_events", "spans"]
+
 # Numbers of our tracks; no native thread id is as large.
 _CALLS, _SERVES = 1_000_000_000, 2_000_000_000
 _KEPT_PHASES = ("X", "s", "t", "f", "i", "M")

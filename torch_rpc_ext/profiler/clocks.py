@@ -14,6 +14,8 @@ from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext.profiler import recorder
 
+__all__ = ["Clock", "Sample", "compare"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 _ROUND_TRIPS = 30

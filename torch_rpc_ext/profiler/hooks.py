@@ -26,6 +26,8 @@ from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext.profiler.records import Call, tensor_bytes
 
+__all__ = ["Recorder", "install", "name_of", "remove"]
+
 api: Any = _untyped_api  # upstream's functions have no types
 
 _SYNC = api.RPCExecMode.SYNC

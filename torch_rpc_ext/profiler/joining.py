@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording
 
+__all__ = ["joined"]
+
 # Messages that torch's C++ sends by itself and for whose answer a program waits. Messages that
 # count RRefs and end autograd contexts are left out.
 _MESSAGES = {

@@ -12,6 +12,8 @@ from torch_rpc_ext.profiler.records import Call, Execution, Recording
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["draw"]
+
 _CALL, _QUEUE, _EXECUTION, _OPERATOR = "#4c78a8", "#e45756", "#f58518", "#9aa0a6"
 _HEIGHT = 0.8
 # Only so many calls get arrows: more arrows would hide what they connect.

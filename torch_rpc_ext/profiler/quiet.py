@@ -21,6 +21,8 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["first_use"]
+
 _LIBRARY = Path(torch.__file__).resolve().parent / "lib" / "libtorch_cpu.so"
 # Kineto's level of logging, an int.
 _LEVEL = "_ZN9libkineto6Logger14severityLevel_E"

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+__all__ = ["Call", "Execution", "Logged", "Recording", "tensor_bytes"]
+
 
 class Call(NamedTuple):
     """A call as its caller sees it::

@@ -22,6 +22,8 @@ from torch_rpc_ext.profiler.table import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["profile"]
+
 logger = logging.getLogger(__name__)
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 

@@ -10,6 +10,8 @@ import numpy
 
 from torch_rpc_ext.profiler.records import Call, Execution, Recording
 
+__all__ = ["Row", "rows", "text"]
+
 
 class Row(NamedTuple):
     """The calls of one function on one worker. Times in seconds; None where nothing is known.

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed import checkpoint as _untyped_dcp
 
+__all__ = ["Coordinator", "StageWriter", "read"]
+
 dcp: Any = _untyped_dcp  # upstream's functions have no types
 
 

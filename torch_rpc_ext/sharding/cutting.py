@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+__all__ = ["Balance", "Partition", "cut", "is_chain", "run_chain", "split", "units"]
+
 Balance = Literal["parameters", "time"]
 #: Names of submodules per stage, or a number of units per stage.
 Partition = Sequence[Sequence[str]] | Sequence[int]

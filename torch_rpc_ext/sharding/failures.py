@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from torch_rpc_ext import errors
 
+__all__ = ["Failure", "Kind", "StageError", "first_cause"]
+
 #: raised: the stage's code raised. lost: its worker cannot be reached, or gave no answer in time.
 #: late, stopped: when the batch was given up the stage was at work (late) or waited for others.
 Kind = Literal["raised", "lost", "late", "stopped"]

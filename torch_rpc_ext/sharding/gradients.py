@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import autograd as _untyped_autograd
 
+__all__ = ["deliver", "enter", "into_context"]
+
 dist_autograd: Any = _untyped_autograd  # upstream's functions have no types
 
 # Distributed autograd allows one backward at a time per context and process. Two stages of one

@@ -10,6 +10,8 @@ import torch
 
 from torch_rpc_ext.sharding.schedule import Action
 
+__all__ = ["Job", "Result", "Route", "StageStats"]
+
 
 @dataclass(frozen=True)
 class Route:

@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+__all__ = ["Mailbox", "StoppedError"]
+
 
 class StoppedError(Exception):
     """Nothing more will come: the caller has given the batch up, or is gone."""

@@ -17,6 +17,8 @@ from torch_rpc_ext.sharding import checkpoint, cutting, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.placement import Place, places
 
+__all__ = ["ShardedModule", "StageHandle", "context_id", "shard"]
+
 # Upstream's functions have no types.
 rpc: Any = _untyped_rpc
 dist_autograd: Any = _untyped_autograd

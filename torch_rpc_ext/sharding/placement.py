@@ -9,6 +9,8 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.remote_device import _remote_device
 
+__all__ = ["Place", "places"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 

@@ -30,6 +30,8 @@ from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
 from torch_rpc_ext.sharding.stage import Stage
 
+__all__ = ["StageRunner", "create", "find", "leave", "run", "runner_name", "stop"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 # Neighbours find each other's runner by name. With RRefs to each other they would never be freed.

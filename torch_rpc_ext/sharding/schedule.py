@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+__all__ = ["SCHEDULES", "Action", "Schedule", "gpipe", "one_forward_one_backward"]
+
 Schedule = Literal["gpipe", "1f1b"]
 
 

@@ -15,6 +15,8 @@ from torch_rpc_ext.sharding import checkpoint, cutting, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 
+__all__ = ["Spec", "Stage", "call", "create", "forward", "part_of"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+__all__ = ["batch_size", "detached", "for_the_wire", "micro_batches", "moved"]
+
 
 def moved(value: Any, device: str) -> Any:
     """Return the value with its tensors on the device."""
