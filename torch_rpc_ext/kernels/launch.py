@@ -18,7 +18,7 @@ from torch_rpc_ext.kernels.plan import Segment, StridedCopy, segment_table
 from torch_rpc_ext.kernels.registry import KERNELS
 from torch_rpc_ext.kernels.table import CHECKSUM_THREADS
 
-__all__ = ["checksum", "cuda", "segments", "strided"]
+__all__ = ["checksum", "segments", "strided"]
 
 cuda: Any = _untyped_cuda
 

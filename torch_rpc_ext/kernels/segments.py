@@ -22,7 +22,7 @@ from torch_rpc_ext.kernels.casts import Cast
 from torch_rpc_ext.kernels.memory import COPY, device, load8
 from torch_rpc_ext.kernels.table import ROW_BYTES
 
-__all__ = ["copy_segments", "cuda"]
+__all__ = ["copy_segments"]
 
 cuda: Any = _untyped_cuda
 

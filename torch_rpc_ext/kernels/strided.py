@@ -10,7 +10,7 @@ from numba import cuda as _untyped_cuda
 from torch_rpc_ext.kernels.memory import device, divide
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
-__all__ = ["Dims", "copy_strided", "cuda"]
+__all__ = ["Dims", "copy_strided"]
 
 cuda: Any = _untyped_cuda
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["first_use"]
+__all__ = ["first_use", "logger"]
 
 _LIBRARY = Path(torch.__file__).resolve().parent / "lib" / "libtorch_cpu.so"
 # Kineto's level of logging, an int.
