@@ -23,7 +23,7 @@ PACKAGE = "torch_rpc_ext"
 
 
 def load_build_module():
-    """torch_rpc_ext/_native/build.py by its file: the package itself cannot be imported yet."""
+    """Import torch_rpc_ext/_native/build.py by its path: the package cannot be imported yet."""
     spec = importlib.util.spec_from_file_location("build", ROOT / PACKAGE / "_native" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,7 +31,7 @@ def load_build_module():
 
 
 build = load_build_module()
-# A torch_rpc_ext that is installed already has no part in building this one.
+# An installed torch_rpc_ext must not be loaded by `import torch`: it could disturb this build.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 try:
     import torch
@@ -44,22 +44,22 @@ except ImportError:
 
 
 class Build(Compiler):
-    """Says what is missing, names the files, links the extension to the core, says what it cost."""
+    """Builds core and extension: checks what is missing, names the files, prints the time taken."""
 
     def get_ext_filename(self, name: str) -> str:
-        """File of a library, from the package's folder on."""
+        """Return the file of a library, relative to the package's folder."""
         core = name.endswith(build.CORE)
         file = build.CORE_LIBRARY if core else build.extension_name(torch.__version__)
         return os.path.join(*name.split(".")[:-1], file)
 
     def build_extension(self, extension: Extension) -> None:
-        """Compile and link; the core comes first."""
+        """Compile and link one library."""
         if not extension.name.endswith(build.CORE):
             extension.library_dirs.append(os.path.dirname(self.get_ext_fullpath(extension.name)))
         super().build_extension(extension)
 
     def build_extensions(self) -> None:
-        """Build both."""
+        """Build the core and the extension module."""
         ucx = build.ucx_root()
         if ucx is None:
             sys.exit(
@@ -92,7 +92,7 @@ class Sdist(sdist):
     """Makes an archive whose bytes depend on the sources and SOURCE_DATE_EPOCH only."""
 
     def make_archive(self, base_name, format, root_dir=None, base_dir=None, **options):
-        """Write the archive of a folder; other formats than pip's are left to setuptools."""
+        """Write the archive of a folder; setuptools writes formats other than pip's."""
         if format != "gztar":
             return super().make_archive(base_name, format, root_dir, base_dir, **options)
         epoch = int(os.environ.get("SOURCE_DATE_EPOCH", time.time()))
@@ -120,7 +120,7 @@ def _cpu() -> float:
 
 
 def _compile_in_parallel(compiler) -> None:
-    """Let a compiler of setuptools compile MAX_JOBS files at a time, as torch's does."""
+    """Let a compiler object of setuptools compile MAX_JOBS files at a time, as torch's does."""
     one_by_one = compiler.compile
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
 
@@ -133,7 +133,7 @@ def _compile_in_parallel(compiler) -> None:
 
 
 def write_build_info(folder: Path, ucx: Path) -> None:
-    """Leaves a note of what the core was built from and against: the loader compares."""
+    """Write from which sources and against which UCX the core was built: the loader compares."""
     header = (ucx / "include" / "ucp" / "api" / "ucp_version.h").read_text()
     major, minor = re.findall(r"define UCP_API_M(?:AJ|IN)OR\s+(\d+)", header)
     (folder / "_build_info.py").write_text(
@@ -144,7 +144,7 @@ def write_build_info(folder: Path, ucx: Path) -> None:
 
 
 def describe(extension: Extension, ucx: Path) -> None:
-    """Fill in what a library is built from: not before it is built, as an sdist names no units."""
+    """Fill in sources and folders of a library, just before it is built: an sdist has no units."""
     core = extension.name.endswith(build.CORE)
     folders = build.CORE_FOLDERS if core else build.TORCH_FOLDERS
     kind = Extension if core else CppExtension

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; None for sys.argv's.
+        arguments: the words after the program's name; None for those in sys.argv.
 
     Returns:
         0, 1 if a back end that can be used has failed in a case, or NO_GPU of tests/support/gpu.py.
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that the processes under measurement do not share cores with idle compute threads.
+    # One compute thread each, so that the measured processes leave the cores to each other.
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
     sys.exit(main())

@@ -81,7 +81,7 @@ def compare(arguments: Sequence[str]) -> int:
 
 def report(arguments: Sequence[str]) -> int:
     """Make the page and the plots of a stored run; returns the exit status."""
-    from benchmarks import page  # the one that needs matplotlib
+    from benchmarks import page  # imported here, because only this module needs matplotlib
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=report.__doc__)
     parser.add_argument("file", type=Path, help="what --out has written")
@@ -113,7 +113,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     if given.rounds is not None and given.rounds < 1:
         parser.error(f"--rounds must be 1 or more, got {given.rounds}")
     if given.out is not None and not given.out.absolute().parent.is_dir():
-        parser.error(f"--out: there is no folder {given.out.parent}")  # now, not in five minutes
+        # Said before the measurement, which takes minutes.
+        parser.error(f"--out: there is no folder {given.out.parent}")
     return given
 
 
@@ -138,7 +139,7 @@ def _choose(
 
 
 def _usable(names: Sequence[str]) -> tuple[list[str], list[Record]]:
-    """Return the back ends that can be used, and records of why others cannot."""
+    """Return the back ends that can be used, and for each other one a record that says why not."""
     usable, skips = [], []
     for name in names:
         why = BACKENDS[name].why_not()
@@ -158,20 +159,21 @@ def _run(
     *,
     passes: int | None = None,
 ) -> int:
-    """Measure and print; with passes, the contenders are revisions, in new processes for each."""
-    for note in table.missing(skips):  # now, for one may want to install it
+    """Measure and print; with `passes` the contenders are revisions, and each pass starts new
+    processes."""
+    for note in table.missing(skips):  # said first, because the user may want to install it
         print(note, file=sys.stderr)
     described: dict[str, Any] = {"type": "machine", **machine.describe(), "subject": subject}
     others, start = machine.Others(), time.monotonic()
     found: list[Record] = [described, *skips]
     revisions = passes is not None
     count = passes or PASSES
-    # As many rounds in each process, however many passes.
+    # The number of rounds in each process does not depend on the number of passes.
     todo = [(case, math.ceil(_rounds(case, given) * count / PASSES)) for case in chosen]
     with Runner(contenders, passes=count, renew=revisions) as runner:
         for result in runner.run(todo):
             found.extend(records.of_result(result, subject, revisions=revisions))
-            if given.out is not None:  # what there is, should the run not come to its end
+            if given.out is not None:  # after each case, in case the run does not reach its end
                 records.write(given.out, found)
     described["seconds"] = round(time.monotonic() - start, 1)
     described["others_cpu_share"] = round(others.share(), 3)

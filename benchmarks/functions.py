@@ -1,4 +1,4 @@
-"""What is called on the callee. By name, so that a back end that is not torch's can have its own.
+"""The functions that are called on the callee; other back ends have their own under these names.
 
 Every worker process imports this file: a TorchScript function must be defined on both sides.
 """
@@ -37,15 +37,15 @@ def operate(tensor: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    # RPC of TorchScript functions is what upstream offers and what we measure, deprecated or not.
+    # TorchScript is deprecated, but its functions can be called remotely, so they are measured.
     warnings.simplefilter("ignore", DeprecationWarning)
     script_identity: Any = torch.jit.script(identity)
     script_operate: Any = torch.jit.script(operate)
 
 
-# A builtin call names an operator of torch, and torch has none that does 200 operations: so one is
-# registered, and entered where the rpc module looks callables up. Among torch's own, for others are
-# not found by rpc.
+# A builtin call names an operator of torch. torch has no operator that does 200 operations, so this
+# registers one, in the library "aten" because rpc finds operators only there, and enters it in the
+# table in which rpc looks up callables.
 _LIBRARY: Any = Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("rpc_benchmarks_operate(Tensor(a!) tensor) -> Tensor(a!)")
 _LIBRARY.impl("rpc_benchmarks_operate", operate, "CPU")
@@ -63,5 +63,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": torch.add,
 }
 
-#: Those that every language binding has a counterpart of: a call by name, of whatever is there.
+#: The functions that back ends other than torch's call too.
 PYTHON_FUNCTIONS = frozenset({"nothing", "identity", "identity_all", "operate", "add"})

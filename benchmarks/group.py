@@ -1,4 +1,4 @@
-"""A group of workers of one back end, and what the driver has it do."""
+"""A group of workers of one back end; the driver runs methods of Member on the workers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.netns import Host
 
 
 class Member:
-    """What a worker process holds: its side of the back end.
+    """The object of a worker process: its side of the back end.
 
     Args:
         backend: name in BACKENDS.
-        place: its place in the group.
+        place: the worker's place in the group.
     """
 
     def __init__(self, backend: str, place: Place) -> None:
@@ -34,21 +34,20 @@ class Member:
         self.before = (0, 0)
 
     def prepare(self) -> None:
-        """Nothing but being there, with all imported that a program would import."""
+        """Do nothing: afterwards the process exists and has imported what a program imports."""
         importlib.import_module("benchmarks.functions")
         self.before = _footprint()
 
     def start(self) -> tuple[float, float]:
-        """Join the group; returns when that began and ended, s on the machine's clock."""
+        """Join the group; return (begin, end) of that, s on the machine's clock."""
         return _timed(lambda: self.backend.start(self.place))
 
     def stop(self) -> tuple[float, float]:
-        """Leave the group; returns as start() does."""
+        """Leave the group; return as start() does."""
         return _timed(self.backend.stop)
 
     def call_all(self) -> tuple[float, float]:
-        """Call every other worker once, so that all connections there are exist; returns as start()
-        does."""
+        """Call every other worker once, which opens all connections; return as start() does."""
         return _timed(self._call_all)
 
     def helpers(self) -> list[int]:
@@ -56,17 +55,17 @@ class Member:
         return self.backend.helpers()
 
     def _call_all(self) -> None:
-        # Each begins with the one after it, so that not all call the same.
+        # Each worker begins with the next rank, so that they do not all call the same worker.
         for distance in range(1, self.place.size):
             self.backend.call((self.place.rank + distance) % self.place.size, "nothing")
 
     def growth(self) -> tuple[int, int]:
-        """Return private bytes and file descriptors that came since prepare()."""
+        """Return how many private bytes and file descriptors have come since prepare()."""
         memory, fds = _footprint()
         return memory - self.before[0], fds - self.before[1]
 
     def measure(self, case: str) -> dict[str, list[float]]:
-        """Run one round of a case from here; returns its figures."""
+        """Run a round of a case, with this worker as the caller; return the round's figures."""
         from benchmarks.cases import CASES
         from benchmarks.cases.interface import CallCase
 
@@ -92,8 +91,8 @@ class Group:
     Args:
         backend: name in BACKENDS.
         size: number of workers.
-        hosts: worker 0 goes to the first, all others to the second; None for this one.
-        tree: folder with the packages to import; None for those that are installed.
+        hosts: worker 0 runs on the first, all others on the second; None for this host.
+        tree: folder with the packages to import; None for the installed packages.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Group:
         return sum(map(cpu_seconds, (*(worker.pid for worker in self.workers), *self._helpers)))
 
     def close(self) -> None:
-        """End the processes; gently where they answer."""
+        """End the processes; those that do not answer are killed."""
         for worker in self.workers:
             worker.close()
         self._folder.cleanup()

@@ -42,7 +42,7 @@ def computed() -> tuple[float, float]:
 
 
 def first_and_later() -> tuple[float, float]:
-    """Median over the other workers of a first call and of a later one, ms."""
+    """Return the medians, over the other workers, of a first call and of a later call, ms."""
     first, later = [], []
     for rank in range(1, WORKERS):
         for took in (first, later):
@@ -55,7 +55,8 @@ def first_and_later() -> tuple[float, float]:
 def main() -> None:
     """Print a line for each."""
     for encryption, cost in zip(("off", "on"), computed(), strict=True):
-        # What rank 1 .. need nobody has opened yet: init and shutdown of the group go to rank 0.
+        # The callers run on rank 1 and above: init and shutdown have opened connections to rank 0
+        # only.
         with Group(WORKERS, options={"encryption": encryption}) as group:
             first, later = group.run(first_and_later)
         print(

@@ -16,7 +16,7 @@ import psutil
 
 
 def describe() -> dict[str, Any]:
-    """Return the machine and the versions; nothing in it depends on where things lie."""
+    """Return machine and versions, without paths, so that the record is the same in any folder."""
     import torch_rpc_ext
 
     info = torch_rpc_ext.info()
@@ -46,8 +46,8 @@ class Others:
         self._idle = float(psutil.cpu_times().idle)
 
     def share(self) -> float:
-        """Return it, 0 to 1 of all cores; call it when all workers have ended."""
-        # Steal time counts: it is what the host took for its other guests.
+        """Return the share, 0 to 1 of all cores; call this when all workers have ended."""
+        # Steal time counts as others' use: the host gave it to its other guests.
         busy = _busy_seconds() - self._busy
         total = busy + float(psutil.cpu_times().idle) - self._idle
         ours = _our_seconds() - self._ours
@@ -57,10 +57,11 @@ class Others:
 def _wake_up() -> float:
     """Return how long a process takes to wake another one, s: half of a ping-pong over pipes.
 
-    What no small call can beat twice, and what differs most between one day and the next of a VM.
+    A small call needs two such wake-ups. On a virtual machine this time differs most from day to
+    day.
     """
     there, back = os.pipe(), os.pipe()
-    # On two cores: on one, the scheduler may switch from one to the other without any wake-up.
+    # On two cores: on one core the scheduler may switch between the processes without a wake-up.
     cores = os.sched_getaffinity(0)
     child = os.fork()
     os.sched_setaffinity(0, {max(cores) if child == 0 else min(cores)})
@@ -83,7 +84,7 @@ def _wake_up() -> float:
 
 
 def _memcpy() -> float:
-    """Return the speed of a large copy between pages that are there, bytes/s."""
+    """Return the speed of a large copy between pages that are in memory already, bytes/s."""
     source = np.ones(200_000_000, dtype=np.uint8)
     target = source.copy()
     times = []
@@ -100,7 +101,7 @@ def _busy_seconds() -> float:
 
 
 def _our_seconds() -> float:
-    # The workers are the fork server's children, which it has waited for.
+    # The fork server's times include those of the workers, its children, which it has waited for.
     here = psutil.Process()
     return sum(float(sum(one.cpu_times()[:4])) for one in (here, *here.children()))
 

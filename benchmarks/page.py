@@ -46,9 +46,11 @@ machine.
 
 
 def write(stored: Sequence[Mapping[str, Any]], docs: Path) -> None:
-    """Write benchmarks.md, its plots, and beside them the figures that they are made from.
+    """Write benchmarks.md, its plots and benchmarks.jsonl, and the figures of the README.
 
-    The README beside the folder gets its figures too.
+    Args:
+        stored: a run's records.
+        docs: the folder of the documentation; the README is in the folder above.
     """
     pictures = docs / "benchmarks"
     pictures.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> st
 
     Args:
         stored: a run's records.
-        pictures: what the plots show, by their file names in docs/benchmarks/.
+        pictures: file name in docs/benchmarks/ -> what the plot shows.
     """
     machine = records.of_type(stored, "machine")[0]
     lines = [_NOTE, "", "# Benchmarks", ""]

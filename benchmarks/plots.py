@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.records import of_type
 
-# One colour a back end in all plots; dark enough for a white page.
+# A back end has the same colour in all plots, dark enough for a white page.
 _COLOURS = {
     "ucx": "#c0392b",
     "tensorpipe": "#2c6fbb",
@@ -62,7 +62,7 @@ def write(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
     """Draw the plots that a run has figures for.
 
     Returns:
-        What each shows, by its file name.
+        File name -> what the plot shows.
     """
     import matplotlib
 
@@ -81,7 +81,7 @@ def write(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
 
 
 def _first_metrics(stored: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the results of each case's first metric, which is a time of it."""
+    """Return the results of each case's first metric, which is a time."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for result in of_type(stored, "result"):
         results = found.setdefault(result["case"], [])
@@ -101,7 +101,7 @@ def _ratios(stored: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str,
 
 
 def _bars(path: Path, title: str, cases: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Draw groups of bars, a group a case, on a logarithmic axis."""
+    """Draw a group of bars for each case, on a logarithmic axis."""
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter
 
@@ -155,7 +155,7 @@ def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    # Without the version of the program that made it: the same figures give the same file.
+    # Without matplotlib's version in the file, so that the same figures give the same file.
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
 

@@ -1,7 +1,4 @@
-"""Worker processes: the driver tells each what to do, through a pipe.
-
-Owns: the processes; those that did not leave by themselves are killed by close().
-"""
+"""Worker processes: the driver tells each what to do, through a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ PATIENCE = 240.0  # s to wait for an answer before calling a worker lost
 
 
 class WorkerFailed(Exception):
-    """A worker raised, ended or does not answer; the text says which and why."""
+    """A worker raised, ended or does not answer; the text says which worker and why."""
 
 
 class Worker:
@@ -32,11 +29,11 @@ class Worker:
 
     Args:
         name: for messages.
-        make: what makes the object, there; module-level.
+        make: called in the process to make the object; at the top level of a module.
         arguments: for make.
-        host: into whose namespaces it goes; None for the driver's.
-        tree: folder with the packages to import, for a fresh interpreter; None for a fork of a
-            server that has imported the installed ones, which starts in milliseconds.
+        host: the process runs in its namespaces; None for the driver's.
+        tree: start a fresh interpreter that imports packages from this folder; None: fork a server
+            that has imported the installed packages, which takes milliseconds.
     """
 
     def __init__(
@@ -58,14 +55,14 @@ class Worker:
         self._pid = pid
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Start a method of the object there."""
+        """Start a method of the object in the process."""
         try:
             self.pipe.send((method, arguments))
         except OSError:
             raise WorkerFailed(f"{self.name} is gone, exit code {self.exitcode()}") from None
 
     def result(self) -> Any:
-        """Wait for the method that runs there; returns what it returns."""
+        """Wait for the method that runs in the process; return what it returns."""
         if not self.pipe.poll(PATIENCE):
             raise WorkerFailed(f"{self.name} did not answer in {PATIENCE:.0f} s")
         try:
@@ -82,21 +79,21 @@ class Worker:
         return self.result()
 
     def exitcode(self) -> int | None:
-        """Return how it ended; None if it has not."""
+        """Return the exit code; None while the process runs."""
         self.process.join(1)
         return self.process.exitcode
 
     @functools.cached_property
     def pid(self) -> int:
-        """Its id as seen from here; once it has answered."""
+        """The process id in the driver's namespace; known once the process has answered."""
         if not self._inside:
             return self._pid
-        # A pid namespace begins with a child of the process that enters it.
+        # A process that enters a pid namespace stays outside; its first child is inside.
         children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
         return int(children[0])
 
     def close(self) -> None:
-        """Let it leave, or kill it."""
+        """Ask the process to end; kill it if it does not."""
         self.pipe.close()
         self.process.join(5)
         self.process.kill()
@@ -104,16 +101,16 @@ class Worker:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that all threads of a process have used, s; 0 if there is none."""
-    # CPUCLOCK_SCHED of another process, clock_getcpuclockid(3), which Python does not have:
-    # nanoseconds, where /proc has hundredths of a second.
+    """Return the CPU time that all threads of a process have used, s; 0 if it does not exist."""
+    # The clock id that clock_getcpuclockid(3) returns for a process; Python lacks that function.
+    # The clock counts nanoseconds, /proc only hundredths of a second.
     with suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
     return 0.0
 
 
 class _Process(Protocol):
-    """What Worker uses of a process."""
+    """The part of multiprocessing.Process that Worker uses."""
 
     @property
     def pid(self) -> int | None: ...
@@ -127,7 +124,7 @@ class _Process(Protocol):
 
 
 class _Fresh:
-    """A process of a fresh interpreter, with what multiprocessing's have."""
+    """A process of a fresh interpreter, with the interface of _Process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process, self.pid, self.kill = process, process.pid, process.kill
@@ -143,7 +140,7 @@ class _Fresh:
 
 def _forked(serve: Callable[[Connection], None]) -> tuple[_Process, Connection]:
     context = multiprocessing.get_context("forkserver")
-    # Installed packages only: the fork server does not have our sys.path.
+    # Installed packages only: the fork server does not have the driver's sys.path.
     context.set_forkserver_preload(["torch.distributed.rpc", "torch_rpc_ext.options"])
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -157,7 +154,7 @@ def _fresh(serve: Callable[[Connection], None], tree: Path) -> tuple[_Process, C
     end = theirs.fileno()
     command = [sys.executable, "-m", "benchmarks.processes", str(end)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # The folder that it starts in comes first where Python looks for packages.
+    # Python looks for packages first in the current folder, cwd.
     process = subprocess.Popen(command, cwd=tree, env=environment, pass_fds=[end])
     theirs.close()
     ours.send(serve)
@@ -172,11 +169,12 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
         except (EOFError, OSError):
             return
         try:
-            # Made with the first request, so that its errors reach the driver as an answer.
+            # The object is made at the first request, so that an error reaches the driver as an
+            # answer.
             held = make(*arguments) if held is None else held
             pipe.send((getattr(held, method)(*given), None))
         except Exception as error:
-            traceback.print_exc()  # all of it for who watches; what is kept names no places
+            traceback.print_exc()  # the whole traceback for the user; the record has no paths
             pipe.send((None, "".join(traceback.format_exception_only(error)).strip()))
 
 

@@ -1,8 +1,9 @@
 """What profiling costs: python -m benchmarks.profiler_cost
 
-Two workers; the time of an empty Python call: before the first profile(), then in turns within one
-(calls only, and with operators) and after it, where nothing of it may be left. Of each the least
-of the rounds' medians: what the machine's other work has disturbed least.
+Measured is an empty Python call between two workers: before the first profile(), then in turns
+within a profile() (calls only, and with operators) and after one, when the profiler must cost
+nothing. Of each the smallest of the rounds' medians is printed, because other work on the machine
+has disturbed that round least.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _measure_within(operators: bool | None) -> float:
 
 
 def run(rank: int, store: str, backend: str, rounds: int) -> None:
-    """Be one of the workers."""
+    """Run one of the two workers."""
     import torch_rpc_ext
 
     made = {"UCX": torch_rpc_ext.UcxRpcBackendOptions}

@@ -21,10 +21,10 @@ def of_result(result: CaseResult, subject: str, *, revisions: bool = False) -> I
     """Yield the records of a case.
 
     Args:
-        result: what it gave.
-        subject: the contender whose ratios against all others are taken.
-        revisions: the contenders are two revisions of one program, in new processes for each pass:
-            between what the ratio lies is said, and not which targets are met.
+        result: of the case.
+        subject: the contender that is compared with all others.
+        revisions: whether the contenders are two revisions of one program, in new processes for
+            each pass: then the records have an interval for the ratio, and no targets.
     """
     name = result.case.name
     for index, (key, metric) in enumerate(result.case.metrics.items()):
@@ -62,7 +62,7 @@ def read(path: Path) -> list[Record]:
     """Read what write() wrote.
 
     Raises:
-        ValueError: it is another file; the text says where and why.
+        ValueError: write() has not written this file; the text says in which line, and why.
     """
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -134,5 +134,5 @@ def _target(result: CaseResult, key: str, metric: Metric, target: Target, subjec
 
 
 def _rounded(value: float) -> float:
-    """Four digits: more are noise, and the file is kept."""
+    """Round to four digits: more would be noise in a file that is kept in git."""
     return float(f"{value:.4g}")

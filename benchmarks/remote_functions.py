@@ -1,5 +1,5 @@
 """Functions of torch_rpc_ext.aio and scripting that are called on the callee, and their plain
-counterparts. Imported by who calls them, and on the callee by their names."""
+counterparts. Callers import this module; callees import it when they look up a function's name."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ count_script = scripting.script(_count)
 
 
 def ready() -> None:
-    """Called before count_script, so that the callee has it."""
+    """Do nothing: a call of this makes the callee import the module, and so define count_script."""

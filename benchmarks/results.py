@@ -18,7 +18,7 @@ class Summary:
 
     Attributes:
         median, p95, p99: of all samples.
-        samples: how many.
+        samples: number of samples.
     """
 
     median: float
@@ -29,15 +29,15 @@ class Summary:
 
 @dataclass
 class CaseResult:
-    """What a case gave.
+    """The result of a case.
 
     Attributes:
-        case: it.
-        rounds: of each back end, in order; back ends that failed have fewer.
+        case: the case.
+        rounds: back end -> its rounds, in order; back ends that failed have fewer.
         begun: how many rounds have begun.
-        turns: how long each turn of a back end took, s; also those that are not counted as rounds.
-        failures: why a back end has no figures, or not all.
-        skips: why a back end did not take part.
+        turns: back end -> how long each of its turns took, s, turns that are not counted included.
+        failures: back end -> why it has no figures, or not all.
+        skips: back end -> why it did not take part.
     """
 
     case: Case
@@ -48,7 +48,7 @@ class CaseResult:
     skips: dict[str, str] = field(default_factory=dict)
 
     def summary(self, backend: str, metric: str) -> Summary | None:
-        """Return a metric of a back end; None if it has none."""
+        """Return a metric of a back end; None if it was not measured."""
         values = [value for one in self.rounds.get(backend, ()) for value in one.figures[metric]]
         if not values:
             return None
@@ -62,23 +62,24 @@ class CaseResult:
     def ratios(self, metric: str, subject: str, baseline: str) -> list[float]:
         """Return how many times better the subject is, round by round.
 
-        Both have run one right after the other in a round, so that what a busy machine does to
-        one it does to the other.
+        In a round both run directly one after the other, so other work on the machine disturbs
+        both alike.
         """
         return [ratio for _, ratio in self._ratios(metric, subject, baseline)]
 
     def interval(self, metric: str, subject: str, baseline: str) -> tuple[float, float] | None:
-        """Return between what the ratio lies with a confidence of at least 95 %, if each pass had
-        processes of its own; None where there are too few passes to say.
+        """Return an interval that holds the ratio with a confidence of at least 95 %.
 
-        By order statistics of the passes' medians: no distribution is assumed.
+        Valid if each pass had processes of its own. None where there are too few passes. Computed
+        by order statistics of the passes' medians, so no distribution is assumed.
         """
         passes: defaultdict[int, list[float]] = defaultdict(list)
         for passing, ratio in self._ratios(metric, subject, baseline):
             passes[passing].append(ratio)
         medians = sorted(float(np.median(ratios)) for ratios in passes.values())
         count = len(medians)
-        outside = 0.0  # probability that the median is below the lowest so many, or above as many
+        # Probability that the true median lies outside when `cut` values at each end are left out.
+        outside = 0.0
         for cut in range(count // 2):
             outside += 2 * math.comb(count, cut) / 2**count
             if outside > 0.05:

@@ -1,5 +1,5 @@
-"""Rounds and turns: all back ends are alive at once and run each round one after the other, and the
-rounds of a case are spread over the time of those beside it."""
+"""Rounds and turns: all back ends are alive at once and take turns in each round, and the rounds of
+a case are spread over the time of similar cases."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from benchmarks.processes import WorkerFailed
 from benchmarks.results import CaseResult
 from tests.support import netns
 
-# A peer that takes ten times as long as the others would take ten times as long to measure: one
-# has no more rounds after so many in so many seconds, or after one that took as long.
+# A back end that is ten times slower would take ten times as long to measure. It gets no further
+# round when it has had so many rounds and has taken so many seconds, or after one round that took
+# so many seconds.
 _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
-# Cold caches cost some ms: a round that takes longer than this, s, need not be preceded by one that
-# is not counted each time that its case comes back.
+# Cold caches cost some ms. Where a round takes longer than this, s, they do not matter, and a pass
+# of the case need not begin with a round that is not counted.
 _LONG = 0.5
-# Now and then a core is slow for some seconds, as long as a whole case takes: guests of a host
-# share its cores. Spread over so many passes, less than half of a case's rounds meet that. The
-# rounds of one pass are alike: it counts as one sample, however many they are. Where their number
-# is a multiple of it, all passes weigh the same.
+# Now and then a core is slow for some seconds, as long as a whole case takes, because guests of a
+# host share its cores. With a case's rounds spread over so many passes, less than half of them are
+# disturbed. Rounds of one pass are alike, so a pass counts as one sample. All passes weigh the same
+# where the number of rounds is a multiple of this.
 PASSES = 10
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One that is compared.
+    """A back end, or a revision of a back end, that is compared with others.
 
     Attributes:
         name: in the tables.
         backend: name in BACKENDS.
-        tree: folder with the packages that its workers import; None for those installed.
+        tree: folder with the packages that its workers import; None for the installed packages.
     """
 
     name: str
@@ -52,9 +53,9 @@ class Contender:
 
 
 class _Key(NamedTuple):
-    """What a group of workers can be used again for.
+    """What two cases must have in common to use the same group of workers.
 
-    Not for another link: a connection keeps the size of the frames that it was made with.
+    The link is part of it, because a connection keeps the frame size that it was opened with.
     """
 
     contender: str
@@ -65,14 +66,15 @@ class _Key(NamedTuple):
 class Runner:
     """Runs cases on contenders; a context manager.
 
-    One that fails a case is left out of it, and goes on with the next in new processes.
+    A contender that fails in a case is left out of that case, and takes part in the next one with
+    new processes.
 
     Args:
         contenders: in the order of their turns.
-        passes: over how many the rounds of a case are spread.
-        renew: make new processes for each pass. One process of the same program differs from the
-            next by up to 30 % (where its memory and its threads happen to be), which more rounds
-            in the same process cannot even out.
+        passes: number of passes over which the rounds of a case are spread.
+        renew: start new processes for each pass. Two processes of the same program differ by up to
+            30 %, by where their memory and threads happen to be, and more rounds in the same
+            process do not even that out.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Runner:
         self._passes, self._renew = passes, renew
         self._groups: dict[_Key, Group] = {}
         self._hosts: tuple[netns.Host, netns.Host] | None = None
-        self._stack = contextlib.ExitStack()  # keeps the hosts
+        self._stack = contextlib.ExitStack()  # removes the hosts at the end
 
     def __enter__(self) -> Runner:
         return self
@@ -101,7 +103,7 @@ class Runner:
         self._stack.close()
 
     def run(self, cases: Sequence[tuple[Case, int]]) -> Iterator[CaseResult]:
-        """Run cases, each with a number of rounds; yields each result when it is there."""
+        """Run cases, each with its number of rounds; yield a result when its case is done."""
         total = sum(_turns(case, part) for case, rounds in cases for part in self._parts(rounds))
         bar = tqdm(
             total=total * len(self.contenders),
@@ -133,7 +135,7 @@ class Runner:
         return result
 
     def _parts(self, rounds: int) -> list[int]:
-        """Return how many of a case's rounds each pass has."""
+        """Return the number of a case's rounds in each pass."""
         ends = [rounds * number // self._passes for number in range(self._passes + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -142,9 +144,10 @@ class Runner:
         if rounds > 0:
             self._shape(result)
         for turn in range(_turns(result.case, rounds)):
-            # The first one connects and allocates, or finds others' data in the caches.
+            # The first turn is not counted: it connects and allocates, or the caches hold data of
+            # another case.
             counts = result.case.alone or turn > 0
-            # Who goes first changes, so that neither always finds the other's caches.
+            # The order alternates, so that no contender always finds the caches of the other one.
             result.begun += counts
             for one in reversed(self.contenders) if result.begun % 2 else self.contenders:
                 bar.update()
@@ -156,7 +159,7 @@ class Runner:
                 result.turns[one.name].append(time.monotonic() - start)
 
     def _shape(self, result: CaseResult) -> None:
-        """Make the network that a case needs; where that is impossible, all are left out of it."""
+        """Make the network that a case needs; where that is impossible, skip the case for all."""
         if result.case.link is None:
             return
         try:
@@ -194,7 +197,7 @@ class Runner:
         return Group(contender.backend, key.size, hosts=hosts, tree=contender.tree)
 
     def _leave_unneeded(self, cases: Sequence[Case]) -> None:
-        """End the groups that none of these cases uses: they hold memory and wake up at times."""
+        """End the groups that none of these cases uses, because they hold memory and wake up."""
         needed = {_key(case, one) for case in cases if not case.alone for one in self.contenders}
         for key in self._groups.keys() - needed:
             self._leave(key)
@@ -203,27 +206,27 @@ class Runner:
         try:
             self._groups.pop(key).__exit__(None, None, None)
         except WorkerFailed as failure:
-            # All figures are there already; that it cannot leave in peace is still news.
+            # The figures are complete, but a group that cannot end properly is worth a line.
             print(f"{key.contender} at its end: {failure}", file=sys.stderr)
 
 
 def _alike(case: Case) -> tuple[bool, int, bool]:
-    """Return what cases have in common whose passes are taken together.
+    """Return what cases must have in common for their passes to alternate.
 
-    Those between hosts are among themselves: their rounds are long, so few are preceded by one that
-    is not counted, and after 30 s the receivers' buffers are given back.
+    Cases between hosts alternate among themselves only: their rounds are long, so few have a round
+    before them that is not counted, and after a pause of 30 s receivers give their buffers back.
     """
     return case.alone, case.size, case.link is not None
 
 
 def _turns(case: Case, rounds: int) -> int:
-    """Return how many times a contender runs in a pass: in a group that lives on, once more than
-    is counted."""
+    """Return how many turns a contender has in a pass; in a group that lives on, one of them is not
+    counted."""
     return rounds + (rounds > 0 and not case.alone)
 
 
 def _sits_out(result: CaseResult, name: str, *, counts: bool) -> bool:
-    """Return whether a contender leaves out a turn that would take long and tell little."""
+    """Return whether a contender skips a turn, which would take long and tell little."""
     turns, rounds = result.turns[name], len(result.rounds[name])
     if rounds == 0:
         return False

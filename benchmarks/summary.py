@@ -1,4 +1,4 @@
-"""What a stored run says in short: three sentences of its page, six rows of the README."""
+"""A stored run in short: the three sentences at the top of its page, six rows in the README."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _END = "<!-- End of the figures. -->"
 
 
 def sentences(stored: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the plot of the ratios shows; '' where a run has not measured all of it."""
+    """Return sentences on the plot of the ratios; '' where a run has not measured all of these."""
     spans = [_span(stored, cases) for cases in (_SMALL, _MEGABYTES, _HUNDREDS, _COMPUTING, _LINKS)]
     if not all(spans):
         return ""
@@ -46,10 +46,10 @@ def sentences(stored: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_figures(readme: str, stored: Sequence[Mapping[str, Any]]) -> str:
-    """Return a README with a run's figures between the two marks; as it was, without marks.
+    """Return a README with a run's figures between its two marks; unchanged if it has no marks.
 
     Args:
-        readme: its text.
+        readme: the text of the README.
         stored: a run's records.
     """
     before, begin, rest = readme.partition(_BEGIN)
@@ -59,7 +59,7 @@ def with_figures(readme: str, stored: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figures(stored: Sequence[Mapping[str, Any]]) -> str:
-    """Return picture, sentences and table; '' where a run has not measured all of it."""
+    """Return picture, sentences and table; '' where a run has not measured all of their figures."""
     rows = [(what, *_row(stored, case, metric)) for what, case, metric in _ROWS]
     told = sentences(stored)
     if not told or not all(all(row) for row in rows):
@@ -95,7 +95,7 @@ def _row(stored: Sequence[Mapping[str, Any]], case: str, metric: str) -> tuple[s
 
 
 def _ratio(stored: Sequence[Mapping[str, Any]], case: str, metric: str = "") -> float | None:
-    """Return how many times better than TENSORPIPE; of the case's first metric for ''."""
+    """Return how many times better than TENSORPIPE a metric is; '' means the case's first."""
     for one in of_type(stored, "ratio"):
         if (one["case"], one["baseline"]) == (case, "tensorpipe") and metric in ("", one["metric"]):
             return float(one["median"])
@@ -103,6 +103,6 @@ def _ratio(stored: Sequence[Mapping[str, Any]], case: str, metric: str = "") -> 
 
 
 def _span(stored: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> str:
-    """Return the least and the greatest of some cases' ratios; '' where none is known."""
+    """Return the smallest and the largest ratio of some cases; '' where none is known."""
     found = sorted(ratio for case in cases if (ratio := _ratio(stored, case)) is not None)
     return f"{times(found[0])} to {times(found[-1])}" if found else ""

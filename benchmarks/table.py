@@ -1,4 +1,4 @@
-"""What a run gave, as text."""
+"""The results of a run as text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each metric and back end; the title stands in a metric's first."""
+    """Yield a row for each metric and back end; the first row of a metric has the title."""
     ratios = {
         (one["case"], one["metric"], one["baseline"]): one for one in of_type(records, "ratio")
     }
@@ -67,7 +67,7 @@ def missing(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def target_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each target: what, of what, found, at least, aim, how it is met."""
+    """Return a row for each target: what, against what, found, at least, aim, reached."""
     return [
         (
             _title(target),
@@ -80,7 +80,7 @@ def target_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def value(figure: float, unit: str) -> str:
-    """Return a figure as people read it, with its unit."""
+    """Return a figure in a readable form, with its unit."""
     if unit == "s":
         for limit, scale, name in ((1e-3, 1e6, "us"), (1, 1e3, "ms")):
             if figure < limit:
@@ -96,7 +96,7 @@ def value(figure: float, unit: str) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """Return a ratio with its sign; nothing of None."""
+    """Return a ratio with an "x" behind it; '' for None."""
     if ratio is None:
         return ""
     return (
@@ -125,14 +125,14 @@ def _quantiles(result: Mapping[str, Any]) -> tuple[str, str, str]:
         return "", "", value(result["p99"], unit)
     if unit != "s":
         return value(result["median"], unit), "", ""
-    # The quantiles of a handful of samples are their maximum: better not shown as a tail.
+    # Of a handful of samples a high quantile is just the maximum, so it is not shown.
     p95 = value(result["p95"], unit) if result["samples"] >= 20 else ""
     p99 = value(result["p99"], unit) if result["samples"] >= 100 else ""
     return value(result["median"], unit), p95, p99
 
 
 def _title(target: Mapping[str, Any]) -> str:
-    """Return its metric's title, which says nothing without the case where it is nested."""
+    """Return the title of the metric, with the case where the title says nothing without it."""
     title = target["title"]
     return f"{target['case']}: {title.strip()}" if title.startswith(" ") else title
 

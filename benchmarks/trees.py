@@ -1,6 +1,7 @@
-"""Folders that workers import from: the working tree, or another revision that is built for it.
+"""Folders from which workers import: for the working tree, and for another revision.
 
-Each holds links to two packages: the benchmarks, which are the working tree's, and torch_rpc_ext.
+Each folder holds links to packages: torch_rpc_ext of that revision; benchmarks, and tests for its
+network namespaces, of the working tree.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def working() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def built(revision: str) -> Iterator[Path]:
-    """Build a revision in a worktree of git's, which is gone afterwards.
+    """Build a revision in a temporary git worktree.
 
     Raises:
         SystemExit: there is no such revision, or it does not build; the output says why.

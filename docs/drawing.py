@@ -67,6 +67,7 @@ class Diagram:
             worker: round(WIDTH * (2 * index + 1) / (2 * len(self.workers)))
             for index, worker in enumerate(self.workers)
         }
+        head = min(140, WIDTH / len(self.workers) - 8)
         drawn: list[str] = []
         y = _HEAD + 8
         for step in self.steps:
@@ -82,7 +83,7 @@ class Diagram:
         heads = [
             part
             for worker, caption in self.workers.items()
-            for part in _box(places[worker] - 70, 8, 140, _HEAD - 8, caption, "box")
+            for part in _box(places[worker] - head / 2, 8, head, _HEAD - 8, caption, "box")
         ]
         return _picture(self.title, y + 8, [*lines, *heads, *drawn])
 

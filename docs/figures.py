@@ -1,7 +1,8 @@
-"""The figures of the design notes. docs/generate.py draws them.
+"""The figures of the design notes and of the notebooks. docs/generate.py draws them.
 
-The sequences name each message as the code does. tests/process/test_design_notes.py runs what they
-show, listens to the sockets, and compares.
+FIGURES are the design notes'. Their sequences name each message as the code does:
+tests/process/test_design_notes.py runs what each sequence shows, listens to the sockets, and
+compares. PICTURES are the notebooks': who calls whom, by the names of the notebook's functions.
 """
 
 from __future__ import annotations
@@ -177,6 +178,86 @@ LAYERS = Boxes(
         ("", (Cell("base: errors, bounded reader, Poller, log"),)),
     ),
 )
+
+_AGENT, _OBSERVERS = "agent", ("observer0", "observer1")
+
+OBSERVERS = Diagram(
+    "One agent and two observers: an iteration",
+    {"notebook": "notebook", _AGENT: _AGENT, **{name: name for name in _OBSERVERS}},
+    (
+        Message("notebook", _AGENT, "iterate"),
+        *(Message(_AGENT, name, "observe", "an RRef to the agent") for name in _OBSERVERS),
+        Message(_OBSERVERS[0], _AGENT, "act", "what it has seen"),
+        Note(_AGENT, ("one of two has asked:", "act returns a future")),
+        Message(_OBSERVERS[1], _AGENT, "act", "what it has seen"),
+        Note(_AGENT, ("all have asked: runs the", "network once, sets the future")),
+        *(Message(_AGENT, name, "actions", "answer to act") for name in _OBSERVERS),
+        Note(_OBSERVERS[0], ("both step their games and", "ask again: 64 times in all")),
+        *(Message(name, _AGENT, "seen", "answer to observe") for name in _OBSERVERS),
+        Note(_AGENT, ("learns from all steps",)),
+        Message(_AGENT, "notebook", "rewards", "answer to iterate"),
+    ),
+)
+
+_SERVER, _TRAINERS = "server", ("trainer0", "trainer1")
+_WITH_SERVER = {_TRAINERS[0]: _TRAINERS[0], _SERVER: _SERVER, _TRAINERS[1]: _TRAINERS[1]}
+
+SYNCHRONOUS = Diagram(
+    "Synchronous: two trainers, one step of the weights",
+    _WITH_SERVER,
+    (
+        Message(_TRAINERS[0], _SERVER, "update_together", "its gradient"),
+        Note(_SERVER, ("one of two gradients:", "returns a future, no thread waits")),
+        Message(_TRAINERS[1], _SERVER, "update_together", "its gradient"),
+        Note(_SERVER, ("both are here: a step with", "their mean, sets the future")),
+        *(Message(_SERVER, name, "weights", "the same for both") for name in _TRAINERS),
+    ),
+)
+
+ASYNCHRONOUS = Diagram(
+    "Asynchronous: two trainers, a step for each gradient",
+    _WITH_SERVER,
+    (
+        Message(_TRAINERS[0], _SERVER, "update_now", "its gradient"),
+        Note(_SERVER, ("a step at once",)),
+        Message(_SERVER, _TRAINERS[0], "weights", "after one step"),
+        Message(_TRAINERS[1], _SERVER, "update_now", "a gradient of the old weights"),
+        Note(_SERVER, ("a step at once",)),
+        Message(_SERVER, _TRAINERS[1], "weights", "after two steps"),
+    ),
+)
+
+_STAGES = ("stage0", "stage1", "stage2")
+
+PIPELINE = Diagram(
+    "A batch through three stages; one of its micro-batches",
+    {"notebook": "notebook", **{name: name for name in _STAGES}},
+    (
+        Message("notebook", _STAGES[0], "forward_backward", "the inputs"),
+        Message("notebook", _STAGES[1], "forward_backward"),
+        Message("notebook", _STAGES[2], "forward_backward", "the targets"),
+        Note(_STAGES[0], ("forward",)),
+        Message(_STAGES[0], _STAGES[1], "activations"),
+        Note(_STAGES[1], ("forward",)),
+        Message(_STAGES[1], _STAGES[2], "activations"),
+        Note(_STAGES[2], ("forward, loss,", "backward")),
+        Message(_STAGES[2], _STAGES[1], "gradients"),
+        Note(_STAGES[1], ("backward",)),
+        Message(_STAGES[1], _STAGES[0], "gradients"),
+        Note(_STAGES[0], ("backward",)),
+        Message(_STAGES[2], "notebook", "loss", "answer, after the last micro-batch"),
+        Message(_STAGES[1], "notebook", "stats", "answer"),
+        Message(_STAGES[0], "notebook", "stats", "answer"),
+    ),
+)
+
+# The number of the notebook comes first; the pictures of a notebook are in its order.
+PICTURES: dict[str, Diagram] = {
+    "02_agent_and_observers": OBSERVERS,
+    "04_synchronous": SYNCHRONOUS,
+    "04_asynchronous": ASYNCHRONOUS,
+    "07_pipeline": PIPELINE,
+}
 
 FIGURES: dict[str, Diagram | Boxes] = {
     "rref-life": RREF_LIFE,

@@ -1,7 +1,8 @@
-"""Writes docs/environment.md and docs/options.md from the tables in the code, and draws figures.
+"""Writes the pages and draws the figures that follow from the code.
 
-Without arguments it writes both. With --check it only compares, and its exit status is 1 where a
-file is not up to date.
+The pages are docs/environment.md and docs/options.md; the figures are those of docs/figures.py.
+With --check the script writes nothing: it compares, and exits with status 1 where a file is not up
+to date.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from figures import FIGURES  # noqa: E402  the path comes first
+from figures import FIGURES, PICTURES  # noqa: E402  the path comes first
 
 from torch_rpc_ext._base.environment import VARIABLES  # noqa: E402
 
@@ -104,34 +105,35 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines]
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "environment.md": environment,
-    "options.md": options,
-    **{f"design/{name}.svg": figure.svg for name, figure in FIGURES.items()},
+FILES: dict[str, Callable[[], str]] = {
+    "docs/environment.md": environment,
+    "docs/options.md": options,
+    **{f"docs/design/{name}.svg": figure.svg for name, figure in FIGURES.items()},
+    **{f"tutorials/pictures/{name}.svg": picture.svg for name, picture in PICTURES.items()},
 }
 
 
 def stale() -> list[str]:
-    """Return the names of the pages that are not what the tables say."""
+    """Return the names of the files that are not what the code says."""
     wrong = []
-    for name, page in PAGES.items():
-        path = DOCS / name
-        if not path.exists() or path.read_text(encoding="utf-8") != page():
+    for name, text in FILES.items():
+        path = ROOT / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text():
             wrong.append(name)
     return wrong
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write the pages that are made from the code.")
+    parser = argparse.ArgumentParser(description="Write the files that are made from the code.")
     parser.add_argument("--check", action="store_true", help="compare only")
     if parser.parse_args().check:
         wrong = stale()
         for name in wrong:
-            print(f"docs/{name} is not up to date: run `python docs/generate.py`", file=sys.stderr)
+            print(f"{name} is not up to date: run `python docs/generate.py`", file=sys.stderr)
         return 1 if wrong else 0
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")
+    for name, text in FILES.items():
+        (ROOT / name).write_text(text(), encoding="utf-8")
     return 0
 
 

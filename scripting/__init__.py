@@ -1,4 +1,4 @@
-"""Remote functions, TorchScript ones among them, and calls to several workers.
+"""Remote functions in Python and TorchScript, and calls to several workers.
 
 ::
 

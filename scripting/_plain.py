@@ -29,13 +29,13 @@ def remote(
 
     Args:
         function: at the top level of a module that callees can import.
-        reduce: for map_reduce(): makes one result of two.
+        reduce: makes one result of two, for map_reduce().
 
     Returns:
-        A RemoteFunction; with `reduce` only, a decorator that makes one.
+        A RemoteFunction; with `reduce` only, a decorator that makes a RemoteFunction.
 
     Raises:
-        TypeError: the function cannot be one; the text says why.
+        TypeError: the function cannot be called remotely; the text says why.
     """
     if function is None:
         return lambda decorated: _made(decorated, reduce)

@@ -26,30 +26,39 @@ T = TypeVar("T")
 
 
 class ScriptRemoteFunction(types.ModuleType, Generic[P, T]):
-    """A TorchScript function with methods that call it on other workers, where no GIL is needed.
+    """A TorchScript function with methods that call it on other workers, which run it without GIL.
 
-    Its methods work in Python, and within TorchScript but for call() and first_of(). They take the
-    function's arguments and `rpc_timeout` (s, 0 for none, negative for the default) behind them.
+    ::
 
-    It is a module, to Python, because TorchScript looks up attributes of no other object that
-    holds functions (torch/csrc/jit/python/python_sugared_value.cpp, toSugaredValue); so
-    `add.sync(...)` means something there.
+        @scripting.script  # makes a ScriptRemoteFunction
+        def scale(x: Tensor, factor: float = 2.0) -> Tensor:
+            return x * factor
+
+        scale.sync("worker1", x, 3.0)  # in Python and within TorchScript
+        scale.script(x)  # here, within TorchScript
+
+    The methods work in Python, and all but call() and first_of() within TorchScript too. They take
+    the function's arguments and then `rpc_timeout` (s, 0 for none, negative for the default).
+
+    For Python this object is a module: modules are the only objects with functions whose attributes
+    TorchScript looks up, so only so can TorchScript compile `scale.sync(...)`
+    (torch/csrc/jit/python/python_sugared_value.cpp, toSugaredValue).
 
     Attributes:
-        script: the function itself: to call it within TorchScript, or for rpc.rpc_sync().
-        sync: call it there and wait: ``sync(to, *args, rpc_timeout)``.
-        async_: call it there; returns a future.
-        remote: call it there; returns an RRef.
-        call: call it there, for `await` in asyncio.
+        script: the TorchScript function, for a plain call within TorchScript, or rpc.rpc_sync().
+        sync: ``sync(to, *args, rpc_timeout)`` calls the function on a worker and waits.
+        async_: as sync, but returns a future.
+        remote: as sync, but returns an RRef.
+        call: as sync, for `await` in asyncio.
         gather: ``gather(workers, *args, rpc_timeout)`` returns a list; see scripting.gather().
-        broadcast: call it on all workers; see scripting.broadcast().
+        broadcast: call the function on all workers; see scripting.broadcast().
         first_of: the first result of several workers; see scripting.first_of().
         map_reduce: ``map_reduce(workers, items, *args, rpc_timeout)``, with items for the
             function's first argument; see scripting.map_reduce().
 
     Args:
-        function: with types that TorchScript knows, for all arguments and the result.
-        reduce: for map_reduce(): a function that TorchScript takes, too.
+        function: all arguments and the result have types that TorchScript knows.
+        reduce: makes one result of two, for map_reduce(); TorchScript must be able to compile it.
 
     Raises:
         NotScriptableError: a type that TorchScript does not take, named.
@@ -78,12 +87,12 @@ class ScriptRemoteFunction(types.ModuleType, Generic[P, T]):
         self.script = _compiled(function)
         for method, make in _METHODS.items():
             in_python = make(self)
-            # TorchScript compiles what this returns in place of the function.
+            # TorchScript calls this attribute and compiles what it returns in place of in_python.
             in_python.__prepare_scriptable__ = _Prepare(self, method)
             setattr(self, method, in_python)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it here."""
+        """Run the function here."""
         result: T = self.script(*args, **kwargs)
         return result
 
@@ -110,13 +119,13 @@ def script(
     """Compile a function with TorchScript and give it methods that call it on other workers.
 
     Args:
-        function: with types that TorchScript knows, for all arguments and the result. Callees need
-            the same one under the same name.
-        reduce: for map_reduce(): makes one result of two; within TorchScript, a function that it
-            takes, too.
+        function: all arguments and the result have types that TorchScript knows. Callees must have
+            imported the module of the function.
+        reduce: makes one result of two, for map_reduce(); for map_reduce() within TorchScript,
+            TorchScript must be able to compile it.
 
     Returns:
-        A ScriptRemoteFunction; with `reduce` only, a decorator that makes one.
+        A ScriptRemoteFunction; with `reduce` only, a decorator that makes a ScriptRemoteFunction.
 
     Raises:
         NotScriptableError: a type that TorchScript does not take, named.
@@ -157,7 +166,7 @@ class _Prepare:
         return _source.generate(method, function.script, function.signature, reduce)
 
 
-# Why TorchScript cannot have them.
+# Methods that TorchScript cannot have, and why.
 _ONLY_IN_PYTHON = {
     "call": "TorchScript has no await; use async_() and wait()",
     "first_of": "TorchScript cannot wait for the first of several futures",
@@ -166,7 +175,7 @@ _ONLY_IN_PYTHON = {
 
 def _compiled(function: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
-        # Who decorates with this has decided; docs/scripting.md says what the deprecation means.
+        # The user has chosen TorchScript; docs/scripting.md says what its deprecation means.
         warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
         return torch.jit.script(function)
 

@@ -1,7 +1,7 @@
 """The remote function's methods as TorchScript sees them, as source.
 
-TorchScript has neither functions as arguments nor *args, so each remote function gets its own,
-with its own arguments. They are compiled when TorchScript first meets them, not before.
+TorchScript has neither functions as arguments nor *args, so each remote function gets methods of
+its own, with the function's arguments. TorchScript compiles a method when a script first uses it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.distributed import rpc
 
 from ._types import Signature
 
-# {parameters}, with types and defaults, and {arguments}, are those of the function; {rest} and
-# {rest_arguments} are without the first. rpc_function, rpc_reduce, rpc_types: see generate().
+# {parameters} are the function's, with types and defaults; {arguments} are their names. {rest} and
+# {rest_arguments} leave out the first. generate() defines the names that begin with rpc_.
 _METHODS = {
     "sync": """
 def sync(rpc_to: str, {parameters}rpc_timeout: float = -1.0) -> rpc_result:
@@ -100,8 +100,8 @@ def generate(
     Args:
         method: a key of _METHODS; map_reduce needs `reduce` and a parameter.
         function: the torch.jit.ScriptFunction that is called remotely.
-        signature: its arguments and result.
-        reduce: what map_reduce makes one result of two with.
+        signature: the function's arguments and result.
+        reduce: makes one result of two, for map_reduce.
 
     Returns:
         A function whose source inspect.getsource() finds.
@@ -119,7 +119,7 @@ def generate(
         "rpc_api": rpc,
         "rpc_function": function,
         "rpc_reduce": reduce,
-        # A name that stands for None counts as undefined.
+        # TorchScript takes a name whose value is None for undefined, so None becomes its type.
         "rpc_result": type(None) if signature.returns is None else signature.returns,
         "Future": futures.Future,
         "RRef": rpc.RRef,
@@ -130,7 +130,7 @@ def generate(
         variables[f"rpc_default_{place}"] = signature.defaults.get(name)
     variables["rpc_item"] = next(iter(signature.parameters.values()), None)
     file = f"<{function.name}.{method} of torch_rpc_ext.scripting, {next(_numbers)}>"
-    # Where inspect.getsource(), and so torch.jit.script(), looks for what stands in no file.
+    # inspect.getsource(), and so torch.jit.script(), looks here for source that is in no file.
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), variables)
     generated: types.FunctionType = variables[method]
@@ -143,5 +143,5 @@ def _parameter(signature: Signature, name: str, place: int) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Return them, each with a comma after it."""
+    """Join the texts, with a comma after each."""
     return "".join(f"{text}, " for text in texts)

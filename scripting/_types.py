@@ -17,20 +17,26 @@ _RULE = (
     "TorchScript knows Tensor, int, float, complex, bool, str, torch.device, None, and List, Dict, "
     "Tuple, Optional, Union, NamedTuple, RRef, Future and script classes of these"
 )
-#: The names that the methods of a remote function add to its own (_source.py) begin so.
+#: The generated methods (_source.py) add names to the function's own; the added names begin so.
 RESERVED = "rpc_"
 
 
 class NotScriptableError(TypeError):
-    """A function that TorchScript does not take. The text names the argument and the rule."""
+    """TorchScript does not take a function::
+
+        @scripting.script
+        def find(x: Tensor, keys: set[str]) -> Tensor: ...  # raises NotScriptableError
+
+    The text names the argument and the rule.
+    """
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Of a function that TorchScript takes.
+    """The signature of a function that TorchScript takes.
 
     Attributes:
-        parameters: name -> type, as the annotations are when evaluated.
+        parameters: name -> type, the evaluated annotation.
         defaults: name -> default value.
         returns: type of the result.
     """
@@ -41,10 +47,10 @@ class Signature:
 
 
 def check(function: Callable[..., Any]) -> Signature:
-    """Look at a function's arguments and result.
+    """Return a function's signature.
 
     Raises:
-        NotScriptableError: TorchScript would not take one of them.
+        NotScriptableError: TorchScript would not take an argument or the result.
     """
     parameters, defaults = {}, {}
     for parameter in inspect.signature(function).parameters.values():
@@ -81,7 +87,7 @@ def _checked_type(function: Callable[..., Any], annotation: Any, what: str) -> A
         )
     if isinstance(annotation, str):
         annotation = _evaluated(function, annotation, what)
-    # As torch.jit.script() does: so it finds what the fields of a NamedTuple name.
+    # As torch.jit.script() does, so that the types which a NamedTuple's fields name are found.
     resolve = internal.createResolutionCallbackFromClosure(function)
     try:
         known = try_ann_to_type(annotation, internal.fake_range(), resolve)

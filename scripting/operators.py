@@ -1,7 +1,7 @@
 """Operators that tell TorchScript what a worker knows of itself and of its group.
 
-They are torch.ops.torch_rpc_ext.*, too; importing this module defines them. They work in
-TorchScript and in Python, and need no GIL::
+Importing this module defines them, also as torch.ops.torch_rpc_ext.*. They work in TorchScript and
+in Python, and need no GIL::
 
     from torch_rpc_ext.scripting import operators
 
@@ -28,16 +28,17 @@ loader.load()
 
 _ops = torch.ops.torch_rpc_ext
 
-#: worker_names() -> str[]: of all workers of the group, by their ids.
+#: worker_names() -> str[]: names of all workers of the group, sorted by their ids.
 worker_names = _ops.worker_names
-#: worker_ids() -> int[]: in the same order.
+#: worker_ids() -> int[]: ids of the same workers, in the same order.
 worker_ids = _ops.worker_ids
-#: own_name() -> str: of this worker.
+#: own_name() -> str: name of this worker.
 own_name = _ops.own_name
-#: own_id() -> int: of this worker.
+#: own_id() -> int: id of this worker.
 own_id = _ops.own_id
-#: is_alive(str worker) -> bool: False once it has been noticed that the worker is gone. Connects to
-#: it, so that this will be noticed; the first answer may come before. A stopped worker is alive.
+#: is_alive(str worker) -> bool: False once this worker has noticed that the other one is gone. To
+#: notice that, it connects to the other one; the first answer does not wait for the connection. A
+#: stopped process (SIGSTOP) is alive.
 is_alive = _ops.is_alive
 #: metrics() -> Dict(str, float): the agent's counters, by upstream's names (agent.*).
 metrics = _ops.metrics

@@ -1,7 +1,7 @@
 """torch.distributed.rpc over UCX.
 
-``import torch_rpc_ext`` registers the back end ``BackendType.UCX`` and nothing more: no thread,
-no UCX, no CUDA, not even torch is loaded by it. Everything else is loaded when it is first used.
+``import torch_rpc_ext`` registers the back end ``BackendType.UCX`` and does nothing more: it starts
+no thread and loads neither UCX nor CUDA nor torch. Everything else is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "worker_events",
 ]
 
-# Public modules, but `testing`, whose import registers a back end, and `cli`, the commands.
+# All public modules but two: importing `testing` registers a back end, and `cli` is the commands.
 _MODULES = frozenset(
     {
         "aio",

@@ -26,7 +26,7 @@ _EXAMPLES = """examples:
       record what all workers do, as a trace for Perfetto
 """
 _COMMANDS = ("info", "run", "build", "top", "ping", "trace")
-# These look at a running group.
+# Commands that join a running group as a guest.
 _GUESTS = ("top", "ping", "trace")
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; None for sys.argv's.
+        arguments: the words after the program's name; None for those in sys.argv.
 
     Returns:
         The exit status.
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
-    """Run a command; what the user can mend is a sentence, not a traceback."""
+    """Run a command; an error that the user can mend is printed as a sentence, not a traceback."""
     from torch_rpc_ext._calls import failures
 
     main_of_command = vars(command)["main"]
@@ -81,7 +81,7 @@ def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
         if extra:
             text = f"{problem.name} is missing: pip install 'torch-rpc-ext[{extra}]'"
     except RuntimeError as problem:
-        # The group's: a worker that is profiled already, versions that differ.
+        # An error of the group: a worker that is being profiled already, versions that differ.
         status = common.UNWELL
         text = failures.brief(problem)
     print(f"{given.command}: {text}", file=sys.stderr)

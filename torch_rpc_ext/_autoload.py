@@ -1,7 +1,7 @@
 """What runs at ``import torch`` (entry point group ``torch.backends``) and at our own import.
 
-It must cost less than 5 ms where RPC is never used, and must never make ``import torch`` fail. It
-stands above all rooms, because it is what enters them: the rest is imported with RPC.
+This module must cost less than 5 ms where RPC is never used, and must never make ``import torch``
+fail. So it imports the other rooms only when torch.distributed.rpc is imported.
 Source: torch's "Autoload Mechanism", torch/__init__.py, _import_device_backends.
 """
 
@@ -25,11 +25,11 @@ def activate() -> None:
 
 
 def _on_rpc_imported(rpc: Any) -> None:
-    """Do what has to wait for torch.distributed.rpc; whatever fails is one warning."""
+    """Do what needs torch.distributed.rpc to be there; a failure becomes a warning."""
     try:
         _enter(rpc)
     except Exception as error:
-        # Whoever imports torch may never use RPC: torch would make it an error of the import.
+        # Raised from here, the error would make `import torch` fail, also in programs without RPC.
         warnings.warn(
             f"torch_rpc_ext cannot offer BackendType.UCX to this torch ({error!r}): use "
             "BackendType.TENSORPIPE, or a torch and a torch_rpc_ext that fit each other.",
@@ -44,7 +44,7 @@ def _enter(rpc: Any) -> None:
     try:
         wanted = check_backend()
     except ValueError as error:
-        # init_rpc will refuse it; a program that does not use RPC need not care.
+        # init_rpc will refuse the value. A program without RPC must not fail for it.
         warnings.warn(str(error), stacklevel=3)
         wanted = False
     if not hasattr(rpc, "BackendType"):
@@ -52,7 +52,7 @@ def _enter(rpc: Any) -> None:
             from torch_rpc_ext._base.requirements import require_rpc
 
             require_rpc()
-        return  # This torch was built without RPC; init_rpc does not exist either.
+        return  # this torch was built without RPC, so init_rpc does not exist either
     entry.register(rpc)
     if wanted:
         entry.serve_tensorpipe(rpc)

@@ -1,6 +1,21 @@
 """The errors of the UCX back end, sorted by what the caller can do about them.
 
-All are RuntimeErrors, because that is what torch.distributed.rpc raises and programs catch.
+All are RuntimeErrors, because torch.distributed.rpc raises RuntimeErrors and programs catch these::
+
+    from torch_rpc_ext import errors
+
+    try:
+        weights = rpc.rpc_sync("ps", fetch, timeout=5)
+    except errors.PeerLostError as lost:
+        restart(lost.worker)  # or go on without that worker
+    except (errors.CallTimeoutError, errors.OverloadedError, errors.IntegrityError):
+        weights = rpc.rpc_sync("ps", fetch, timeout=60)  # may run twice: RetryPolicy does this
+    except errors.RefusedError as refused:
+        sys.exit(f"{refused}")  # says what to change in the program or in the group
+    except errors.ShutDownError:
+        return  # "ps" has called rpc.shutdown()
+    except errors.RpcError as other:
+        logger.error("the call failed: %s", other)  # the base class of all these errors
 """
 
 from __future__ import annotations
@@ -21,7 +36,7 @@ class RpcError(RuntimeError):
 
     Args:
         message: what happened, to which worker and function, and what to do.
-        worker: the name of the worker that it is about, None where there is none.
+        worker: the name of the worker that the error is about, None where there is none.
     """
 
     worker: str | None
@@ -40,7 +55,7 @@ class CallTimeoutError(RpcError):
 
 
 class RefusedError(RpcError):
-    """The other worker, or this one, refused it. Fix the request."""
+    """The other worker, or this one, refused the call. Fix the request."""
 
 
 class OverloadedError(RpcError):
@@ -54,6 +69,6 @@ class ShutDownError(RpcError):
 class IntegrityError(RpcError):
     """Bytes of the call, or of its answer, changed on their way (option integrity).
 
-    Try again, and have the hardware looked at. It also comes from a program that writes to a tensor
-    before the call that sends it is over.
+    Try again, and have the hardware looked at. A program that writes to a tensor before the call
+    that sends the tensor is over gets this error too.
     """

@@ -1,4 +1,4 @@
-"""What happens to the other workers of the group: lost, left, joined, returned.
+"""Events of the other workers of the group: lost, left, joined, returned.
 
 ::
 
@@ -10,9 +10,9 @@
     async for event in torch_rpc_ext.worker_events():
         ...
 
-A subscription connects this worker to all others, because a death is noticed by the end of a
-connection. Who subscribes hears first of the workers that are lost at that moment. The events of
-one worker come in the order in which they happened.
+A subscription connects this worker to all others, because a worker's death is noticed by the end of
+its connection. A new subscriber is first told which workers are lost at that moment. The events of
+a worker come in the order in which they happened.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["Subscription", "WorkerEvent", "WorkerEvents", "on_worker_event", "worker_events"]
 
-# How often a worker that could not be reached is tried again, s. One whose process is known to be
-# dead is not.
+# How often this worker tries again to reach a worker that is lost, s.
 _TRY_EVERY = 2.0
-# How long the end of a session waits for a callback that runs, s.
+# How long the end of a session waits for a callback that is running, s.
 _END_PATIENCE = 1.0
-# How long the thread waits for an event while all workers are there, s. An event wakes it.
+# How long the thread waits for an event while no worker is lost, s; an event ends the wait.
 _LONG = 3600.0
 
 
@@ -48,11 +47,16 @@ class WorkerEvent(NamedTuple):
     """Something that happened to a worker.
 
     Attributes:
-        kind: ``lost``: its process died, or it cannot be reached any more. ``left``: it left by
-            itself, by rpc.shutdown(). ``joined``: a dynamic group has a new member. ``returned``:
-            one that was lost has been started again, or can be reached again.
-        worker: its name.
-        reason: what has been noticed, for people.
+        kind: ``lost``: the worker's process died, or the worker cannot be reached any more.
+            ``left``: the worker called rpc.shutdown(). ``joined``: the worker is new in a dynamic
+            group. ``returned``: the worker was lost, and has been started again or can be reached
+            again.
+        worker: the name of the worker.
+        reason: what was noticed, as text for people.
+
+    An event is a tuple::
+
+        kind, worker, reason = event
     """
 
     kind: Literal["joined", "left", "lost", "returned"]
@@ -64,7 +68,12 @@ Callback = Callable[[WorkerEvent], object]
 
 
 class Subscription:
-    """A callback that hears of events, until remove(). As a context manager, until the end of it.
+    """A callback is told of events until remove(), or until the end of a ``with`` block.
+
+    ::
+
+        with torch_rpc_ext.on_worker_event(print):  # makes a Subscription
+            train()
 
     Thread Safety: any thread.
     """
@@ -73,7 +82,7 @@ class Subscription:
         self._hub, self._number = hub, number
 
     def remove(self) -> None:
-        """End it. Idempotent. The callback may be running at this moment, and ends then."""
+        """End the subscription. A callback that is running goes on to its end. Idempotent."""
         self._hub.remove(self._number)
 
     def __enter__(self) -> Subscription:
@@ -89,13 +98,22 @@ class Subscription:
 
 
 class WorkerEvents:
-    """An asynchronous iterator over events. It ends when RPC ends on this worker.
+    """An asynchronous iterator over events; it ends when RPC ends on this worker.
 
-    Thread Safety: its event loop only. Events that nobody has taken yet are kept.
+    ::
+
+        events = torch_rpc_ext.worker_events()  # makes WorkerEvents
+        async for event in events:
+            if event.kind == "lost":
+                break
+        events.close()
+
+    Events are kept until they are taken. Thread Safety: the event loop in which it was made.
     """
 
     def __init__(self) -> None:
-        # The hub knows the queue and not this object, which may die and end the subscription.
+        # The hub refers to the queue, not to this object: so this object can be collected, which
+        # ends the subscription.
         self._queue: asyncio.Queue[WorkerEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         put = partial(_put, loop, self._queue)
@@ -108,12 +126,12 @@ class WorkerEvents:
     async def __anext__(self) -> WorkerEvent:
         event = await self._queue.get()
         if event is None:
-            self._queue.put_nowait(None)  # for who asks again
+            self._queue.put_nowait(None)  # a further __anext__() ends too
             raise StopAsyncIteration
         return event
 
     def close(self) -> None:
-        """End the subscription, and the iteration after the events that are here. Idempotent."""
+        """End the subscription; the iteration ends after the events that are kept. Idempotent."""
         self._finalizer()
         self._queue.put_nowait(None)
 
@@ -130,17 +148,17 @@ def _put(
 def on_worker_event(callback: Callback) -> Subscription:
     """Have a callback run at each event.
 
-    Callbacks run one after the other on a thread of their own. What one raises is logged and
-    ends nothing; one that takes long delays the events behind it.
+    Callbacks run one after the other on a thread of their own. An exception of a callback is
+    logged and has no other effect; a callback that takes long delays the next events.
 
     Args:
         callback: takes a WorkerEvent.
 
     Returns:
-        The subscription; it ends by its remove(), or with rpc.shutdown().
+        The subscription; its remove() ends it, and rpc.shutdown() does.
 
     Raises:
-        TypeError: the callback is none.
+        TypeError: the callback cannot be called.
         RuntimeError: RPC has not been initialized on UCX.
     """
     if not callable(callback):
@@ -151,7 +169,7 @@ def on_worker_event(callback: Callback) -> Subscription:
 def worker_events() -> WorkerEvents:
     """Return an iterator over events, for ``async for``.
 
-    It counts from this call on, and ends when RPC ends on this worker.
+    Events are kept from this call on. The iterator ends when RPC ends on this worker.
 
     Raises:
         RuntimeError: no event loop is running, or RPC has not been initialized on UCX.
@@ -168,7 +186,7 @@ class _Hub:
     """Takes the agent's events and tells the subscribers of one session.
 
     Owns: a thread, from the first subscription to the end of the agent.
-    Thread Safety: subscribe() and remove() from any thread; the rest is the thread's.
+    Thread Safety: subscribe() and remove() from any thread; the hub's thread runs the rest.
     """
 
     def __init__(self, session: sessions.Session) -> None:
@@ -176,10 +194,10 @@ class _Hub:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._subscribers: dict[int, _Subscriber] = {}
-        self._new: list[int] = []  # numbers of those that have not heard of the lost ones yet
+        self._new: list[int] = []  # subscribers that have not been told yet who is lost
         self._lost: dict[str, WorkerEvent] = {}
         self._ended = False
-        # A daemon: a callback that does not return must not keep the process.
+        # A daemon thread, so that a callback that never returns does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="rpc-events", daemon=True)
 
     def subscribe(
@@ -194,7 +212,8 @@ class _Hub:
                 self._thread.start()
         if ended:
             at_end()
-        # What follows is told to this subscriber too.
+        # The agent answers with the event "began", at which the thread tells this subscriber who is
+        # lost; all later events are told to this subscriber too.
         self._native.begin_worker_events(self._agent)
         return Subscription(self, number)
 
@@ -205,7 +224,7 @@ class _Hub:
     def close(self) -> None:
         """Wait for the thread, once the agent has ended.
 
-        It must not come back from C++ while Python is being taken down.
+        The thread must not return from C++ into Python while the interpreter is being taken down.
         """
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_PATIENCE)
@@ -245,7 +264,7 @@ class _Hub:
         else:
             self._lost.pop(event.worker, None)
         if event.kind in ("joined", "returned"):
-            with contextlib.suppress(RuntimeError):  # it has left meanwhile
+            with contextlib.suppress(RuntimeError):  # the worker has left meanwhile
                 self._watch([self._agent.get_worker_info(event.worker).id])
         with self._lock:
             numbers = [number for number in self._subscribers if number not in self._new]
@@ -271,7 +290,7 @@ class _Hub:
         me = self._agent.get_worker_info().id
         for rank in ids:
             if rank != me:
-                with contextlib.suppress(RuntimeError):  # it has left, or RPC ends
+                with contextlib.suppress(RuntimeError):  # the worker has left, or RPC ends
                     self._agent.watch(rank)
 
 

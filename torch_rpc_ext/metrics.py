@@ -8,8 +8,8 @@ In a worker, after init_rpc::
         train()
 
 or, where the program has a registry of its own, ``registry.register(metrics.Collector())``. The
-counters are always on; they are read when Prometheus asks. On TENSORPIPE there are only those that
-its agent counts: threads and active calls.
+agent always counts; its counters are read when Prometheus asks. TENSORPIPE's agent counts less:
+threads and active calls.
 
 Source: https://prometheus.io/docs/practices/naming/ for names and units.
 """
@@ -49,10 +49,10 @@ class _Source:
 
     Attributes:
         key: in the agent's get_metrics().
-        name: the metric's, without prefix and ``_total``.
+        name: of the metric, without prefix and ``_total``.
         help: one line.
-        is_counter: it only grows; otherwise a gauge.
-        scale: from the agent's unit to the metric's.
+        is_counter: the value only grows; otherwise the metric is a gauge.
+        scale: factor from the agent's unit to the metric's.
     """
 
     key: str
@@ -81,7 +81,7 @@ SOURCES = (
     _Source(
         "agent.queued_frame_bytes",
         "queued_frame_bytes",
-        "What those take that no thread serves yet, but for their large tensors.",
+        "Memory of requests that no thread serves yet, without their large tensors.",
     ),
     _Source(
         "agent.receive_held_bytes",
@@ -153,9 +153,9 @@ class _HistogramSource:
 
     Attributes:
         key: in the agent's get_histograms().
-        name: the metric's, without prefix.
+        name: of the metric, without prefix.
         help: one line.
-        scale: from the agent's unit to the metric's.
+        scale: factor from the agent's unit to the metric's.
     """
 
     key: str
@@ -196,7 +196,11 @@ HISTOGRAMS = (
 
 
 class Collector(PrometheusCollector):
-    """Reads the agent of this process when it is asked; nothing while there is none.
+    """Reads the counters of this process's agent when Prometheus asks; no metrics without an agent.
+
+    ::
+
+        prometheus_client.REGISTRY.register(metrics.Collector())
 
     Thread Safety: any number of threads may collect at once.
     """
@@ -253,18 +257,24 @@ def _histogram(
 
 
 def text() -> str:
-    """Return the metrics of this process's agent in Prometheus' text format; '' without one."""
+    """Return the metrics in Prometheus' text format; '' where this process has no agent."""
     return prometheus.generate_latest(_own_registry()).decode()
 
 
 class Server:
     """An HTTP endpoint that is being served; made by serve(). A context manager.
 
+    ::
+
+        server = metrics.serve()  # makes a Server
+        print(server.url)  # http://127.0.0.1:41503/metrics
+        server.close()
+
     Owns: the listening socket and a thread, until close().
 
     Attributes:
-        address: IP address that it listens on.
-        port: TCP port that it listens on.
+        address: IP address that the server listens on.
+        port: TCP port that the server listens on.
     """
 
     def __init__(self, server: Any, thread: Any) -> None:
@@ -273,7 +283,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where Prometheus finds it."""
+        """The address for Prometheus."""
         host = f"[{self.address}]" if ":" in self.address else self.address
         return f"http://{host}:{self.port}/metrics"
 
@@ -304,9 +314,9 @@ def serve(
     """Offer the metrics over HTTP, from a thread.
 
     Args:
-        port: TCP port; 0 for any that is free (then read it from the result).
+        port: TCP port; 0 for any free port (the result's `port` says which).
         address: IP address to listen on. By default only this host can connect; there is no
-            authentication, so ``0.0.0.0`` shows the metrics to whoever reaches the port.
+            authentication, so ``0.0.0.0`` shows the metrics to everybody who reaches the port.
         registry: what to offer; by default this worker's metrics and nothing else.
 
     Returns:

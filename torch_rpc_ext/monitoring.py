@@ -1,6 +1,14 @@
-"""What a worker tells those that look at the group: other workers, and the command line.
+"""What a worker tells about itself to other workers and to the command line.
 
-They call these functions over RPC. A worker with an ``allow_list`` serves them when the list names
+Those call the functions of this module over RPC::
+
+    from torch_rpc_ext import monitoring
+
+    for name in monitoring.other_names():
+        state = rpc.rpc_sync(name, monitoring.snapshot)
+        print(name, state["host"], state["counters"]["agent.queued_requests"])
+
+A worker with an ``allow_list`` serves these functions when the list names
 ``torch_rpc_ext.monitoring``.
 """
 
@@ -24,29 +32,22 @@ def is_initialized() -> bool:
 
 
 def member_names() -> list[str]:
-    """Return the names of the group's workers as known here, sorted."""
+    """Return the names of the workers that this worker knows in its group, sorted."""
     return sorted(info.name for info in api._get_current_rpc_agent().get_worker_infos())
 
 
 def other_names() -> list[str]:
-    """Return member_names() without this worker's."""
+    """Return member_names() without the name of this worker."""
     me = api._get_current_rpc_agent().get_worker_info().name
     return [name for name in member_names() if name != me]
 
 
 def _nothing() -> None:
-    """Do nothing: a call of it measures latency."""
+    """Do nothing. `ping` calls this function to measure latency."""
 
 
 def _take(tensor: torch.Tensor) -> int:
-    """Take a tensor and answer with its size: a call of it measures bandwidth.
-
-    Args:
-        tensor: any.
-
-    Returns:
-        Its size, bytes.
-    """
+    """Return the size of a tensor, bytes. `ping` calls this function to measure bandwidth."""
     return tensor.nbytes
 
 
@@ -56,10 +57,11 @@ def snapshot() -> dict[str, Any]:
     Returns:
         A dict that JSON can hold: ``worker``, ``rank``, ``host``, ``pid``, ``time`` (monotonic,
         s; for rates between two snapshots), ``counters`` (the agent's get_metrics() as numbers),
-        ``histograms`` (name -> upper bounds, counts with one more for what is above, and sum; times
-        in ns, sizes in bytes), ``members`` (names), ``lost`` (those of them that cannot be reached
-        any more), ``waiting`` (caller -> number and bytes of its requests that wait here for room)
-        and ``peers`` (for each connection ``worker``, ``control``, ``bulk`` and ``why``).
+        ``histograms`` (name -> upper bounds, counts, and sum; there is one count more than there
+        are bounds, for values above the last bound; times in ns, sizes in bytes), ``members``
+        (names), ``lost`` (the members that cannot be reached any more), ``waiting`` (caller ->
+        number and bytes of its requests that wait here for room) and ``peers`` (for each connection
+        ``worker``, ``control``, ``bulk`` and ``why``).
         On TENSORPIPE ``histograms``, ``lost``, ``waiting`` and ``peers`` are empty.
     """
     agent = api._get_current_rpc_agent()

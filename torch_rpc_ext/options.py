@@ -31,13 +31,13 @@ __all__ = ["UcxRpcBackendOptions"]
 
 
 class About(NamedTuple):
-    """What is told of an option.
+    """The metadata of an option.
 
     Attributes:
-        doc: what it does, for docs/options.md.
+        doc: what the option does, for docs/options.md.
         unit: '' for none.
-        default: what the docs give as its default, where that is found out at run time.
-        agent: the C++ agent gets it, as it is here.
+        default: the default as the docs show it; '' where the docs show the field's own default.
+        agent: whether the C++ agent gets the value as it is.
     """
 
     doc: str
@@ -76,20 +76,26 @@ def _devices(value: Sequence[DeviceType] | None) -> list[torch.device]:
     return devices
 
 
-# attrs' own __setattr__ would take unknown names.
+# NO_OP, because the class has a __setattr__ of its own, which refuses unknown names.
 @attrs.define(slots=False, kw_only=True, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options for ``init_rpc(backend=BackendType.UCX, rpc_backend_options=...)``.
 
-    Takes what torch's TensorPipeRpcBackendOptions takes, and our own. All are keyword-only,
-    checked here, and may be set as attributes later, with the same checks.
+    ::
+
+        options = UcxRpcBackendOptions(num_worker_threads=8, interface="eth0", integrity=True)
+        options.rpc_timeout = 30
+        rpc.init_rpc("worker0", backend=rpc.BackendType.UCX, rpc_backend_options=options)
+
+    The options of torch's TensorPipeRpcBackendOptions, and more. All are keyword-only. They may be
+    set as attributes later, with the same checks.
 
     Args:
         {arguments}
 
     Raises:
-        TypeError: a value of a wrong type, named with its option.
-        ValueError: a value out of range, named with its option.
+        TypeError: a value has a wrong type; the text names value and option.
+        ValueError: a value is out of range; the text names value and option.
 
     Source: torch/distributed/rpc/options.py, TensorPipeRpcBackendOptions.
     """
@@ -303,7 +309,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             agent=False,
         ),
     )
-    # Fault injection, for tests: their keywords begin with an underscore.
+    # Fault injection, for tests: the keywords of these options begin with an underscore.
     messages_to_fail: list[str] = attrs.field(
         factory=list,
         validator=checks.message_names,
@@ -347,7 +353,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     )
 
     def __attrs_pre_init__(self) -> None:
-        # pybind11 wants the base's __init__ called before anything else is done with the object.
+        # pybind11 needs its base's __init__ before any other use of the object.
         RpcBackendOptions.__init__(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -357,7 +363,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
                 self, option, value
             )
         elif not name.startswith("_"):
-            # A misspelt option would otherwise be lost without a word.
+            # Without this error a misspelt option would have no effect and say nothing.
             known = ", ".join(public())
             raise AttributeError(f"UcxRpcBackendOptions has no option {name!r}; it has {known}")
         super().__setattr__(name, value)
@@ -365,7 +371,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     def __repr__(self) -> str:
         values = {name: getattr(self, name) for name in public()}
         if values["secret"] is not None:
-            values["secret"] = "..."  # options end up in logs
+            values["secret"] = "..."  # programs log their options
         return f"UcxRpcBackendOptions({', '.join(f'{n}={v!r}' for n, v in values.items())})"
 
     def __copy__(self) -> UcxRpcBackendOptions:
@@ -376,14 +382,14 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         return twin
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
-        """Map devices of this worker to devices of one callee; may be called several times.
+        """Map devices of this worker to devices of a callee, in addition to earlier maps.
 
         Args:
-            to: callee's name.
+            to: the callee's name.
             device_map: {device here: device there}; must be invertible.
 
         Raises:
-            ValueError: the map, with what was set before, is not 1-to-1.
+            ValueError: the map and the earlier maps of this callee together are not 1-to-1.
         """
         added = upstream._to_device_map(dict(device_map))
         current: DeviceMap = self.device_maps.get(to, {})
@@ -400,10 +406,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         """Set the local CUDA devices that RPC uses.
 
         Args:
-            devices: int, str or torch.device each.
+            devices: each an int, a str or a torch.device.
 
         Raises:
-            ValueError: one of them is no CUDA device.
+            ValueError: a device is no CUDA device.
         """
         self.devices = _devices(devices)
 
@@ -420,12 +426,12 @@ OPTIONS: dict[str, attrs.Attribute[Any]] = {
 
 
 def public() -> list[str]:
-    """Return the names of the options, but of those for tests."""
+    """Return the names of all options but those for tests."""
     return [name for name, option in OPTIONS.items() if option.alias == name]
 
 
 def of_agent(options: UcxRpcBackendOptions) -> dict[str, Any]:
-    """Return what the C++ agent gets as it is, by name."""
+    """Return name -> value of the options that the C++ agent gets as they are."""
     return {
         name: getattr(options, name)
         for name, option in OPTIONS.items()

@@ -1,7 +1,7 @@
 """Calling again what failed, for functions that may run more than once.
 
-Nothing is called again unless it is asked for here: a call that has failed may have run, and
-whether it may run twice only its author knows::
+A call that has failed may have run, and only the author of the function knows whether it may run
+twice. So nothing is called again unless the program asks for it::
 
     policy = RetryPolicy(attempts=5, deadline=30)
     policy.rpc_sync("ps", read, args=(key,))
@@ -11,8 +11,9 @@ whether it may run twice only its author knows::
     def refresh() -> Tensor:  # as often as it takes, whatever it calls; an async def too
         return rpc.rpc_sync("ps", read, args=(key,))
 
-Within distributed autograd, call the function again that opens the context (`@policy` on it): a
-call that failed stays in its context's graph, and backward() would wait for its gradient for ever.
+With distributed autograd, decorate the function that opens the context, so that each attempt has a
+context of its own: a failed call stays in its context's graph, and backward() would wait for the
+call's gradient for ever.
 
 The loop, the waiting times and the conditions are tenacity's.
 """
@@ -51,23 +52,28 @@ TRANSIENT = (errors.PeerLostError, errors.CallTimeoutError, errors.OverloadedErr
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often, when and after what to call again.
+    """How often to call again, after which errors and pauses.
+
+    ::
+
+        policy = RetryPolicy(attempts=5, wait=0.2, deadline=30)
+        policy.rpc_sync("ps", read, args=(key,))
 
     Thread Safety: an object may be used by any number of threads at once.
 
     Args:
         attempts: calls in all, the first included; at least 1.
-        wait: pause after the first failure, s. It doubles with each one.
+        wait: pause after the first failure, s. The pause doubles with each further failure.
         max_wait: longest pause, s; jitter not included.
-        jitter: up to so much is added to each pause at random, s, so that callers that failed
+        jitter: a random time up to this is added to each pause, s, so that callers that failed
             together do not come back together.
-        deadline: the end of it all, s from the start, whatever attempts are left; None for none.
-            Each attempt gets a time-out of at most what is left.
+        deadline: no attempt begins later than this after the first, s, and no attempt has a longer
+            time-out than what is left; None for no deadline.
         retry_on: classes of errors after which to call again; by default a lost worker, a
             time-out and overload. What the remote function raises is not among them.
 
     Raises:
-        ValueError: a value out of range, named.
+        ValueError: a value is out of range; the text names it.
     """
 
     attempts: int = 3
@@ -97,12 +103,13 @@ class RetryPolicy:
         """Call as torch.distributed.rpc.rpc_sync does, and again as the policy says.
 
         Args:
-            to: name, rank or WorkerInfo. A name finds a worker that has come back under it.
-            func: the function; it must bear to run more than once.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            timeout: of each attempt, s; 0 for none, None for the options' rpc_timeout. The
-                deadline bounds it in any case.
+            to: name, rank or WorkerInfo. A name also finds a worker that was lost and has come
+                back under that name.
+            func: the function; it may run more than once.
+            args: the function's arguments.
+            kwargs: the function's keyword arguments.
+            timeout: of each attempt, s; 0 for none, None for the options' rpc_timeout. No attempt
+                waits longer than until the deadline.
 
         Returns:
             What the function returns.
@@ -124,20 +131,20 @@ class RetryPolicy:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Future[T]:
-        """Call as rpc_sync() here, but do not wait.
+        """Call as this class's rpc_sync() does, but do not wait.
 
-        No thread belongs to the call: an attempt that fails leads to the next one from where its
-        answer arrives, and one thread of the process ends the pauses of all.
+        No thread waits for the call: the thread that receives a failed attempt's answer begins the
+        next attempt, or hands the pause to one thread that ends the pauses of all calls.
 
         Args:
-            to: as rpc_sync().
-            func: as rpc_sync().
-            args: as rpc_sync(). Tensors must stay as they are until the future is done.
-            kwargs: as rpc_sync().
-            timeout: as rpc_sync().
+            to: as in rpc_sync().
+            func: as in rpc_sync().
+            args: as in rpc_sync(). Tensors must not be changed until the future is done.
+            kwargs: as in rpc_sync().
+            timeout: as in rpc_sync().
 
         Returns:
-            A future of what the function returns. Its error has the type of the last attempt's.
+            A future of what the function returns, or of the last attempt's error.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
         return begin(
@@ -148,10 +155,10 @@ class RetryPolicy:
         )
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Make a function that is run again as the policy says; a decorator.
+        """Decorate a function so that it runs again as the policy says.
 
-        Of an `async def` it makes an `async def`. The deadline ends the attempts, but cannot
-        shorten one: calls within the function have their own time-outs.
+        Decorating an `async def` gives an `async def`. The deadline cannot shorten an attempt that
+        has begun: the calls within the function have their own time-outs.
         """
         if _is_async(function):
 
@@ -169,7 +176,7 @@ class RetryPolicy:
         return retried
 
     def _arguments(self) -> dict[str, Any]:
-        """Return what tenacity's loops are made with."""
+        """Return the arguments of tenacity.Retrying."""
         stop: Any = tenacity.stop_after_attempt(self.attempts)
         if self.deadline is not None:
             # A pause that would end after the deadline is not begun.
@@ -184,17 +191,17 @@ class RetryPolicy:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of it makes a coroutine; of an object with an `async def __call__` too."""
+    """Whether a call of the function makes a coroutine; it may be an object with __call__."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  its kind is asked for
+        getattr(function, "__call__", None)  # noqa: B004  callable() would not tell its kind
     )
 
 
 def _timeout(timeout: float | None, end: float | None) -> float:
-    """Return the time-out of an attempt as upstream has it: -1 for default, 0 for none."""
+    """Return an attempt's time-out in upstream's terms: -1 for the default, 0 for none."""
     if end is None:
         return -1.0 if timeout is None else timeout
-    # Never 0, which would mean none.
+    # At least 0.001, because 0 would mean no time-out.
     left = max(end - time.monotonic(), 0.001)
     if timeout is None:
         default = float(rpc.get_rpc_timeout())

@@ -1,6 +1,11 @@
-"""Running programs that ask for TENSORPIPE on UCX, on request only.
+"""Programs that ask for TENSORPIPE run on UCX, on request only.
 
-Requested by TORCH_RPC_BACKEND=ucx, ``python -m torch_rpc_ext run``, or take_over().
+The request is TORCH_RPC_BACKEND=ucx, ``python -m torch_rpc_ext run``, or::
+
+    import torch_rpc_ext
+
+    torch_rpc_ext.take_over()
+    rpc.init_rpc("worker0", rank=0, world_size=2)  # on UCX, though it does not say so
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ __all__ = ["take_over"]
 
 
 def take_over() -> None:
-    """From now on run TENSORPIPE's users on UCX: in this process and in those it starts.
+    """Run on UCX what asks for TENSORPIPE, in this process and in those that it starts.
 
-    Programs that name ``BackendType.TENSORPIPE``, pass ``TensorPipeRpcBackendOptions``
-    (``_transports`` and ``_channels`` are ignored), or pass nothing are served. Idempotent.
+    From now on init_rpc uses UCX when it is given ``BackendType.TENSORPIPE``,
+    ``TensorPipeRpcBackendOptions`` (``_transports`` and ``_channels`` are ignored), or nothing.
+    Idempotent.
 
     Raises:
-        RuntimeError: an agent runs already; call it before init_rpc.
+        RuntimeError: RPC is initialized already; call take_over() before init_rpc.
         ImportError: this torch was built without RPC.
     """
     require_rpc()

@@ -1,9 +1,24 @@
-"""Fault injection for tests: BackendType.FAULTY_UCX, registered by importing this module.
+"""Fault injection for tests: importing this module registers BackendType.FAULTY_UCX.
 
-Its options are those of upstream's FAULTY_TENSORPIPE: the first ``num_fail_sends`` attempts to
-send a message of a type in ``messages_to_fail`` fail, and messages of the types in
-``messages_to_delay`` leave that many seconds late. The faults happen in a transport that wraps the
-real one (csrc/transport/fault).
+The options are those of upstream's FAULTY_TENSORPIPE: the first ``num_fail_sends`` attempts to
+send a message of a type in ``messages_to_fail`` fail, and a message of a type in
+``messages_to_delay`` leaves that many seconds late::
+
+    from torch_rpc_ext import testing
+
+    rpc.init_rpc(
+        "worker0",
+        backend=rpc.BackendType.FAULTY_UCX,
+        rank=0,
+        world_size=2,
+        rpc_backend_options=testing.FaultyUcxRpcBackendOptions(
+            messages_to_fail=[],
+            messages_to_delay={"SCRIPT_CALL": 1.5},  # calls of operators begin 1.5 s late
+            num_fail_sends=0,
+        ),
+    )
+
+The faults happen in a transport that wraps the real one (csrc/transport/fault).
 Source: torch/distributed/rpc/_testing/faulty_agent_backend_registry.py.
 """
 
@@ -27,9 +42,9 @@ class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
 
     Args:
         messages_to_fail: names of torch's message types, such as ``"RREF_FORK_REQUEST"``.
-        messages_to_delay: seconds by name of message type.
+        messages_to_delay: name of a message type -> delay, s.
         num_fail_sends: how often sending one message fails before it succeeds.
-        **options: of UcxRpcBackendOptions.
+        **options: those of UcxRpcBackendOptions.
     """
 
     def __init__(

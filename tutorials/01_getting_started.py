@@ -217,13 +217,11 @@ group.stop(graceful=False)
 # the machine hits both alike; the calls are made by a worker, `driver`. The bytes are those that the profiler counts, without the headers of the transport.
 
 # %%
-import os
-
 from tqdm import tqdm
 
 from torch_rpc_ext.profiler import profile
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 MEGABYTES = 4 if SMALL else 64
 ROUNDS, CALLS = (1, 20) if SMALL else (5, 200)
 

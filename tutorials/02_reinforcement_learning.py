@@ -23,7 +23,6 @@
 # the episode is over. It counts as solved with a mean reward of 475 over 100 episodes.
 
 # %%
-import os
 import statistics
 import time
 
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from torch_rpc_ext.launch import WorkerGroup
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 OBSERVERS = [f"observer{i}" for i in range(2 if SMALL else 4)]
 torch.set_num_threads(1)  # as the workers have: sums in the same order
 
@@ -189,13 +188,10 @@ class Learner:
 
 
 # %% [markdown]
-# **Agent and observers.** Who calls whom:
+# **Agent and observers.** Who calls whom, with two observers:
 #
-# ```
-# notebook ── iterate ──> agent ── observe(agent, 64) ──> observer0, observer1, ...
-#                           ^                                 │
-#                           └── act(what it has seen) ────────┘   64 times each
-# ```
+# ![The notebook calls iterate on the agent, the agent calls observe on each observer, and each observer calls act on the agent
+# 64 times](pictures/02_agent_and_observers.svg)
 #
 # If the agent answered each `act` by itself, it would run its network once for each observer and step, with few rows. Instead
 # it waits until all observers have asked and runs it once. Waiting must not block a thread for each call: `act` is an

@@ -45,7 +45,7 @@ from tqdm import tqdm
 from torch_rpc_ext.launch import WorkerGroup
 
 logging.getLogger("torch.distributed.optim").setLevel("ERROR")  # it would mention TorchScript
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 
 QUIET = {
     "PYTHONWARNINGS": "ignore::DeprecationWarning"

@@ -58,7 +58,6 @@ class Average:
 
 
 # %%
-import os
 import statistics
 import time
 
@@ -70,7 +69,7 @@ from tqdm import tqdm
 import average
 from torch_rpc_ext.launch import WorkerGroup
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 torch.set_num_threads(1)  # as the workers have
 TRAINERS = [f"trainer{i}" for i in range(2 if SMALL else 4)]
 group = WorkerGroup(["server", *TRAINERS]).start()
@@ -117,7 +116,14 @@ for axis, picture, label in zip(axes, digits.images, digits.target, strict=False
 # - `update_batch` does the same with the batcher. It is an ordinary function of lists; collecting calls and answering
 #   each is done for it. Its batch is complete with `max_size` calls, or after `max_wait` seconds with those that have come.
 #
-# All of them return a *copy* of the weights. A result is packed for the wire after the function has returned, and the next call
+# Who calls whom, with two trainers that have fetched the weights and computed their gradients:
+#
+# ![Each trainer calls update_together with its gradient; the server answers both when the second has
+# come](pictures/04_synchronous.svg)
+#
+# ![Each trainer calls update_now with its gradient; the server answers each at once](pictures/04_asynchronous.svg)
+#
+# All three ways return a *copy* of the weights. A result is packed for the wire after the function has returned, and the next call
 # may be changing the weights by then.
 
 # %%

@@ -56,7 +56,7 @@ from tqdm import tqdm
 
 from torch_rpc_ext.launch import WorkerGroup
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 torch.set_num_threads(1)  # as the workers have: sums in the same order
 QUIET = {
     "PYTHONWARNINGS": "ignore::DeprecationWarning",  # DistributedOptimizer is built on TorchScript

@@ -42,7 +42,7 @@ from tqdm import tqdm
 from torch_rpc_ext.launch import WorkerGroup
 from torch_rpc_ext.profiler import profile
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 torch.set_num_threads(1)  # as the workers have
 SHARDS = ["shard0", "shard1", "shard2"]
 

@@ -39,7 +39,7 @@ from torch_rpc_ext import sharding
 from torch_rpc_ext.launch import WorkerGroup
 
 logging.getLogger("torch.distributed.optim").setLevel("ERROR")  # it would mention TorchScript
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 WORKERS = ["stage0", "stage1", "stage2"]
 torch.set_num_threads(1)  # as the workers have: sums in the same order
 
@@ -47,7 +47,12 @@ torch.set_num_threads(1)  # as the workers have: sums in the same order
 # ## The smallest version
 #
 # `shard` copies consecutive layers to the workers. The pipeline cuts a batch into micro-batches and keeps all stages busy with
-# them; activations go from worker to worker, gradients back.
+# them; activations go from worker to worker, gradients back:
+#
+# ![The notebook hands a batch to all stages; activations go from stage to stage, gradients back, and the last stage answers with
+# the loss](pictures/07_pipeline.svg)
+#
+# While stage1 works on this micro-batch, stage0 is at work on the next one.
 
 # %%
 group = WorkerGroup(WORKERS).start()

@@ -24,7 +24,6 @@
 # `%%writefile` and `WorkerGroup`.
 
 # %%
-import os
 import statistics
 import threading
 import time
@@ -39,7 +38,7 @@ from tqdm import tqdm
 from torch_rpc_ext import UcxRpcBackendOptions
 from torch_rpc_ext.launch import WorkerGroup
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 GPUS = torch.cuda.device_count()
 torch.set_num_threads(1)  # as the workers have: sums in the same order
 if GPUS:

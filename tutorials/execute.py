@@ -1,8 +1,8 @@
 """Executes the notebooks from top to bottom and keeps their outputs; `make tutorials`.
 
-The .py file of each pair is the source, as jupytext has it (py:percent); the .ipynb beside it is
-made from it, with outputs. Each runs in an empty folder, so that modules that it writes stay out of
-the repository. TUTORIAL_SMALL=1 in the environment makes them use small sizes.
+The source of a notebook is a .py file in jupytext's format (py:percent); the .ipynb file beside the
+source is made from the source, with outputs. Each notebook runs in an empty folder, so that the
+modules that the notebook writes stay out of the repository.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import nbformat
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 LIMIT = 180.0  # s for a whole notebook
+LARGE = "SMALL = False"  # the line with which each notebook chooses its sizes
 
 
 def sources() -> list[Path]:
@@ -31,23 +32,30 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
-def execute(source: Path) -> Any:
+def execute(source: Path, *, small: bool = False) -> Any:
     """Return the notebook of a .py file, executed.
+
+    Args:
+        source: the .py file.
+        small: use the notebook's small sizes, as if its reader had set SMALL.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised, or did not end.
     """
     notebook = jupytext.read(source)
+    if small:
+        for cell in notebook.cells:
+            cell["source"] = cell["source"].replace(LARGE, "SMALL = True")
     before = os.environ.get("PYTHONPATH")
-    # The notebooks use the package that they belong to, wherever it is installed.
+    # The notebooks import this checkout's package, wherever another one is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
     try:
         with (
             tempfile.TemporaryDirectory(prefix="tutorial_") as folder,
             tempfile.TemporaryDirectory(prefix="kernel_") as sockets,
         ):
-            # Unix sockets: of the ports that jupyter_client finds free, another process may take
-            # one before the kernel does, and the kernel then ends.
+            # Unix sockets instead of TCP ports: between jupyter_client's search for a free port and
+            # the kernel's start another process may take the port, and the kernel would end.
             kernel = jupyter_client.AsyncKernelManager(
                 kernel_name="python3",
                 transport="ipc",
@@ -72,7 +80,7 @@ def execute(source: Path) -> Any:
 
 
 def tidy(notebook: Any) -> None:
-    """Leave out what differs from machine to machine and says nothing."""
+    """Leave out times of execution, random cell ids and paths of this machine."""
     for index, cell in enumerate(notebook.cells):
         cell["id"] = f"cell{index}"
         cell.metadata.pop("execution", None)

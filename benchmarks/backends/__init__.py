@@ -9,7 +9,7 @@ from benchmarks.backends.limit import Limit
 from benchmarks.backends.ray import Ray
 from benchmarks.backends.torch_rpc import TensorPipe, Ucx
 
-#: In the order of their turns: the two of most ratios are neighbours.
+#: In the order of their turns. UCX and TENSORPIPE, which are compared most, follow each other.
 BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend
     for backend in (Ucx, TensorPipe, Grpc, Ray, Limit, CudaUcx, CudaTensorPipe, Copies)

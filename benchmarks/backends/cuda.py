@@ -9,17 +9,17 @@ from benchmarks.backends.torch_rpc import TensorPipe, TorchRpc, Ucx
 from benchmarks.functions import FUNCTIONS
 from tests.support.gpu import why_no_gpu
 
-_DEVICE = 0  # of all workers: targets are for one GPU and two processes
+_DEVICE = 0  # all workers use this GPU: the targets are for two processes on one GPU
 
 
 def device_maps(place: Place) -> dict[str, dict[int, int]]:
-    """Return the device maps of a worker: its GPU is that of all others."""
+    """Return the device maps of a worker: all workers use the same GPU."""
     others = (rank for rank in range(place.size) if rank != place.rank)
     return {f"worker{rank}": {_DEVICE: _DEVICE} for rank in others}
 
 
 class _OnGpu(TorchRpc):
-    """What both agents share."""
+    """The code that both agents share."""
 
     gpu = True
     offers = frozenset({CUDA, MODELS})
@@ -53,8 +53,8 @@ class CudaTensorPipe(_OnGpu, TensorPipe):
 
 
 class Copies(Backend):
-    """What no RPC on one GPU can beat: each tensor is copied there and back on the caller's stream,
-    and the function runs in between, all in one process."""
+    """A limit that no RPC on one GPU can beat: one process copies each tensor there and back on the
+    caller's stream, and runs the function in between."""
 
     name = "copies"
     gpu = True

@@ -1,7 +1,7 @@
-"""Calls as bytes, for back ends that have no way of their own: the shortest there is.
+"""Calls as bytes, for back ends that have no format of their own; the format is as short as can be.
 
 ``function, list or not, number of tensors | their sizes | their elements``, little-endian. Tensors
-are flat and float32, as those of all cases are.
+are flat and float32, as in all cases.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from torch import Tensor
 
 from benchmarks.functions import FUNCTIONS
 
-#: What has Python's buffer interface, whose type comes with Python 3.12.
+#: An object with Python's buffer interface; Python has a type for it from 3.12 on.
 Buffer = Any
 
 _NAMES = list(FUNCTIONS)
-_HEAD = struct.Struct("<HHI")  # 8 bytes: so all that follows is aligned
-# From this many on torch joins and splits tensors faster than Python goes through them; to copy
-# small ones once more takes less than that.
+_HEAD = struct.Struct("<HHI")  # 8 bytes, so that what follows is aligned
+# With this many tensors, or more, that are no larger than this, torch joins and splits them faster
+# than a loop in Python handles them, although it copies them once more.
 _MANY, _SMALL = 8, 4096  # tensors, elements
 
 
 def pack(function: str, arguments: Sequence[Any]) -> list[Buffer]:
-    """Return a call, or with any name an answer, as buffers; those of large tensors are no
-    copies."""
+    """Return a call as buffers, large tensors uncopied; an answer is packed with any name."""
     tensors, is_list = _flat(arguments)
     sizes = [tensor.numel() for tensor in tensors]
     head = _HEAD.pack(_NAMES.index(function), is_list, len(sizes))
@@ -69,5 +68,5 @@ def _flat(arguments: Sequence[Any]) -> tuple[list[Tensor], bool]:
     return list(arguments), False
 
 
-# Tensors in bytes objects are not written to, but by operate(), whose bytes nobody else sees.
+# Only operate() writes to tensors that lie in bytes objects, and nothing else uses these bytes.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")

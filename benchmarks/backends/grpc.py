@@ -1,4 +1,4 @@
-"""gRPC as a careful user would have it: one generic method, no size limit, no pickle."""
+"""gRPC as a careful user would use it: one generic method, no size limit, no pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METHOD = "/benchmarks/call"
 _UNLIMITED = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A server cancels calls that wait beyond 1000, at random: those of a flood.
+    # By default a server cancels random calls when more than 1000 wait, as in a flood.
     ("grpc.server.max_pending_requests", 1_000_000),
     ("grpc.server.max_pending_requests_hard_limit", 1_000_000),
 ]
@@ -40,7 +40,7 @@ class Grpc(Backend):
         return ""
 
     def start(self, place: Place) -> None:
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every goodbye
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs each closed connection
         grpc: Any = importlib.import_module("grpc")
         self.place, self.channels = place, {}
         self.server = grpc.server(ThreadPoolExecutor(max_workers=16), options=_UNLIMITED)

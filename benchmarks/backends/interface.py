@@ -1,7 +1,7 @@
-"""What a back end of the benchmarks is. To add one: a subclass, and a line in __init__.py.
+"""The interface of a back end of the benchmarks. To add one: a subclass, a line in __init__.py.
 
-The objects live in the worker processes: ``start`` and ``stop`` run in all of them, ``call`` and
-``call_async`` in the caller's.
+The objects live in the worker processes: ``start`` and ``stop`` run in all workers, ``call`` and
+``call_async`` in the caller.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-#: What a case may need of a back end besides functions.
+#: Abilities of a back end, besides functions, that a case may need.
 RREFS, AUTOGRAD, HOSTS, GROUPS = "RRefs", "autograd", "two hosts", "start as a group"
 CALLERS, REMOTE_FUNCTIONS = "callers but worker 0", "remote functions of torch_rpc_ext"
 CUDA, MODELS = "tensors on a GPU", "modules at other workers, and autograd through them"
@@ -36,10 +36,10 @@ class Place:
 
 
 class Pending(Protocol):
-    """The answer to come of an asynchronous call."""
+    """The future answer of an asynchronous call."""
 
     def wait(self) -> Any:
-        """Return it; raises what the callee raised."""
+        """Wait for the answer and return it; raise what the callee raised."""
 
 
 class Backend(ABC):
@@ -49,30 +49,30 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    #: Names in functions.py that it can call, and what else it offers of the names above; a case
-    #: that needs more is left out.
+    #: The names in functions.py that this back end can call, and the abilities above that it has; a
+    #: case that needs more is left out.
     functions: ClassVar[frozenset[str]]
     offers: ClassVar[frozenset[str]] = frozenset()
-    #: Takes part only when asked for: it needs packages that this project does not.
+    #: Takes part on request only, because it needs packages that this project does not need.
     peer: ClassVar[bool] = False
-    #: Takes part in the cases on a GPU, and in no others.
+    #: Takes part in the cases on a GPU only.
     gpu: ClassVar[bool] = False
 
     @classmethod
     def why_not(cls) -> str:
-        """Return why it cannot be used here; empty if it can."""
+        """Return why this back end cannot be used on this machine; '' if it can."""
         return ""
 
     @abstractmethod
     def start(self, place: Place) -> None:
-        """Join the group; returns when calls can be made."""
+        """Join the group; return when calls can be made."""
 
     @abstractmethod
     def stop(self) -> None:
         """Leave the group, when all others do."""
 
     def helpers(self) -> list[int]:
-        """Return the ids of further processes that work for it, once started."""
+        """Return the ids of further processes that work for this back end, once it is started."""
         return []
 
     @abstractmethod

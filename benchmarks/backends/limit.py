@@ -1,10 +1,10 @@
-"""What no RPC can beat: the bytes of a call by one plain copy, and its wake-ups by pipes.
+"""A limit that no RPC can beat: one plain copy of a call's bytes, and wake-ups by pipes.
 
-A call is one copy of its arguments into memory that caller and callee have both mapped, a byte to
-wake the callee, the function on them where they lie, and a byte to wake the caller. What is small
-travels in the pipe. A result that is the argument is handed back where it lies; another one is
-copied there. Nothing is serialised beyond sizes, nothing times out, no error returns. Between two
-hosts it is a blocking socket instead (limit_network.py).
+A call copies its arguments into memory that caller and callee have both mapped, wakes the callee
+with a byte, runs the function on the arguments where they are, and wakes the caller with a byte.
+Small arguments travel in the pipe. A result that is the argument stays where it is; another result
+is copied there. Only sizes are serialised; there are no time-outs and no errors. Between two hosts
+a blocking socket is used (limit_network.py).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from benchmarks.backends.limit_network import SocketChannel, connect, listen, wa
 from benchmarks.functions import FUNCTIONS
 
 Bytes = npt.NDArray[np.uint8]
-Room = tuple[int, int]  # of the memory: where it begins and how much, bytes
+Room = tuple[int, int]  # a part of the memory: (begin, size), bytes
 
-_INLINE = 4000  # bytes: with the head less than PIPE_BUF, what a packet of a pipe can be
-_HEAD = struct.Struct("<QQ")  # where the message lies in the memory, and its size; 0: it follows
-_LINE = 64  # bytes: elements begin at a cache line, as allocators have it
+_INLINE = 4000  # bytes; with the head less than PIPE_BUF, the largest packet of a pipe
+_HEAD = struct.Struct("<QQ")  # (begin in the memory, size); size 0: the message follows the head
+_LINE = 64  # bytes; elements begin at a cache line, as those of allocators do
 _PAGE = 2 << 20  # bytes of a huge page
 _WINDOW = 12  # asynchronous calls under way: a pipe in packet mode has room for 16
 
 
 class Limit(Backend):
-    """A call has a channel of its own while it lasts: nobody waits for a lock."""
+    """The limit. Each thread has channels of its own, so no call waits for a lock."""
 
     name = "limit"
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
@@ -74,7 +74,7 @@ class Limit(Backend):
         return connect(path) if self.place.address else _connect(path)
 
     def _channel(self, to: int) -> _Caller | SocketChannel:
-        # This thread's own: answers come in the order of its calls.
+        # A channel of this thread only, so that answers come in the order of its calls.
         channels = self.local.__dict__.setdefault("channels", {})
         if to not in channels:
             channels[to] = self._connect(to)
@@ -96,9 +96,9 @@ class Limit(Backend):
 
 
 class _Channel:
-    """Two pipes, and memory that both sides have mapped, seen from one of them.
+    """One side of two pipes and of memory that both sides have mapped.
 
-    Thread: one at a time.
+    Thread Safety: one thread at a time.
 
     Args:
         inbox, outbox: ends of pipes in packet mode.
@@ -110,7 +110,7 @@ class _Channel:
         self.mapped: Bytes = np.empty(0, np.uint8)
 
     def read(self) -> tuple[bytes, Buffer]:
-        """Return the next packet and the message that it has or tells of."""
+        """Return the next packet, and its message, which is in the packet or in the memory."""
         packet = os.read(self.inbox, _HEAD.size + _INLINE)
         if not packet:
             raise EOFError
@@ -122,7 +122,7 @@ class _Channel:
         os.write(self.outbox, b"".join([_HEAD.pack(0, 0), *parts]))
 
     def put(self, parts: list[Buffer], size: int, room: Room) -> None:
-        """Send a message by a copy into this room."""
+        """Copy a message into this part of the memory, and send where it is."""
         begin = end = room[0] + -(room[0] + len(parts[0])) % _LINE
         if begin + size > sum(room):
             raise ValueError(f"a result of {size} bytes has no room in its call's {room[1]}")
@@ -141,10 +141,10 @@ class _Channel:
 
 
 class _Caller(_Channel):
-    """The side that says where in the memory a call and its answer lie.
+    """The side that decides where in the memory a call and its answer are.
 
-    An answer has its room to itself while anybody refers to it. So who drops each answer, has the
-    same, warm one for all calls.
+    The memory of an answer is not used again while anything refers to the answer. So a caller that
+    drops each answer gets the same memory, warm in the cache, for all calls.
     """
 
     def __init__(self, inbox: int, outbox: int, file: int) -> None:
@@ -178,7 +178,7 @@ class _Caller(_Channel):
     def _take(self, size: int) -> Room:
         fitting = [room for room in reversed(self.free) if room[1] >= size]
         if fitting:
-            room = min(fitting, key=lambda one: one[1])  # of several, that of the last answer
+            room = min(fitting, key=lambda one: one[1])  # the smallest that fits
             self.free.remove(room)
             return room
         room = self.end, -(-size // _PAGE) * _PAGE
@@ -188,7 +188,7 @@ class _Caller(_Channel):
 
 
 class _Callee(_Channel):
-    """The side that answers where the call lies."""
+    """The side that writes an answer to the memory of its call."""
 
     def receive(self) -> tuple[str, list[Any]]:
         """Return what unpack() does of the next call."""
@@ -196,8 +196,8 @@ class _Callee(_Channel):
         return unpack(message)
 
     def send(self, parts: list[Buffer]) -> None:
-        """Answer with what pack() made of a result that lies elsewhere, and that is no larger than
-        its arguments."""
+        """Answer with what pack() made of a result that is elsewhere, and no larger than the
+        arguments."""
         size = sum(map(len, parts))
         if size <= _INLINE:
             self.write(parts)
@@ -205,12 +205,12 @@ class _Callee(_Channel):
             self.put(parts, size, _HEAD.unpack_from(self.packet))
 
     def hand_over(self) -> None:
-        """Answer with the call, which was changed where it lies."""
+        """Answer with the memory of the call, in which the function has changed the argument."""
         os.write(self.outbox, self.packet)
 
 
 class _Pending:
-    """A call that was sent, and its answer once it was read; answers come in the calls' order."""
+    """A call that was sent, and its answer once read; answers come in the order of the calls."""
 
     def __init__(self, channel: _Caller | SocketChannel, parts: list[Buffer]) -> None:
         self.channel, self.answer, self.there = channel, None, False
@@ -264,7 +264,7 @@ def _serve(channel: _Callee | SocketChannel) -> None:
 
 
 def _is_argument(result: Any, arguments: list[Any]) -> bool:
-    """Return whether a result is the one argument, perhaps changed, where that lies."""
+    """Return whether a result is the only argument, perhaps changed in place."""
     if len(arguments) != 1 or not isinstance(result, Tensor):
         return len(arguments) == 1 and result is arguments[0]
     (argument,) = arguments

@@ -1,7 +1,7 @@
-"""What no RPC over TCP can beat between two hosts: the bytes of a call through one blocking socket.
+"""A limit that no RPC over TCP can beat between two hosts: a call's bytes by a blocking socket.
 
-Each side sleeps in one system call until all bytes are there. Nothing is serialised beyond sizes,
-nothing times out, no error returns, nobody is asked who he is.
+Each side sleeps in one system call until all bytes are there. Only sizes are serialised; there are
+no time-outs, no errors and no authentication.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PATIENCE = 60.0  # s for the other worker to appear
 
 
 class SocketChannel:
-    """A connection, and memory for what arrives, seen from one side.
+    """One side of a connection, and memory for what arrives.
 
-    Thread: one at a time.
+    Thread Safety: one thread at a time.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -46,11 +46,11 @@ class SocketChannel:
             self.connection.sendall(part)
 
     def hand_over(self) -> None:
-        """Send what came last, which was changed where it lies."""
+        """Send back what came last, which the function has changed in place."""
         self.send([self.arrived.data])
 
     def receive(self) -> tuple[str, list[Any]]:
-        """Return what unpack() does, in memory that the next message uses again."""
+        """Return what unpack() returns; the next message uses the same memory again."""
         head = np.empty(_SIZE.size, np.uint8)
         self._fill(head)
         (size,) = _SIZE.unpack(head)
@@ -70,7 +70,7 @@ class SocketChannel:
 
 
 def listen(address: str, path: str) -> socket.socket:
-    """Listen, and write where to a file that both hosts see."""
+    """Listen, and write the address to a file that both hosts see."""
     listener = socket.create_server((address, 0))
     with open(path + ".new", "w") as file:
         file.write(f"{address} {listener.getsockname()[1]}")
@@ -79,7 +79,7 @@ def listen(address: str, path: str) -> socket.socket:
 
 
 def wait_for(path: str) -> None:
-    """Return once the other worker has made the file."""
+    """Wait until the other worker has made the file."""
     deadline = time.monotonic() + _PATIENCE
     while not os.path.exists(path):
         if time.monotonic() > deadline:
@@ -88,7 +88,7 @@ def wait_for(path: str) -> None:
 
 
 def connect(path: str) -> SocketChannel:
-    """Connect to where the file says, once it is there."""
+    """Wait for the file, and connect to the address in it."""
     wait_for(path)
     with open(path) as file:
         address, port = file.read().split()

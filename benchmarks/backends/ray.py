@@ -1,4 +1,4 @@
-"""Ray: an actor a worker, each in a process of Ray's own."""
+"""Ray: an actor for each worker, in a process of Ray's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _STORE = 3_000_000_000  # bytes of Ray's object store: several of the largest te
 
 
 class Ray(Backend):
-    """Worker 0 starts a cluster on this machine with an actor for each other worker, which only
-    stands by: so all calls come from worker 0."""
+    """Ray. Worker 0 starts a cluster on this machine, with an actor in place of each other worker.
+    All calls come from worker 0; the other worker processes do nothing."""
 
     name = "ray"
     functions: ClassVar[frozenset[str]] = PYTHON_FUNCTIONS
@@ -35,11 +35,11 @@ class Ray(Backend):
         self.ray: Any = None
         if place.rank != 0:
             return
-        # Its processes must find this package, and it must not report to anybody.
+        # Ray's processes must find this package, and Ray must not send usage statistics.
         os.environ["PYTHONPATH"] = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         self.ray = importlib.import_module("ray")
-        # A path of its own, short: Ray's sockets lie in it.
+        # A short path, because the paths of Ray's sockets, which are in it, must be short.
         self.folder = tempfile.TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True)
         self.ray.init(
             num_cpus=place.size,

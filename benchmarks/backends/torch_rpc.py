@@ -22,7 +22,7 @@ from benchmarks.functions import FUNCTIONS
 
 
 class TorchRpc(Backend):
-    """What both share: all but the options."""
+    """The code that both back ends share: all but the options."""
 
     functions: ClassVar[frozenset[str]] = frozenset(FUNCTIONS)
     offers = frozenset({RREFS, AUTOGRAD, HOSTS, GROUPS, CALLERS, REMOTE_FUNCTIONS})
@@ -35,7 +35,7 @@ class TorchRpc(Backend):
     def start(self, place: Place) -> None:
         import torch.distributed.rpc
 
-        if place.interface:  # both read these; TENSORPIPE takes loopback unless told
+        if place.interface:  # both back ends read these; TENSORPIPE would use the loopback
             os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = place.interface
         # Upstream's init of TENSORPIPE warns about itself (pytorch issue 149393).
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
@@ -48,7 +48,7 @@ class TorchRpc(Backend):
         )
         agent = type(self.rpc.api._get_current_rpc_agent()).__name__
         if agent != self.agent:
-            # Takeover, say: a comparison of a back end with itself is worse than none.
+            # Under takeover, for example: comparing a back end with itself would be misleading.
             raise RuntimeError(f"{self.name} runs on {agent}, not on {self.agent}")
         self.names = [f"worker{rank}" for rank in range(place.size)]
 

@@ -30,7 +30,7 @@ def stage(tensor: Tensor) -> Tensor:
 
 
 def parameters() -> list[Any]:
-    """Return RRefs to its parameters."""
+    """Return RRefs to the parameters of this worker's stage."""
     from torch.distributed import rpc
 
     return [rpc.RRef(parameter) for parameter in _model().parameters()]
@@ -57,7 +57,7 @@ class AutogradStep(CallCase):
         from torch.distributed.optim import DistributedOptimizer
 
         if self.optimizer is None:
-            # Upstream's own use of TorchScript in it.
+            # DistributedOptimizer itself uses TorchScript, which warns.
             warnings.simplefilter("ignore", DeprecationWarning)
             stages = [rpc.rpc_sync(name, parameters) for name in ("worker1", "worker2")]
             self.optimizer = DistributedOptimizer(  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from benchmarks.functions import FUNCTIONS
 
 @functools.cache
 def elements(payload: int) -> Tensor:
-    """Return a tensor of so many bytes, the same one for all cases: 400 MB need not be twice."""
+    """Return a tensor of so many bytes; all cases share one of each size, to save memory."""
     return torch.arange(payload // 4, dtype=torch.float32)
 
 
@@ -25,7 +25,7 @@ class SyncCalls(CallCase):
     """Calls of one function with one tensor.
 
     Attributes:
-        untimed: how many of the calls of a round have no part in its time.
+        untimed: number of calls of a round that are not timed.
 
     Args:
         name: on the command line.
@@ -74,15 +74,15 @@ class SyncCalls(CallCase):
         if not self.payload:
             return ()
         tensor = elements(self.payload)
-        # Not a number as the second: torch finds the operator for that by catching an exception,
-        # which takes longer than the call.
+        # Two tensors, not a tensor and a number: for a number torch finds the operator by catching
+        # an exception, which takes longer than the call.
         return (tensor, tensor) if self.function == "add" else (tensor,)
 
     def _check(self, answer: Any) -> None:
         # A wrong answer that comes fast is not a result.
         assert self.arguments is not None
         if self.arguments:
-            # All functions are elementwise: some elements show it, and 400 MB take seconds.
+            # A part is enough, because all functions are elementwise; all of 400 MB takes seconds.
             some = [argument[-1000:].clone() for argument in self.arguments]
             wanted = FUNCTIONS[self.function](*some)
             if answer.numel() != self.payload // 4 or not torch.equal(answer[-1000:], wanted):
@@ -90,16 +90,15 @@ class SyncCalls(CallCase):
 
 
 class Operations(SyncCalls):
-    """Calls that take as long as the function does; the first of a round is not timed.
+    """Calls whose time is mostly the function's; the first call of a round is not timed.
 
-    The function's time differs by some percent from one block of memory to the next
-    (docs/performance.md), and a back end that used one block all the time would have its luck. So
-    the first answer of a round is kept for a while, and the other calls find other memory. Not
-    where a round has one more call only: to make a block of 400 MB takes a tenth of it, and the
-    first call finds the memory that was given back while other cases ran.
+    The function's time differs by some percent between blocks of memory (docs/performance.md), and
+    a back end that always used the same block would be lucky or unlucky. So the first answer of a
+    round is kept for a while, and the other calls use other memory. It is not kept where a round
+    has only one more call: to make a block of 400 MB takes a tenth of that call's time, and the
+    first call of a round uses memory that was given back while other cases ran.
 
-    Args:
-        as those of SyncCalls.
+    The arguments are those of SyncCalls.
     """
 
     untimed = 1
@@ -109,7 +108,7 @@ class Operations(SyncCalls):
         self.kept: deque[Tensor] = deque(maxlen=5 if self.calls > 2 else 0)
 
     def measure(self, backend: Backend) -> Figures:
-        if self.arguments is not None:  # else this is the first round, which is not counted
+        if self.arguments is not None:  # not in the first round, which is not counted
             self.kept.append(backend.call(1, self.function, *self.arguments))
         return super().measure(backend)
 
@@ -140,7 +139,7 @@ def _cpu(at_least: float = 4, aim: float = 5) -> Target:
     return Target(at_least, aim, "cpu")
 
 
-# Within 5 % of the function alone and the copies, which is what the limit takes.
+# At most 5 % slower than the limit, which takes the time of the function and the copies.
 _OPERATIONS = (Target(1 / 1.05, against="limit"),)
 
 _SMALL = [

@@ -1,4 +1,4 @@
-"""Calls with one tensor on a GPU. A time ends when the answer is there, not when it is promised."""
+"""Calls with one tensor on a GPU. A call's time ends when the GPU has the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GpuCalls(CallCase):
         shape: of the float32 argument.
         calls: in one round.
         targets: of the time.
-        transposed: send a transposed view of it.
+        transposed: send a transposed view of the tensor.
     """
 
     gpu = True
@@ -93,7 +93,7 @@ CASES = [
         "identity",
         (100_000_000,),
         calls=10,
-        # The second: a share of the bandwidth of copies, of which there are as many.
+        # The second target is a share of the bandwidth of the same number of plain copies.
         targets=(Target(1.5, against=TENSORPIPE), Target(0.8, against=COPIES)),
     ),
     GpuCalls("gpu-ops-4m", "GPU, 200 ops, 4 MB", "operate", (1_000_000,), calls=20),

@@ -21,7 +21,7 @@ class Stage(nn.Module):
     """One layer on the GPU.
 
     Args:
-        through_cpu: hand the result on by the CPU's memory.
+        through_cpu: pass the result on through the CPU's memory.
     """
 
     def __init__(self, through_cpu: bool) -> None:
@@ -30,7 +30,7 @@ class Stage(nn.Module):
         self.through_cpu = through_cpu
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the result: where it was computed, or in the CPU's memory."""
+        """Return the result, on the GPU or in the CPU's memory."""
         y: Tensor = self.linear(x.to("cuda:0"))
         return y.cpu() if self.through_cpu else y
 

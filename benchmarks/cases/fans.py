@@ -1,4 +1,4 @@
-"""One worker and eight others: all at once from it, and all at once to it."""
+"""One worker and eight others: it calls all at once, or all call it at once."""
 
 from __future__ import annotations
 

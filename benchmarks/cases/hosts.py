@@ -91,6 +91,6 @@ CASES = [
     HostsBulk(
         "hosts-1g", Link(1), 50_000_000, calls=1, rounds=5, share=(Target(0.97, 0.98, "value"),)
     ),
-    # Where the kernel has netem; elsewhere it is left out, and says so.
+    # Needs the kernel's netem; without it the case is skipped, with a message.
     HostsBulk("hosts-1g-1ms", Link(1, 1), 50_000_000, calls=1, rounds=3),
 ]

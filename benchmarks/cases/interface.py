@@ -1,4 +1,5 @@
-"""What a case is. To add one: an instance, or a file with a class, and a line in __init__.py."""
+"""The interface of a case. To add one: an instance, or a file with a class, and a line in
+__init__.py."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ Figures = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Target:
-    """What our back end is to reach in a metric.
+    """What our back end must reach in a metric.
 
     Attributes:
-        at_least: what must be met; a ratio, or a value in the metric's unit.
-        aim: what is wanted; None where nothing more is.
-        kind: 'ratio', how many times better than another back end; 'cpu', how many times less
-            CPU time than it; 'value', the figure itself.
+        at_least: the minimum; a ratio, or a value in the metric's unit.
+        aim: a better figure that is wanted; None for none.
+        kind: 'ratio': how many times better than another back end; 'cpu': how many times less CPU
+            time than another back end; 'value': the figure itself.
         against: the other back end.
     """
 
@@ -38,11 +39,11 @@ class Metric:
     """One figure of a case.
 
     Attributes:
-        title: its row in the table.
+        title: of its row in the table.
         unit: 's', 'B', 'B/s', 'n', or '%' for a share, 0 to 1.
-        targets: issue 3's, or where it names none, what the first prototype reached.
-        more_is_better: as of a bandwidth.
-        tail: what counts is the 99th percentile, not the median.
+        targets: those of issue 3, or where it has none, what the first prototype reached.
+        more_is_better: True for a bandwidth, for example.
+        tail: the 99th percentile counts, not the median.
     """
 
     title: str
@@ -54,12 +55,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a case on one back end gave.
+    """The figures of one round of a case on one back end.
 
     Attributes:
         figures: by metric.
-        cpu: CPU time of all workers per call, s; None where a call's share cannot be told.
-        passing: number of the pass that it belongs to.
+        cpu: CPU time of all workers per call, s; None where it cannot be divided among calls.
+        passing: number of the pass that the round belongs to.
     """
 
     figures: Figures
@@ -72,18 +73,18 @@ class Case(ABC):
 
     Args:
         name: on the command line.
-        metrics: by the keys of its figures; the first one is that to which CPU time belongs.
+        metrics: key of a figure -> metric; CPU time belongs to the first metric.
         rounds: by default.
-        needs: functions.py's names, and other things, that a back end must offer.
+        needs: names in functions.py, and abilities, that a back end must have.
     """
 
-    #: It starts a group of its own in each round.
+    #: Starts a group of its own in each round.
     alone = False
-    #: Workers in the group.
+    #: Number of workers in the group.
     size = 2
-    #: Takes so long that it is measured only when asked for.
+    #: Takes long, so it is measured on request only.
     long = False
-    #: Its tensors are on a GPU: it has a command of its own.
+    #: Its tensors are on a GPU, so it belongs to the command `cuda`.
     gpu = False
     #: The network between worker 0's host and that of the others; None if all are on one host.
     link: Link | None = None
@@ -94,7 +95,7 @@ class Case(ABC):
         self.name, self.metrics, self.rounds, self.needs = name, metrics, rounds, needs
 
     def why_not(self, backend: str) -> str:
-        """Return why it cannot be measured on a back end that offers all it needs, or nothing."""
+        """Return why the case cannot be measured on a back end that has all it needs, or ''."""
         return ""
 
     @abstractmethod
@@ -107,11 +108,11 @@ class Case(ABC):
 
 
 class CallCase(Case):
-    """A case that workers of a group measure, by calling others."""
+    """A case that workers of a group measure, by calling other workers."""
 
-    #: How many calls a caller makes in a round; 0 if CPU time per call would mean nothing.
+    #: Number of calls of a caller in a round; 0 if CPU time per call would mean nothing.
     calls = 0
-    #: Ranks of those that measure, all at once.
+    #: Ranks of the workers that measure, at the same time.
     callers: tuple[int, ...] = (0,)
 
     def round(self, group: Group) -> Round:

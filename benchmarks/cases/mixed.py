@@ -11,14 +11,14 @@ from benchmarks.backends.interface import Backend
 from benchmarks.cases.interface import CallCase, Figures, Metric, Target
 
 _BULK = 200_000_000  # bytes of a large tensor
-# A number of moments and not a time: by time, good moments would give more samples than bad ones.
+# A number of moments, not a duration: in a given time fast moments would give more samples.
 _MOMENTS = 12
-_PAUSE = 0.01  # s between them, so that they meet all phases of a bulk call
-_FOLLOWING = 2  # calls right after the first of a moment
+_PAUSE = 0.01  # s between the moments, so that they meet all phases of a bulk call
+_FOLLOWING = 2  # calls directly after the first call of a moment
 
 
 class SmallDuringBulk(CallCase):
-    """Latency of a builtin, and what the other thread moves meanwhile, both ways added."""
+    """Latency of a builtin, and bytes that the other thread moves meanwhile, both ways added."""
 
     def __init__(self) -> None:
         title = "builtin beside 200 MB"
@@ -54,7 +54,7 @@ class SmallDuringBulk(CallCase):
 
 
 class _Mover(threading.Thread):
-    """Sends a tensor there and back for as long as it is entered."""
+    """Sends a tensor there and back within a ``with`` block."""
 
     def __init__(self, backend: Backend, tensor: torch.Tensor) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ _BYTES = 4096
 
 
 def fetch(rref: Any) -> int:
-    """Return the number of elements of what it refers to, fetched from its owner."""
+    """Fetch the tensor of an RRef from its owner; return the number of its elements."""
     return int(rref.to_here().numel())
 
 
@@ -56,7 +56,7 @@ class RRefs(CallCase):
             rpc.rpc_sync("worker2", fetch, args=(rref,))
             passed = clock()
             del rref
-            # Asking costs a call; the deletion is not seen earlier than by one.
+            # Each look is a call, so the measured time includes one.
             while rpc.rpc_sync("worker1", owned) > before:
                 pass
             moments = (start, made, fetched, passed, clock())

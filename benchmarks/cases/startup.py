@@ -1,4 +1,4 @@
-"""Starting a group of processes that run on one machine, and what each of them then holds."""
+"""Starting a group of processes on one machine, and what each process then holds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from benchmarks.cases.interface import Case, Metric, Round, Target
 if TYPE_CHECKING:
     from benchmarks.group import Group
 
-# What TENSORPIPE needs for each pair of processes that have called each other, bytes: 8 processes
-# have 138 MB each.
+# Memory that TENSORPIPE needs for each pair of processes that have called each other, bytes: of 8
+# processes each has 138 MB.
 _TENSORPIPE_PAIR = 17e6
 
 
 class Startup(Case):
-    """init_rpc, the first call of everybody to everybody, and shutdown; the processes stand ready.
+    """init_rpc, a first call of each process to each other, and shutdown; processes exist before.
 
-    Each time is from the first process that enters to the last that returns. Memory and file
-    descriptors are what a process has more than before, on average, after the calls.
+    Each time is from when the first process begins to when the last one returns. Memory and file
+    descriptors are the growth of a process, on average, after the calls.
 
     Args:
         size: number of processes.

@@ -30,7 +30,7 @@ class Threads(CallCase):
         self.pool: ThreadPoolExecutor | None = None
 
     def measure(self, backend: Backend) -> Figures:
-        if self.pool is None:  # kept: starting threads is not what is measured
+        if self.pool is None:  # kept for all rounds, so that starting threads is not measured
             self.pool = ThreadPoolExecutor(self.threads)
         start = time.perf_counter()
         calls = [self.pool.submit(self._call, backend) for _ in range(self.threads)]

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,25 @@ FROM_INSIDE = [
     "torch_rpc_ext.cli.poller.Poller",
     "torch_rpc_ext.cli.top.show",
 ]
+
+
+def test_every_class_has_an_example() -> None:
+    """In a block of code of its docstring, or of its module's."""
+    classes = {name: value for name, value in public_names() if inspect.isclass(value)}
+    assert len(classes) > 25
+    missing = [name for name, value in classes.items() if not has_example(name, value)]
+    assert not missing, missing
+
+
+def has_example(name: str, cls: type) -> bool:
+    short = name.rpartition(".")[2]
+    if re.search(r"::\n\n? {4}", inspect.getdoc(cls) or ""):
+        return True
+    homes = {name.rpartition(".")[0], cls.__module__}
+    pages = [importlib.import_module(home).__doc__ or "" for home in homes]
+    return any(
+        short in block for page in pages for block in re.findall(r"::\n((?:\n| {4}.*\n)+)", page)
+    )
 
 
 def test_the_manual(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from tests.support.backend import ROOT, needs_ucx
 
-sys.path.append(str(ROOT / "tutorials"))
+sys.path += [str(ROOT / "tutorials"), str(ROOT / "docs")]
 
 import execute  # noqa: E402
+import figures  # noqa: E402
 
 SOURCES = execute.sources()
 SECTIONS = ["What you will learn", "smallest version", "What can go wrong", "What it costs"]
@@ -27,9 +28,9 @@ by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.s
 @pytest.mark.notebook
 @needs_ucx("the notebooks choose their back ends themselves")
 @by_name
-def test_runs_with_small_sizes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUTORIAL_SMALL", "1")
-    check_outputs(execute.execute(source))
+def test_runs_with_small_sizes(source: Path) -> None:
+    assert source.read_text().count(execute.LARGE) == 1
+    check_outputs(execute.execute(source, small=True))
 
 
 @pytest.mark.notebook
@@ -52,6 +53,16 @@ def test_kept_notebook_is_the_source_executed(source: Path) -> None:
     counts = [cell.execution_count for cell in kept.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
     check_outputs(kept)
+
+
+@by_name
+def test_pictures_are_there_and_speak_of_the_notebook(source: Path) -> None:
+    text = source.read_text()
+    shown = re.findall(r"\(pictures/(\w+)\.svg\)", text)
+    assert shown == [name for name in figures.PICTURES if name.startswith(source.stem[:2])]
+    for name in shown:
+        for _, _, message in figures.PICTURES[name].messages():
+            assert re.search(rf"\b{message}\b", text), f"{name}: {message}"
 
 
 @by_name

@@ -22,8 +22,8 @@ class Variable:
         name: the variable.
         meaning: what it does, one sentence.
         values: what it may hold.
-        preset: the value that we give it before UCX is loaded, only where the user has set none;
-            None for a variable that we only read.
+        preset: the value that we set before UCX is loaded, only where the user has set none; None
+            for a variable that we only read.
     """
 
     name: str
@@ -106,7 +106,7 @@ def check_backend() -> bool:
     """Return whether TORCH_RPC_BACKEND asks for UCX.
 
     Raises:
-        ValueError: it holds something else than it may; named with what it may hold.
+        ValueError: the variable holds another value; the text says which values it may hold.
     """
     value = os.environ.get(BACKEND, "").strip().lower()
     if value not in ("", "tensorpipe", "ucx"):
@@ -118,10 +118,10 @@ def check_backend() -> bool:
 
 
 def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:
-    """Set what UCX must read before it loads, only where the user has not.
+    """Set the presets of VARIABLES, each only where the user has not set the variable.
 
-    UCX's constructors read these variables while the library is loaded, so that setting them
-    later has no effect (UCX: ucs/sys/init.c, ucs/config/global_opts.c).
+    UCX's constructors read these variables while the library is loaded, so setting them later has
+    no effect (UCX: ucs/sys/init.c, ucs/config/global_opts.c).
 
     Args:
         keep_memory_events: leave UCX_MEM_EVENTS alone (InfiniBand needs the events).
@@ -141,7 +141,7 @@ def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:
 
 
 def in_force() -> dict[str, str]:
-    """Return the variables that matter here and are set: the table's, and all other UCX_*."""
+    """Return the variables of VARIABLES that are set, and all other UCX_* variables."""
     names = {variable.name for variable in VARIABLES}
     names.update(name for name in os.environ if name.startswith("UCX_"))
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}

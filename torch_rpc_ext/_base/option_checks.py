@@ -1,7 +1,8 @@
-"""Checks of options: of values as they are, and of those that are brought into one form.
+"""Checks of options: validators, which accept a value or refuse it, and converters.
 
 A validator has attrs' form: it takes (options, attribute, value) and raises TypeError or ValueError
-with the option's name, the value and what to do. A converter takes the value that is given.
+with the option's name, the value and what to do. A converter takes what the user gave, checks it,
+and returns it in the one form that the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import Any
 
 import attrs
 
-# Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h); a test holds
-# them to torch's own constants, which are not read here because that would import torch.
+# Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h). They are copies,
+# because reading torch's constants would import torch; a test compares them with torch's.
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_INIT_METHOD = "env://"
-# More than any program needs on purpose; each costs its caller about a kilobyte.
+# More calls than a program makes on purpose; a call under way costs its caller about a kilobyte.
 DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
-# Processes that are started together are ready seconds apart, however short their calls may be.
+# Processes that are started together are ready seconds apart, so a short rpc_timeout must not
+# shorten init_rpc below this, s.
 MINIMUM_INIT_TIMEOUT = 3.0
 
-Attribute = attrs.Attribute  # of the options
+Attribute = attrs.Attribute
 WireDtype = Any  # torch.dtype | Mapping[str, torch.dtype | None] | None: torch is not imported here
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -36,7 +38,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def positive_int(_: Any, option: Attribute[int], value: Any) -> None:
+def positive_int(_: object, option: Attribute[int], value: Any) -> None:
     """Accept an int above 0."""
     if not _is_int(value):
         raise TypeError(f"{option.name} must be an int, got {value!r}")
@@ -44,7 +46,7 @@ def positive_int(_: Any, option: Attribute[int], value: Any) -> None:
         raise ValueError(f"{option.name} must be positive, got {value}")
 
 
-def count(_: Any, option: Attribute[int], value: Any) -> None:
+def count(_: object, option: Attribute[int], value: Any) -> None:
     """Accept an int, 0 included."""
     if not _is_int(value):
         raise TypeError(f"{option.name} must be an int, got {value!r}")
@@ -52,7 +54,7 @@ def count(_: Any, option: Attribute[int], value: Any) -> None:
         raise ValueError(f"{option.name} must be 0 or more, got {value}")
 
 
-def byte_count(_: Any, option: Attribute[int], value: Any) -> None:
+def byte_count(_: object, option: Attribute[int], value: Any) -> None:
     """Accept a number of bytes, 0 included."""
     if not _is_int(value):
         raise TypeError(f"{option.name} must be an int (bytes), got {value!r}")
@@ -70,23 +72,23 @@ def _seconds(name: str, value: Any) -> None:
 
 
 def as_float(value: float) -> float:
-    """Convert an int, and nothing else: float() would take a text too."""
+    """Convert an int to a float and leave everything else to the validator: float() takes text."""
     return float(value) if _is_int(value) else value
 
 
-def rpc_timeout(_: Any, option: Attribute[float], value: Any) -> None:
-    """Accept seconds, 0 for none."""
+def rpc_timeout(_: object, option: Attribute[float], value: Any) -> None:
+    """Accept seconds; 0 means no time-out."""
     require_rpc_timeout(value)
 
 
 def require_rpc_timeout(value: Any) -> None:
-    """Raise for what is no time-out of calls; upstream's text for a negative number."""
+    """Raise for a value that is no time-out; a negative number gets upstream's text."""
     _seconds("rpc_timeout", value)
     if value < 0:
         raise ValueError(f"RPC Timeout must be non-negative, got rpc_timeout={value}")
 
 
-def duration(_: Any, option: Attribute[float], value: Any) -> None:
+def duration(_: object, option: Attribute[float], value: Any) -> None:
     """Accept seconds, 0 included."""
     _finite(option.name, value)
 
@@ -97,14 +99,14 @@ def _finite(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
 
 
-def at_least_100_ms(_: Any, option: Attribute[float], value: Any) -> None:
+def at_least_100_ms(_: object, option: Attribute[float], value: Any) -> None:
     """Accept seconds, 0.1 or more."""
     _finite(option.name, value)
     if value < 0.1:
         raise ValueError(f"{option.name} must be at least 0.1 s, got {value!r}")
 
 
-def text(_: Any, option: Attribute[str], value: Any) -> None:
+def text(_: object, option: Attribute[str], value: Any) -> None:
     """Accept a string that is not empty."""
     _text(option.name, value)
 
@@ -117,19 +119,20 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def boolean(_: Any, option: Attribute[bool], value: Any) -> None:
+def boolean(_: object, option: Attribute[bool], value: Any) -> None:
     """Accept True and False only: 0, 1 and 'no' are mistakes more often than not."""
     if not isinstance(value, bool):
         raise TypeError(f"{option.name} must be True or False, got {value!r}")
 
 
 def secret(value: str | bytes | None) -> bytes | None:
-    """Accept text or bytes; how long it is is looked at when the agent starts."""
+    """Accept text or bytes; the length is checked when the agent starts."""
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str):
         return value.encode()
-    raise TypeError(f"secret must be a str or bytes, got {type(value).__name__}")  # never the value
+    # The text never holds the value: it is a secret.
+    raise TypeError(f"secret must be a str or bytes, got {type(value).__name__}")
 
 
 def secret_file(value: str | os.PathLike[str] | None) -> str | None:
@@ -144,7 +147,7 @@ def secret_file(value: str | os.PathLike[str] | None) -> str | None:
 ENCRYPTION = ("off", "between_hosts", "on")  # in the order of csrc's enum
 
 
-def encryption(_: Any, option: Attribute[str], value: Any) -> None:
+def encryption(_: object, option: Attribute[str], value: Any) -> None:
     """Accept one of ENCRYPTION."""
     if value not in ENCRYPTION:
         known = ", ".join(map(repr, ENCRYPTION))
@@ -156,15 +159,15 @@ WIRE_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def wire_dtype_number(name: str, value: Any) -> int:
-    """Return the place of a dtype in WIRE_DTYPES; None means float32.
+    """Return the index of a dtype in WIRE_DTYPES; None means float32.
 
     Raises:
-        TypeError: it is no dtype.
-        ValueError: it is another one.
+        TypeError: the value is no dtype.
+        ValueError: the dtype is not in WIRE_DTYPES.
     """
     if value is None:
         return 0
-    # By names: torch is not imported here.
+    # Compared by name, because this module must not import torch.
     if type(value).__name__ != "dtype":
         raise TypeError(f"{name} must be a torch.dtype, such as torch.bfloat16, got {value!r}")
     if str(value) not in WIRE_DTYPES:
@@ -173,7 +176,7 @@ def wire_dtype_number(name: str, value: Any) -> int:
 
 
 def wire_dtype(value: WireDtype) -> WireDtype:
-    """Accept a dtype of WIRE_DTYPES or None, or worker -> such a dtype."""
+    """Accept a dtype of WIRE_DTYPES, or None, or a mapping from worker names to these."""
     if not isinstance(value, Mapping):
         wire_dtype_number("wire_dtype", value)
         return value
@@ -186,9 +189,9 @@ def wire_dtype(value: WireDtype) -> WireDtype:
 def interface(
     value: str | IpAddress | Iterable[str | IpAddress] | None, name: str = "interface"
 ) -> tuple[str, ...]:
-    """Accept an interface's name or IP address, several of them comma-separated or as a list.
+    """Accept names and IP addresses of interfaces: one, several comma-separated, or a list.
 
-    Whether they exist is looked up when the agent starts: options may be built elsewhere.
+    The agent checks at its start whether they exist: options may be built on another host.
     """
     if value is None:
         return ()
@@ -241,11 +244,11 @@ def port_range(value: int | str | tuple[int, int] | None) -> tuple[int, int]:
 def allow_list(value: Sequence[str] | None) -> tuple[str, ...] | None:
     """Accept a list of names, or None for everything.
 
-    Whether they exist is looked up when the agent starts: that imports the modules.
+    The agent checks at its start whether they exist: that check imports the modules.
     """
     if value is None:
         return None
-    # A string alone would be taken for a list of letters.
+    # A string is iterable too, and would become a list of letters.
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(
             f"allow_list must be a list of names, or None for everything, got {value!r}"
@@ -253,13 +256,13 @@ def allow_list(value: Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(_text("each entry of allow_list", entry) for entry in value)
 
 
-def message_names(_: Any, option: Attribute[list[str]], value: Any) -> None:
+def message_names(_: object, option: Attribute[list[str]], value: Any) -> None:
     """Accept a list of message type names (fault injection)."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
         raise TypeError(f"{option.name} must be a list of message type names, got {value!r}")
 
 
-def message_delays(_: Any, option: Attribute[dict[str, float]], value: Any) -> None:
+def message_delays(_: object, option: Attribute[dict[str, float]], value: Any) -> None:
     """Accept message type name -> delay in seconds (fault injection)."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{option.name} must map message type names to seconds, got {value!r}")
@@ -268,12 +271,12 @@ def message_delays(_: Any, option: Attribute[dict[str, float]], value: Any) -> N
 
 
 def receive_cache(value: int | None) -> int:
-    """Take None for 4 GiB, or an eighth of the machine's memory where that is less; bytes."""
+    """Replace None by 4 GiB, or by an eighth of the machine's memory where that is less; bytes."""
     return min(4 << 30, _physical_memory() // 8) if value is None else value
 
 
 def receive_budget(value: int | None) -> int:
-    """Take None for an eighth of the memory that this process may use; bytes."""
+    """Replace None by an eighth of the memory that this process may use; bytes."""
     return min(_physical_memory(), *_cgroup_limits()) // 8 if value is None else value
 
 
@@ -303,12 +306,16 @@ def _cgroup_limits() -> list[int]:
         here = root / path.lstrip("/")
         for directory in (here, *here.parents):
             if directory.is_relative_to(root):
-                # Not there at the root; "max" where there is no limit.
+                # The root has no such file; the file holds "max" where there is no limit.
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((directory / name).read_text()))
     return limits
 
 
 def default_init_timeout(timeout: float) -> float:
-    """Return how long init_rpc waits where init_timeout is not given, from rpc_timeout; s."""
+    """Return how long init_rpc waits where init_timeout is not given, s.
+
+    Args:
+        timeout: the option rpc_timeout, s; 0 for none.
+    """
     return max(float(timeout) or DEFAULT_RPC_TIMEOUT, MINIMUM_INIT_TIMEOUT)

@@ -7,7 +7,7 @@ def require_rpc() -> None:
     """Refuse a torch that was built without RPC.
 
     Raises:
-        ImportError: it was; the text says what to do.
+        ImportError: this torch has no RPC; the text says what to do.
     """
     import torch
     from torch.distributed import rpc

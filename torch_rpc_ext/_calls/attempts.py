@@ -1,7 +1,8 @@
 """Attempts of a call one after the other, without a thread that waits for them.
 
-The loop is tenacity's, taken apart: it says what comes next (an attempt, a pause, the end), and
-here that is begun. Whoever completes an attempt's future goes on with the loop.
+tenacity decides what comes next: an attempt, a pause or the end. This module begins that step and
+returns; the thread that completes the attempt's future, or ends the pause, asks tenacity for the
+next step.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[
     """Begin the first attempt.
 
     Args:
-        arguments: of tenacity.Retrying.
-        call: makes an attempt; what it raises counts as the attempt's error.
+        arguments: for tenacity.Retrying.
+        call: makes an attempt; an exception that it raises counts as the attempt's error.
 
     Returns:
-        A future of the result of the last attempt, or its error.
+        A future of the last attempt's result or error.
     """
     attempts = _Attempts(arguments, call)
     attempts.go_on()
@@ -37,8 +38,8 @@ def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[
 class _Attempts:
     """The attempts of one call.
 
-    Thread Safety: go_on() runs in one thread at a time: the caller's, then that of the attempt's
-    answer or that of the pauses.
+    Thread Safety: go_on() runs in one thread at a time: first the caller's, then whichever thread
+    completes the attempt's future or ends the pause.
     """
 
     def __init__(self, arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> None:
@@ -49,11 +50,12 @@ class _Attempts:
 
     def go_on(self) -> None:
         while True:
-            # Its statistics, which nobody reads, are of each thread.
+            # tenacity keeps statistics for each thread, and begin() creates those of this thread.
+            # Nobody reads them, but iter() fails without them.
             self._retrying.begin()
             try:
                 step = self._retrying.iter(self._state)
-            except Exception as error:  # noqa: BLE001  the last attempt's
+            except Exception as error:  # noqa: BLE001  the last attempt's error
                 self.future.set_exception(error)
                 return
             if isinstance(step, tenacity.DoSleep):
@@ -65,7 +67,7 @@ class _Attempts:
                 return
             try:
                 attempt = self._call()
-            except Exception:  # noqa: BLE001  whatever it was, tenacity asks for its class
+            except Exception:  # noqa: BLE001  tenacity decides by the error's class
                 self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
                 continue
             attempt.add_done_callback(self._ended)
@@ -82,16 +84,16 @@ class _Attempts:
 
 
 class _Pauses:
-    """Runs callables when their time has come.
+    """Runs callables when their pauses are over.
 
     Owns: a thread, from the first pause on.
-    Thread Safety: all of it.
+    Thread Safety: any thread.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._order = itertools.count()
-        # When, on time.monotonic(); a number, so that callables are not compared; what.
+        # (when, on time.monotonic(); a number, so that two callables are never compared; what)
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
 
@@ -121,5 +123,5 @@ def _forget_pauses() -> None:
     _pauses = _Pauses()
 
 
-# Neither the thread nor the calls of the parent live on in the child of a fork.
+# After a fork the child has neither the parent's thread nor its calls.
 os.register_at_fork(after_in_child=_forget_pauses)

@@ -1,4 +1,4 @@
-"""current_call(): what a remote function may ask about the call that it serves."""
+"""current_call(): a remote function asks about the call that it serves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from typing import Any
 
 from torch_rpc_ext._native import loader
 
-# Of an `async def` function (torch_rpc_ext.aio), which runs on the thread of an event loop.
+# The call that an `async def` function (torch_rpc_ext.aio) serves. All of these functions share the
+# event loop's thread, so the call belongs to the task and not to the thread.
 of_task: ContextVar[CurrentCall | None] = ContextVar("torch_rpc_ext_call", default=None)
 
 
 class CurrentCall:
-    """A call that this worker serves.
+    """A call that this worker serves; returned by current_call().
+
+    ::
+
+        def train(steps):
+            call = torch_rpc_ext.current_call()
+            print(f"for {call.caller}, which waits for {call.remaining} s")
+            for step in range(steps):
+                if call.cancelled:
+                    return
+                ...
 
     Thread Safety: any thread may ask, also after the function has returned.
     """
@@ -27,17 +38,19 @@ class CurrentCall:
 
     @property
     def caller(self) -> str:
-        """Name of the calling worker, as it introduced itself when it connected.
+        """Name of the calling worker, as that worker gave it when it connected.
 
-        It has proved that it knows the group's secret, but not that the name is its own.
+        The calling worker has proved that it knows the group's secret, but not that this is its
+        name.
         """
         return str(self._native.caller)
 
     @property
     def deadline(self) -> float | None:
-        """When the caller stops waiting, s, of time.monotonic(); None where it waits for ever.
+        """When the caller stops waiting, s, on time.monotonic(); None where it waits for ever.
 
-        Counted from the request's arrival: the time that it was on its way is not known here.
+        Counted from the request's arrival here, because this worker does not know how long the
+        request was on its way.
         """
         deadline: float | None = self._native.deadline
         return deadline
@@ -50,11 +63,11 @@ class CurrentCall:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more. It never becomes False again.
+        """Whether nobody waits for the answer any more. Once True it stays True.
 
-        True once the deadline has passed, or the caller has cancelled the call (of an `async def`),
-        or the connection to the caller has ended, be it that the caller died, left or cannot be
-        reached, or that this worker shuts down.
+        True when the deadline has passed, when the caller has cancelled the call (of an `async
+        def`), and when the connection to the caller has ended: because the caller died, left or
+        cannot be reached, or because this worker shuts down.
         """
         return self._cancelled or bool(self._native.cancelled)
 
@@ -62,10 +75,10 @@ class CurrentCall:
         self._cancelled = True
 
     def _when_lost(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Have `callback` run, on another thread, when the caller is lost; at once where it is.
+        """Have `callback` run on another thread when the caller is lost; at once if it is lost.
 
         Returns:
-            A function that takes the callback back.
+            A function after which the callback is not run any more.
         """
         number = self._native.when_lost(callback)
         if number == 0:
@@ -79,10 +92,11 @@ class CurrentCall:
 def current_call() -> CurrentCall:
     """Return the call that the running remote function serves.
 
-    For what other workers call by rpc_sync, rpc_async, remote and the methods of an RRef:
-    functions of Python, asynchronous ones (``rpc.functions.async_execution``,
-    ``torch_rpc_ext.aio.remote``) included, but not ``torch_rpc_ext.aio.batched``, which serves many
-    calls at once. Keep what it returns where another thread, or a callback, goes on with the work::
+    Python functions that other workers call by rpc_sync, rpc_async, remote and the methods of an
+    RRef may use it, asynchronous ones (``rpc.functions.async_execution``,
+    ``torch_rpc_ext.aio.remote``) too. A function under ``torch_rpc_ext.aio.batched`` may not,
+    because it serves many calls at once. Where another thread or a callback goes on with the work,
+    keep the returned object for it::
 
         def train(steps):
             call = torch_rpc_ext.current_call()
@@ -105,7 +119,7 @@ def current_call() -> CurrentCall:
 
 
 def find() -> CurrentCall | None:
-    """Return the call as current_call() does, None for none."""
+    """Return the call as current_call() does, or None where no remote function runs."""
     call = of_task.get()
     if call is not None:
         return call

@@ -1,4 +1,4 @@
-"""From other threads into an event loop."""
+"""Handing callables and results from other threads to an event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.futures import Future
 
@@ -16,26 +16,26 @@ T = TypeVar("T")
 
 
 class Mailbox:
-    """Hands callables to an event loop, with one wake-up for all that come until it runs.
+    """Hands callables to an event loop and wakes the loop once for many of them.
 
-    Thread Safety: post() from any thread. What is posted runs in the loop, in order.
+    Thread Safety: post() from any thread. The callables run in the loop, in the order of post().
 
     Args:
         loop: the event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Weakly: the loop is the key under which as_asyncio() keeps this.
+        # A weak reference: _mailboxes keeps this object for as long as its key, the loop, lives.
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
-        self._posted: list[Callable[[], Any]] = []
+        self._posted: list[Callable[[], object]] = []
 
-    def post(self, callback: Callable[[], Any]) -> None:
-        """Run it in the loop; drop it if the loop is closed."""
+    def post(self, callback: Callable[[], object]) -> None:
+        """Run the callback in the loop; drop the callback if the loop is closed."""
         with self._lock:
             self._posted.append(callback)
             if len(self._posted) > 1:
-                return  # the loop is awake already
+                return  # the first of them has woken the loop
         loop = self._loop()
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed
@@ -46,7 +46,7 @@ class Mailbox:
             posted, self._posted = self._posted, []
         loop = asyncio.get_running_loop()
         for callback in posted:
-            # Each for itself, so that an error in one does not lose the others.
+            # Not called from here, because an error of one callback would lose the later ones.
             loop.call_soon(callback)
 
 
@@ -57,14 +57,19 @@ _mailboxes_lock = threading.Lock()
 
 
 def as_asyncio(future: Future[T]) -> asyncio.Future[T]:
-    """Make a future of torch one that can be awaited in the running event loop.
+    """Return an asyncio future that follows a future of torch, to be awaited in the running loop.
+
+    ::
+
+        total = await aio.as_asyncio(rpc.rpc_async("worker1", torch.add, args=(x, 1)))
 
     Args:
-        future: such as of rpc.rpc_async(). Its value must be there when it is done, as it is with
-            CPU tensors.
+        future: a future of torch, such as rpc.rpc_async() returns. The value must be usable when
+            the future is done, as CPU tensors are.
 
     Returns:
-        A future of asyncio with the same result or error. Cancelling it does not cancel `future`.
+        A future of asyncio with the same result or error. Cancelling the returned future does not
+        cancel `future`.
 
     Raises:
         RuntimeError: no event loop is running.
@@ -85,9 +90,10 @@ def _settle(waiter: asyncio.Future[T], done: Future[T]) -> None:
     try:
         waiter.set_result(done.wait())
     except StopIteration as error:
-        # Which no future of asyncio takes: as in a coroutine that raises it.
+        # asyncio's futures refuse StopIteration. A coroutine that raises it gets a RuntimeError
+        # too.
         stopped = RuntimeError("the remote function raised StopIteration")
         stopped.__cause__ = error
         waiter.set_exception(stopped)
-    except Exception as error:  # noqa: BLE001  whatever the remote function raised
+    except Exception as error:  # noqa: BLE001  a remote function may raise anything
         waiter.set_exception(error)

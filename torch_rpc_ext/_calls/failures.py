@@ -1,4 +1,4 @@
-"""What a failed call's error says, on any back end: for the commands and the profiler."""
+"""Reading the error of a failed call, on any back end, for the commands and the profiler."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def is_timeout(problem: BaseException) -> bool:
     """
     if isinstance(problem, RpcError):
         return isinstance(problem, CallTimeoutError)
-    # TENSORPIPE's RuntimeErrors begin with upstream's code for it (RPCErrorType::TIMEOUT).
+    # The text of TENSORPIPE's error begins with upstream's code for a time-out
+    # (RPCErrorType::TIMEOUT).
     return str(problem).startswith("RPCErr:1:")
 
 
 def brief(problem: BaseException) -> str:
-    """Return one line of an error's text: what happened, without the way there.
+    """Return the one line of an error's text that says what happened.
 
-    Args:
-        problem: any. Of one that a remote function raised, whose text is a traceback, the line
-            that names it; of others the first line, without upstream's mark of its kind.
+    The text of an error that a remote function raised is a traceback: its last line names the
+    error. Of any other error this is the first line, without upstream's code ("RPCErr:1:").
     """
     lines = [line for line in str(problem).splitlines() if line.strip()]
     if not lines:

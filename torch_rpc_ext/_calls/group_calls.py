@@ -1,45 +1,60 @@
 """Calls to several workers: gather, broadcast, first_of, map_reduce.
 
-`function` is whatever rpc.rpc_async() takes, or has a method async_() as a RemoteFunction.
-All calls are made in the caller's thread, so a distributed autograd context holds for them.
+`function` is a function that rpc.rpc_async() takes, or an object with RemoteFunction's method
+async_(). All calls begin in the caller's thread, so they belong to the caller's distributed
+autograd context.
 """
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
 
+if TYPE_CHECKING:
+    from torch.distributed.rpc import WorkerInfo
+
+    To = str | int | WorkerInfo  # a worker: its name, its rank, or what get_worker_info() returns
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 T = TypeVar("T")
 
-# As upstream has it: the time-out of the back end's options.
+# Stands for the time-out of the back end's options, as in upstream.
 _DEFAULT_TIMEOUT = -1.0
 
 
 class Remote(Protocol[T]):
-    """A remote function of this package: RemoteFunction and what is made of it."""
+    """A remote function of this package: a RemoteFunction or a ScriptRemoteFunction."""
 
-    def async_(self, to: Any, /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call it there; return a future of what it returns."""
+    def async_(self, to: To, /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call the function on a worker; return a future of what the function returns."""
 
 
 class GroupError(errors.RpcError):
-    """Calls to several workers, of which some failed, or all.
+    """Some or all of the calls to several workers failed.
+
+    ::
+
+        try:
+            scripting.gather(["worker1", "worker2"], torch.add, args=(x, 1))
+        except scripting.GroupError as error:
+            for name, reason in error.errors.items():
+                print(name, reason)
+            print("answered:", error.results)
 
     Args:
         message: what was called, and which worker failed with what.
-        errors: what each worker that failed raised, by its name.
-        results: what the others returned, by name.
+        errors: name of a worker that failed -> what the call raised.
+        results: name of another worker -> what the call returned.
 
     Attributes:
-        worker: the name of the one that failed, None where several did.
+        worker: the name of the worker that failed, None where several failed.
     """
 
     def __init__(
@@ -53,14 +68,18 @@ class GroupError(errors.RpcError):
         super().__init__(message, worker=next(iter(self.errors)) if len(self.errors) == 1 else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what it holds, which need not be able to travel.
+        # Only the text is pickled: the errors and results that this object holds may be of classes
+        # that cannot be.
         return type(self), (str(self),)
 
 
 class _Calls:
-    """Calls under way. Used by one thread; answers are noted by others."""
+    """The calls of one group call that are under way.
 
-    def __init__(self, what: str, function: Any, workers: Sequence[Any], timeout: float) -> None:
+    Thread Safety: one thread uses the object; other threads put answers into its queue.
+    """
+
+    def __init__(self, what: str, function: Any, workers: Sequence[To], timeout: float) -> None:
         if isinstance(workers, str) or not workers:
             raise ValueError(f"{what} needs a list of one worker or more, got {workers!r}")
         self.what, self.function, self.timeout = what, function, timeout
@@ -73,9 +92,20 @@ class _Calls:
         )
 
     def start(
-        self, worker: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, tag: Any = None
+        self,
+        worker: int,
+        args: Sequence[object],
+        kwargs: Mapping[str, object] | None,
+        tag: Any = None,
     ) -> None:
-        """Call a worker, by its place in the list; `tag` comes back with its answer."""
+        """Call a worker; next() returns `tag` with its answer.
+
+        Args:
+            worker: index into `workers`.
+            args: the function's arguments.
+            kwargs: the function's keyword arguments.
+            tag: any value.
+        """
         to, kwargs = self.workers[worker], dict(kwargs or {})
         try:
             if hasattr(self.function, "async_"):
@@ -83,24 +113,24 @@ class _Calls:
             else:
                 future = rpc.rpc_async(to, self.function, tuple(args), kwargs, self.timeout)
         except RuntimeError as error:
-            # Such as a worker that is not in the group.
+            # The call could not begin: the worker is not in the group, for example.
             self._done.put((worker, tag, error))
             return
         future.add_done_callback(lambda done: self._done.put((worker, tag, done)))
 
     def next(self) -> tuple[int, Any, Any, Exception | None]:
-        """Wait for an answer: worker, tag, result, error."""
+        """Wait for an answer; return (index of the worker, tag, result, error)."""
         worker, tag, answer = self._done.get()
         try:
             if isinstance(answer, Exception):
                 raise answer
             return worker, tag, answer.wait(), None
-        except Exception as error:  # noqa: BLE001  whatever the function raises
+        except Exception as error:  # noqa: BLE001  the function may raise anything
             self.errors.setdefault(self.names[worker], error)
             return worker, tag, None, error
 
     def failure(self) -> GroupError:
-        """Make the error of what has failed until now."""
+        """Return the error for the calls that have failed until now."""
         function = getattr(self.function, "__name__", repr(self.function))
         failed = {name: self.errors[name] for name in self.names if name in self.errors}
         each = "; ".join(f"{name}: {_in_short(error)}" for name, error in failed.items())
@@ -115,56 +145,60 @@ class _Calls:
 
 
 def _in_short(error: BaseException) -> str:
-    """Return one line of an error, whose text may be a remote traceback."""
-    # str() of a KeyError is the repr() of its text.
+    """Return one line that says what an error is; its text may be a remote traceback."""
+    # Not str(error): of a KeyError that is the repr() of its text.
     whole = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
-    # TENSORPIPE adds where it was raised here.
+    # TENSORPIPE adds a traceback of this process behind "At:".
     lines = whole.split("\n\nAt:\n")[0].strip().splitlines() or [""]
     return lines[-1] if "Traceback" in whole else f"{type(error).__name__}: {lines[0]}"
 
 
 @overload
 def gather(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Remote[T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> list[T]: ...
 
 
 @overload
 def gather(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> list[T]: ...
 
 
 def gather(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Any,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = _DEFAULT_TIMEOUT,
 ) -> list[Any]:
     """Call a function on all workers at once, with the same arguments.
 
+    ::
+
+        scripting.gather(["worker1", "worker2"], torch.add, args=(x, 1), timeout=10)
+
     Args:
         workers: names, ranks or WorkerInfos.
         function: what rpc.rpc_async() takes, or a remote function of this package.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the function's arguments.
+        kwargs: the function's keyword arguments.
         timeout: of each call, s; 0 for none, -1 for the back end's default.
 
     Returns:
-        What it returned on each worker, in the order of `workers`.
+        What the function returned on each worker, in the order of `workers`.
 
     Raises:
-        GroupError: some failed, when all have answered; it names them and holds the results of the
-            others.
+        GroupError: some calls failed. Raised when all calls have ended; names the workers that
+            failed and holds the results of the others.
         ValueError: no workers.
     """
     calls = _Calls("gather", function, workers, timeout)
@@ -181,52 +215,52 @@ def gather(
 
 
 def broadcast(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Any,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = _DEFAULT_TIMEOUT,
 ) -> None:
-    """Call a function on all workers at once, as gather(), and wait until all have run it.
+    """Call a function on all workers at once, as gather() does, and wait until all have run it.
 
-    For functions that are called for what they do: what they return comes back and is dropped.
+    For functions that are called for what they do: their results come back and are dropped.
     """
     gather(workers, function, args, kwargs, timeout)
 
 
 @overload
 def first_of(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Remote[T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> T: ...
 
 
 @overload
 def first_of(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Callable[..., T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> T: ...
 
 
 def first_of(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Any,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = _DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call a function on all workers at once, as gather(), and return the first result.
+    """Call a function on all workers at once, as gather() does, and return the first result.
 
     Later answers are dropped; the function still runs to its end on all workers.
 
     Raises:
-        GroupError: all failed.
+        GroupError: all calls failed.
         ValueError: no workers.
     """
     calls = _Calls("first_of", function, workers, timeout)
@@ -241,56 +275,57 @@ def first_of(
 
 @overload
 def map_reduce(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Remote[T],
-    items: Sequence[Any],
+    items: Sequence[object],
     reduce: Callable[[T, T], T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> T: ...
 
 
 @overload
 def map_reduce(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Callable[..., T],
-    items: Sequence[Any],
+    items: Sequence[object],
     reduce: Callable[[T, T], T],
-    args: Sequence[Any] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
+    args: Sequence[object] = ...,
+    kwargs: Mapping[str, object] | None = ...,
     timeout: float = ...,
 ) -> T: ...
 
 
 def map_reduce(
-    workers: Sequence[Any],
+    workers: Sequence[To],
     function: Any,
-    items: Sequence[Any],
+    items: Sequence[object],
     reduce: Callable[[Any, Any], Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     timeout: float = _DEFAULT_TIMEOUT,
 ) -> Any:
-    """Call a function with each item, on whichever worker is free, and make one of the results.
+    """Call a function with each item, on whichever worker is free, and reduce the results to one.
 
-    Each worker has one call at a time, and gets its next when it has answered.
+    Each worker has one call at a time, and gets its next call when it has answered.
 
     Args:
-        workers: names, ranks or WorkerInfos. One that stands there twice gets two calls at a time.
+        workers: names, ranks or WorkerInfos. A worker that is listed twice gets two calls at a
+            time.
         function: called with an item and `args`.
         items: one or more.
-        reduce: run here: reduce(reduce(result of items[0], of items[1]), of items[2]) and so on,
-            in this order whatever came first.
+        reduce: makes one result of two. It runs in this process, in the order of the items
+            whichever result came first: reduce(reduce(first, second), third) and so on.
         args: the function's further arguments.
-        kwargs: its keyword arguments.
+        kwargs: the function's keyword arguments.
         timeout: of each call, s; 0 for none, -1 for the back end's default.
 
     Returns:
-        The reduced result; with one item, its result.
+        The reduced result; with one item, the result of its call.
 
     Raises:
-        GroupError: a call failed; no further ones were started.
+        GroupError: a call failed; no further calls were started.
         ValueError: no workers, or no items.
     """
     calls = _Calls("map_reduce", function, workers, timeout)

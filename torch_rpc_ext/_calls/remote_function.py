@@ -1,7 +1,7 @@
 """RemoteFunction: a function with methods that call it on other workers.
 
-The base of scripting.remote, aio.remote and aio.batched. On public APIs of torch.distributed.rpc
-only, so it works over any back end.
+The base of scripting.remote, aio.remote and aio.batched. It uses public APIs of
+torch.distributed.rpc only, so it works over any back end.
 """
 
 from __future__ import annotations
@@ -19,30 +19,43 @@ from torch_rpc_ext._calls import group_calls
 if TYPE_CHECKING:
     from torch.distributed.rpc import RRef
 
+    from torch_rpc_ext._calls.group_calls import To
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: As upstream has it: the time-out of the back end's options.
+#: Stands for the time-out of the back end's options, as in upstream.
 DEFAULT_TIMEOUT = -1.0
-#: What the methods here are given beside the function's own arguments.
+#: The one argument that the methods take for themselves. It is not called `timeout`, because the
+#: function's own arguments stand beside it, and one of these may be called so.
 RESERVED = "rpc_timeout"
 
 
 class RemoteFunction(Generic[P, T]):
     """A function of a module, with methods that call it on other workers.
 
-    It travels by its name: callees import the module. Called itself, it runs here.
-    All methods take the function's arguments and `rpc_timeout`: s, 0 for none, -1 for the
-    back end's default, of each call. `to` is a name, a rank or a WorkerInfo.
+    ::
+
+        @scripting.remote  # makes a RemoteFunction
+        def length(text: str) -> int:
+            return len(text)
+
+        length.sync("worker1", "four", rpc_timeout=10)  # 4, from worker1
+        length.async_("worker1", "four").wait()
+        length("four")  # runs here
+
+    Only the function's name travels: callees import the module. All methods take the function's
+    arguments and `rpc_timeout`, the time-out of each call: s, 0 for none, -1 for the back end's
+    default. `to` is a name, a rank or a WorkerInfo.
 
     Args:
-        function: it must stand at the top level of its module.
-        reduce: for map_reduce(): makes one result of two.
+        function: a function at the top level of its module.
+        reduce: makes one result of two, for map_reduce().
 
     Raises:
-        TypeError: no such function, or it has a parameter that is called rpc_timeout.
+        TypeError: `function` is no such function, or has a parameter that is called rpc_timeout.
     """
 
     __name__: str
@@ -75,101 +88,102 @@ class RemoteFunction(Generic[P, T]):
         return f"<remote function {self.__module__}.{self.__qualname__}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it here."""
+        """Run the function here."""
         return self.function(*args, **kwargs)
 
     def _request(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """Return what is called there, and with what."""
+        """Return the function that the callee runs, its arguments and its keyword arguments."""
         return self, args, kwargs
 
-    def sync(
-        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
-    ) -> T:
-        """Call it there and wait.
+    # The arguments of the methods below are Any: ParamSpec has no form for a function's arguments
+    # with a keyword between *args and **kwargs (PEP 612).
+
+    def sync(self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any) -> T:
+        """Call the function on a worker and wait.
 
         Returns:
-            What it returns.
+            What the function returns.
 
         Raises:
-            Exception: what it raises, or what rpc.rpc_sync() raises.
+            Exception: what the function or rpc.rpc_sync() raises.
         """
         target, args, kwargs = self._request(args, kwargs)
         result: T = rpc.rpc_sync(to, target, args, kwargs, rpc_timeout)
         return result
 
     def async_(
-        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> Future[T]:
-        """Call it there; return a future of what it returns."""
+        """Call the function on a worker; return a future of what the function returns."""
         target, args, kwargs = self._request(args, kwargs)
         future: Future[T] = rpc.rpc_async(to, target, args, kwargs, rpc_timeout)
         return future
 
     def remote(
-        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> RRef[T]:
-        """Call it there; return an RRef to what it returns, which stays there."""
+        """Call the function on a worker; return an RRef to its result, which stays there."""
         target, args, kwargs = self._request(args, kwargs)
         rref: RRef[T] = rpc.remote(to, target, args, kwargs, rpc_timeout)
         return rref
 
     async def call(
-        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> T:
-        """Call it there; for `await` in asyncio."""
+        """Call the function on a worker; for `await` in asyncio."""
         from torch_rpc_ext._calls.event_loops import as_asyncio
 
         return await as_asyncio(self.async_(to, *args, rpc_timeout=rpc_timeout, **kwargs))
 
     def gather(
         self,
-        workers: Sequence[Any],
+        workers: Sequence[To],
         /,
         *args: Any,
         rpc_timeout: float = DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> list[T]:
-        """Call it on all workers at once; see scripting.gather()."""
+        """Call the function on all workers at once; see scripting.gather()."""
         return group_calls.gather(workers, self, args, kwargs, rpc_timeout)
 
     def broadcast(
         self,
-        workers: Sequence[Any],
+        workers: Sequence[To],
         /,
         *args: Any,
         rpc_timeout: float = DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> None:
-        """Call it on all workers at once and wait; see scripting.broadcast()."""
+        """Call the function on all workers at once and wait; see scripting.broadcast()."""
         group_calls.broadcast(workers, self, args, kwargs, rpc_timeout)
 
     def first_of(
         self,
-        workers: Sequence[Any],
+        workers: Sequence[To],
         /,
         *args: Any,
         rpc_timeout: float = DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> T:
-        """Call it on all workers at once, return the first result; see scripting.first_of()."""
+        """Call the function on all workers, return the first result; see scripting.first_of()."""
         result: T = group_calls.first_of(workers, self, args, kwargs, rpc_timeout)
         return result
 
     def map_reduce(
         self,
-        workers: Sequence[Any],
-        items: Sequence[Any],
+        workers: Sequence[To],
+        items: Sequence[object],
         /,
         *args: Any,
         rpc_timeout: float = DEFAULT_TIMEOUT,
         **kwargs: Any,
     ) -> T:
-        """Call it with each item, somewhere, and reduce; see scripting.map_reduce().
+        """Call the function with each item and reduce; see scripting.map_reduce().
 
         Raises:
-            TypeError: it was made without `reduce`.
+            TypeError: the remote function was made without `reduce`.
         """
         result: T = group_calls.map_reduce(
             workers, self, items, needed_reduce(self), args, kwargs, rpc_timeout
@@ -178,10 +192,10 @@ class RemoteFunction(Generic[P, T]):
 
 
 def needed_reduce(function: Any) -> Callable[[Any, Any], Any]:
-    """Return the function's `reduce`.
+    """Return the `reduce` of a remote function.
 
     Raises:
-        TypeError: it has none.
+        TypeError: the remote function has none.
     """
     if function.reduce is None:
         raise TypeError(

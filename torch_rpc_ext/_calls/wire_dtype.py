@@ -1,4 +1,4 @@
-"""wire_dtype(): what the float32 tensors of some calls travel as."""
+"""wire_dtype(): the dtype with which the float32 tensors of some calls travel."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ if TYPE_CHECKING:
 
 @contextmanager
 def wire_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Send the float32 tensors of the calls that this thread begins inside as another dtype.
+    """Send the float32 tensors of calls, and of their answers, as another dtype.
 
-    Their answers too. It wins over the option wire_dtype, of this worker and of those that answer.
-    Blocks may be nested; the innermost counts. On TENSORPIPE it does nothing.
+    ::
 
-    It belongs to the thread: in a coroutine, begin calls inside and await them outside. Calls that
-    the called function makes, and the backward pass of distributed autograd, are not inside.
+        with torch_rpc_ext.wire_dtype(torch.bfloat16):
+            half = rpc.rpc_sync("worker1", torch.neg, args=(x,))
+
+    The block holds for calls that this thread begins in it. It wins over the option wire_dtype of
+    this worker and of the workers that answer. Of nested blocks the innermost counts. On TENSORPIPE
+    the block does nothing.
+
+    The block belongs to the thread: in a coroutine, begin calls in the block and await them outside
+    of it. The block does not hold for calls that the called function makes, nor for the backward
+    pass of distributed autograd.
 
     Args:
-        dtype: torch.bfloat16 or torch.float16; torch.float32 or None to send them as they are.
+        dtype: torch.bfloat16 or torch.float16; torch.float32 or None to send tensors as they are.
 
     Raises:
-        TypeError: it is no dtype.
-        ValueError: it is another one.
+        TypeError: `dtype` is no dtype.
+        ValueError: `dtype` is another dtype.
     """
     native = loader.load()
     before = native.set_call_dtype(wire_dtype_number("dtype", dtype))

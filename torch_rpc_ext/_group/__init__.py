@@ -1,1 +1,1 @@
-"""The group: its members, how they meet in the store, who comes, leaves, dies and returns."""
+"""The group: its members, how they meet in the store, and how they join, leave and return."""

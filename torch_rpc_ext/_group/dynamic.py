@@ -1,9 +1,9 @@
 """Dynamic groups (world_size=None): workers that join and leave while others work.
 
-The directory is one key of the store, changed by compare-and-set, so that a worker that dies in
-the middle of joining holds no lock that others wait for (upstream's token does). A worker writes
-itself into the directory first and then tells every worker that it saw there: of two that join at
-once, the later one sees the earlier one.
+The directory of members is one key of the store, changed by compare-and-set. So a worker that dies
+while it joins holds no lock; in upstream the others would wait for its token. A worker first writes
+itself into the directory and then tells all workers that it saw there: of two workers that join at
+the same time, the later one sees the earlier one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ api: Any = _untyped_api  # upstream's functions have no types
 
 _KEY = f"{PREFIX}/directory"
 _TRIES = 1000
-# How long a worker is given to take note of a join or leave, s. One that is stopped or dead must
-# not hold the others up; it learns of the change when it is next called.
+# How long a worker waits until another one has noted a join or leave, s. A stopped or dead worker
+# must not hold up the others; it learns of the change when it is next called.
 _NOTICE_TIMEOUT = 10.0
 
 
@@ -45,15 +45,15 @@ class Directory:
         self._store = store
 
     def join(self, me: Member, new_id: bytes) -> Group:
-        """Enter a worker; one of the same name that is gone is replaced.
+        """Enter a worker; replace a dead worker of the same name.
 
         Args:
             me: the worker.
-            new_id: the group's id, should the group begin here.
+            new_id: the group's id, used if this worker is the first of the group.
 
         Raises:
-            RpcError: its name or rank belongs to a worker that lives; another wire version.
-            ValueError: device maps that do not fit the others'.
+            RpcError: the name or rank belongs to a living worker, or the wire versions differ.
+            ValueError: the device maps do not fit those of the other workers.
         """
         for _ in range(_TRIES):
             before = self._read_text()
@@ -62,17 +62,18 @@ class Directory:
             if not members:
                 group = group._replace(id=new_id, secret=group_secret.draw())
             _evict_dead_twins(me, members)
-            # It stays when all have left: no life comes twice in a store.
+            # The group's count of lives stays in the store when all have left, so that no life
+            # comes twice.
             group = group._replace(lives=group.lives + 1)
             members[me.name] = me._replace(life=group.lives)
-            # In the order of joining the newcomer is last, so errors name it.
+            # The members are in the order of joining, so an error names the newcomer, the last.
             validate(list(members.values()), is_static=False)
             if self._swap(before, group):
                 return group
         raise errors.RpcError(f"Too many workers change the group at {describe(self._store)}.")
 
     def leave(self, me: Member) -> None:
-        """Take a worker out, unless another incarnation of it has come already."""
+        """Take a worker out, unless it has been started again and has joined already."""
         for _ in range(_TRIES):
             before = self._read_text()
             group = _parse(before)
@@ -118,7 +119,7 @@ def _parse(text: str) -> Group:
 
 
 def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
-    """Drop members that me replaces; refuse where the one in place lives."""
+    """Drop the members that `me` replaces; raise where such a member is alive."""
     for other in list(members.values()):
         if other.name != me.name and other.rank != me.rank:
             continue
@@ -133,14 +134,15 @@ def _evict_dead_twins(me: Member, members: dict[str, Member]) -> None:
                 "of this group has it and is alive. Choose another.",
                 worker=other.name,
             )
-        # The same process again, or another host, where only the name can tell: a worker that
-        # comes back under its name is welcome; two names with one rank are a mistake (validate).
+        # Here the other is this very process, which joins once more, or a worker on another host,
+        # of which this host cannot see whether it lives. A worker that comes back under its name is
+        # welcome; another name with the same rank is a mistake, which validate() refuses.
         if same_name or other.host == me.host:
             del members[other.name]
 
 
 def announce_join(session: sessions.Session) -> None:
-    """Tell the others that this worker is there; its agent must run."""
+    """Tell the other workers that this worker has joined; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
 
@@ -150,17 +152,17 @@ def leave_group(session: sessions.Session) -> None:
     try:
         session.directory.leave(session.me)
     except RuntimeError as error:
-        # The store lives in rank 0, which may have left before us.
+        # Rank 0 keeps the store and may have left before this worker.
         logger.debug("could not leave the directory: %s", error)
     me = session.me
     _notify(session, _others(session), member_left, (me.name, me.incarnation), quiet=True)
 
 
 def announce_departure(member: Member) -> None:
-    """Tell all, this worker included, that a member has gone without saying so.
+    """Tell all workers, this one included, that a member has died.
 
     Args:
-        member: it must be out of the directory already: there the others look.
+        member: must be out of the directory already, because the other workers look there.
     """
     session = sessions.require()
     remove_member(session, member.name, member.incarnation)
@@ -206,10 +208,10 @@ def _notify(
 
 
 def member_joined(text: str) -> None:
-    """Take note of a worker that joined. Called by that worker over RPC.
+    """Note that a worker has joined. Called by that worker over RPC.
 
     Raises:
-        RefusedError: another worker says so, or the group is static.
+        RefusedError: the caller is another worker, or the group is static.
     """
     session, member = sessions.require(), Member.from_json(text)
     if session.directory is None:
@@ -219,15 +221,15 @@ def member_joined(text: str) -> None:
 
 
 def member_left(name: str, incarnation: str) -> None:
-    """Take note of a worker that left. Called over RPC: by that worker, or by who found it dead.
+    """Note that a worker has left. Called over RPC by that worker, or by one that found it dead.
 
     Args:
         name: the worker.
-        incarnation: which one of that name.
+        incarnation: the incarnation that has left; the name may have come back since.
 
     Raises:
-        RefusedError: another worker says so and the group's directory still holds it, or the group
-            is static.
+        RefusedError: the caller is another worker and the directory still holds the one that is
+            said to have left, or the group is static.
     """
     session = sessions.require()
     if session.directory is None:
@@ -242,13 +244,13 @@ def member_left(name: str, incarnation: str) -> None:
 
 
 def check_speaks_for(name: str) -> None:
-    """Refuse what the calling worker says about the membership of another one.
+    """Raise unless the calling worker speaks about its own membership.
 
     Args:
-        name: the worker that it is about.
+        name: the worker that the call is about.
 
     Raises:
-        RefusedError: the caller is another one.
+        RefusedError: the caller is another worker.
     """
     call = current_call.find()
     if call is not None and call.caller != name:
@@ -262,16 +264,16 @@ def remove_member(session: sessions.Session, name: str, incarnation: str) -> Non
     """Take a member out of the agent's directory.
 
     Args:
-        session: this worker's.
+        session: this worker's session.
         name: the member.
-        incarnation: which one of that name; '' for any.
+        incarnation: the incarnation to take out; '' for any.
     """
     with session.lock:
         member = session.members.get(name)
         if member is None or name == session.me.name:
             return
         if incarnation and member.incarnation != incarnation:
-            return  # It has come back already.
+            return  # the worker has come back already
         del session.members[name]
         session.agent.remove_member(name)
         apply_members(session)
@@ -291,7 +293,7 @@ def add_member(session: sessions.Session, member: Member) -> None:
 
 
 def apply_members(session: sessions.Session) -> None:
-    """Bring device maps and upstream's list of names into line with the members."""
+    """Update the device maps and upstream's list of names from the members."""
     reverse, devices = device_tables(session.me, session.members)
     session.agent.set_device_maps(session.me.device_maps, reverse, devices)
     api._ALL_WORKER_NAMES = set(session.members)
@@ -300,13 +302,13 @@ def apply_members(session: sessions.Session) -> None:
 def update_group_membership(
     agent: Any, worker_info: Any, devices: Any, reverse: Any, is_join: bool
 ) -> None:
-    """Upstream's TensorPipeAgent._update_group_membership, for code that calls it.
+    """Do what upstream's TensorPipeAgent._update_group_membership does; becomes the agent's method.
 
     Args:
-        agent: the UCX agent (it becomes a method of it).
+        agent: the UCX agent.
         worker_info: the worker that joined or left.
-        devices: ignored: device lists follow from the members.
-        reverse: ignored, as devices.
+        devices: ignored, because the device lists follow from the members.
+        reverse: ignored likewise.
         is_join: True for joined, False for left.
     """
     session = sessions.require()

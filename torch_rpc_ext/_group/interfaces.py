@@ -1,7 +1,8 @@
 """Which network interface TCP uses, and why.
 
-In this order: the option, TP_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, the interface that routes to the
-host of the store (MASTER_ADDR), the default route's, the loopback.
+The first of these that names an interface decides: the option, TP_SOCKET_IFNAME,
+GLOO_SOCKET_IFNAME, the route to the host of the store (MASTER_ADDR), the default route, the
+loopback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import urlparse
 
 from torch_rpc_ext._native import loader
 
-# Only the route to these is looked up; nothing is ever sent to them.
+# Addresses whose route is the default route. Only the route is looked up; nothing is sent to them.
 _FAR_AWAY = ((socket.AF_INET, "8.8.8.8"), (socket.AF_INET6, "2001:4860:4860::8888"))
 _ENVIRONMENT = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -25,7 +26,7 @@ class InterfaceChoice(NamedTuple):
 
     Attributes:
         names: interface names, the preferred one first.
-        addresses: their IP addresses that were asked for or found, link-local ones with %scope.
+        addresses: the IP address of each that was asked for or found; link-local with %scope.
         reason: one sentence for people.
     """
 
@@ -47,10 +48,10 @@ def choose(
     Args:
         wanted: the option `interface`: names or IP addresses, empty for none.
         init_method: the options' URL; env:// leads to MASTER_ADDR.
-        environment: stands in for os.environ (tests).
+        environment: in place of os.environ, for tests.
 
     Raises:
-        ValueError: an interface that is not there or is down, with a list of those there are.
+        ValueError: an interface does not exist or is down; the text lists the existing ones.
     """
     env = os.environ if environment is None else environment
     table = _addresses()
@@ -70,7 +71,7 @@ def choose(
 
 
 def store_host(init_method: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return (host, where it was read): the host of the store, '' for a file."""
+    """Return (host of the store, where the host was read); the host is '' for a file."""
     url = urlparse(init_method)
     if url.scheme == "env":
         return env.get("MASTER_ADDR", ""), "MASTER_ADDR"
@@ -124,7 +125,7 @@ def _find(item: str, table: Mapping[str, list[str]]) -> tuple[str, str]:
             here = ipaddress.ip_address(address)
             if here == wanted:
                 return name, address
-            # fe80::1 without its scope means the first interface that has it.
+            # fe80::1 without a scope means the first interface that has this address.
             if (
                 isinstance(here, ipaddress.IPv6Address)
                 and isinstance(wanted, ipaddress.IPv6Address)
@@ -140,11 +141,11 @@ def _route_to_host(
 ) -> InterfaceChoice | None:
     """Return the interface that routes to the host; None where the route says nothing."""
     try:
-        # As bytes, for a str is encoded by a codec that takes 1 ms to import, and raises errors of
-        # its own. An environment variable may hold any bytes.
+        # Given as bytes: getaddrinfo() would encode a str with the codec "idna", which takes 1 ms
+        # to import and raises errors of its own for bytes that an environment variable may hold.
         found = socket.getaddrinfo(os.fsencode(host), 9, type=socket.SOCK_DGRAM)
     except OSError:
-        return None  # The store's own error about the name comes later, and is better.
+        return None  # opening the store fails later, with a better error about the name
     for family, _, _, _, address in found:
         target = str(address[0])
         if _names_this_host_only(host, target):

@@ -1,6 +1,7 @@
-"""What each worker tells the others through the store, and what is checked about it.
+"""What each worker tells the others through the store, and the checks of that.
 
-Text is JSON, never pickle: whoever can write to the store must not get code run.
+The text is JSON and never a pickle, because a pickle could run code, and others can write to the
+store.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class Member(NamedTuple):
         device_maps: callee -> {device here: device there}.
         devices: CUDA devices that its RPC uses, empty for those of the maps.
         wire: version of its wire format.
-        host: tells machines (and pid namespaces) apart.
+        host: differs between machines and between pid namespaces; see host_identity().
         pid: its process.
-        incarnation: random; tells a restarted worker from the one before it.
-        secret: fingerprint of the secret that it was given, '' for the store's.
-        life: greater than those of all that joined or came back before it; 0 for the members of a
-            new static group.
-        package: version of torch_rpc_ext, for messages.
+        incarnation: random, so that a restarted worker differs from the one before.
+        secret: fingerprint of the secret that the user gave, '' where the store gives out one.
+        life: greater than the lives of all workers that joined or came back before; 0 for the
+            members of a new static group.
+        package: version of torch_rpc_ext, for texts of errors.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Member(NamedTuple):
         """Read what to_json wrote.
 
         Raises:
-            RpcError: it is something else.
+            RpcError: the text was not written by to_json.
         """
         try:
             fields = json.loads(text)
@@ -109,7 +110,7 @@ class Member(NamedTuple):
             ) from error
 
     def row(self) -> tuple[str, int, bytes, int]:
-        """Return what the agent's directory holds of it."""
+        """Return the member as the C++ agent takes it: name, rank, address, life."""
         return (self.name, self.rank, self.address, self.life)
 
 
@@ -131,9 +132,9 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # nobody can tell
+        return True  # not known, so it counts as alive
     try:
-        # It becomes readable when the process ends, whether it has been reaped or not.
+        # A pidfd becomes readable when the process ends, whether its parent has reaped it or not.
         ended = select.poll()
         ended.register(process, select.POLLIN)
         return not ended.poll(0)
@@ -142,11 +143,11 @@ def is_alive(pid: int) -> bool:
 
 
 def validate(members: Sequence[Member], *, is_static: bool) -> None:
-    """Check a group as a whole; every worker comes to the same result.
+    """Check a group as a whole. Every worker does this and gets the same result.
 
     Raises:
-        RpcError: a name or rank that is not unique, or unequal world sizes or wire versions.
-        ValueError: device maps that do not fit together (upstream's checks and texts).
+        RpcError: a name or rank is not unique, or world sizes, secrets or wire versions differ.
+        ValueError: the device maps do not fit together (upstream's checks and texts).
     """
     by_name: dict[str, Member] = {}
     by_rank: dict[int, Member] = {}
@@ -196,14 +197,14 @@ def validate(members: Sequence[Member], *, is_static: bool) -> None:
 
 
 def _described(member: Member) -> str:
-    # A fingerprint tells nobody the secret.
+    # A fingerprint may be shown: nobody can find the secret from it.
     return f"the secret with fingerprint {member.secret}" if member.secret else "no secret"
 
 
 def device_tables(
     me: Member, members: Mapping[str, Member]
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
-    """Return (caller -> {device here: device there} for answers, devices that RPC uses here)."""
+    """Return (caller -> {device here: device there}, for answers; devices that RPC uses here)."""
     maps = {name: member.device_maps for name, member in members.items()}
     reverse: dict[str, DeviceMap] = registry._create_reverse_mapping(me.name, list(maps), maps)
     devices: list[torch.device] = registry._create_device_list(me.devices, me.device_maps, reverse)

@@ -1,13 +1,13 @@
 """How the workers of a static group find each other through the store.
 
-Each rank has one key, its mailbox. A rank puts its entry there; rank 0 takes the entries of all
-ranks, leaving the group's id in place of each, and writes the group as one blob under that id;
-every rank sees its own entry taken, and reads the blob. So the store answers O(N) requests, never
-N^2. A second round of the same kind says that all have started, so that nobody calls, or leaves,
-before the others are there.
+Each rank has a key of the store, its mailbox, and puts its entry there. Rank 0 takes the entries of
+all ranks, leaves the group's id in place of each, and writes the group as one blob under that id.
+Each rank sees that its entry was taken, and reads the blob. So the store answers O(N) requests, not
+O(N^2). In a second round of the same kind all ranks say that their agents run, so that no worker
+calls or leaves before the others are there.
 
-An entry serves one group only. So the same store serves one group after the other, also where ranks
-and world size change from one to the next (pytorch issue 46491).
+An entry is for one group. So the same store serves one group after the other, also when ranks and
+world size change (pytorch issue 46491).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFIX = "torch_rpc_ext"
 _KIND = f"{PREFIX}/kind"
 _TAKEN = "taken:"
 _OK = "ok"
-# The others give rank 0 this much longer, s: it fails with words that say more than theirs.
+# The other ranks wait this much longer than rank 0, s: rank 0's error says more than theirs.
 _GRACE = 1.0
 _TRIES = 100
 
@@ -38,8 +38,8 @@ class Group(NamedTuple):
     Attributes:
         id: random bytes; tells this group from any other.
         members: by name.
-        secret: the one that the store gives out.
-        lives: how many a dynamic group has had.
+        secret: the secret that the store gives out.
+        lives: how many lives (Member.life) a dynamic group has given out.
     """
 
     id: bytes
@@ -49,7 +49,7 @@ class Group(NamedTuple):
 
 
 def claim_kind(store: Any, *, is_static: bool) -> None:
-    """Note in the store whether its group is static; refuse to mix.
+    """Note in the store whether its group is static or dynamic.
 
     Raises:
         RpcError: the store's group is of the other kind (upstream's text).
@@ -65,10 +65,10 @@ def claim_kind(store: Any, *, is_static: bool) -> None:
 
 
 def check_rank_0(store: Any) -> None:
-    """Look into the store of a process that has the port which this rank 0 wanted to serve.
+    """Look into the store of the process that has the port which this rank 0 wanted to serve.
 
     Raises:
-        RefusedError: it waits for its group, as rank 0 too.
+        RefusedError: that process was started as rank 0 too, and waits for its group.
     """
     key = f"{PREFIX}/rank/0"
     there = store.get(key).decode() if store.check([key]) else _TAKEN
@@ -86,7 +86,7 @@ def _not_unique(other: Member, store: Any, problem: str) -> errors.RefusedError:
 
 
 def is_static(store: Any) -> bool:
-    """Return whether the store's group is noted as static; without changing the store."""
+    """Return whether the store's group is noted as static; does not change the store."""
     return bool(store.check([_KIND])) and store.get(_KIND).decode() == "static"
 
 
@@ -94,7 +94,7 @@ def read_group(store: Any, group_id: str) -> Group:
     """Return a static group as it was formed.
 
     Raises:
-        RpcError, ValueError: it was not, or its members do not fit together; the text says why.
+        RpcError, ValueError: no group was formed, or its members do not fit; the text says why.
     """
     blob = json.loads(store.get(f"{PREFIX}/group/{group_id}"))
     if "error" in blob:
@@ -115,8 +115,8 @@ class Rendezvous:
         store: the group's store.
         name, rank: this worker's.
         world_size: number of workers.
-        seconds: how long to wait for them, for the whole of it.
-        numbered: the store as init_rpc gives it to any other back end.
+        seconds: how long join() and confirm_start() together wait for the other workers.
+        numbered: the store as init_rpc gives it to other back ends, with its prefix.
     """
 
     def __init__(
@@ -180,7 +180,8 @@ class Rendezvous:
         text += str(problem) or type(problem).__name__
         with contextlib.suppress(RuntimeError):
             if not self._entry:
-                # Before the entry: rank 0 gets the reason in its place. A live other's stays.
+                # This worker has no entry yet: rank 0 gets the reason in the entry's place. An
+                # entry of another process in the mailbox stays.
                 self._replace(json.dumps({"error": text}), lambda there: not there)
             elif not self._id:
                 self._withdraw()
@@ -200,7 +201,7 @@ class Rendezvous:
         return self._key("ready", f"{self._id}/{rank}")
 
     def _read(self, rank: int) -> str:
-        """Return a rank's entry, '' where there is none that a group may still take."""
+        """Return a rank's entry; '' where the mailbox holds none that a group may still take."""
         key = self._mailbox(rank)
         if not self._store.check([key]):
             return ""
@@ -208,7 +209,7 @@ class Rendezvous:
         return "" if text.startswith(_TAKEN) else text
 
     def _withdraw(self) -> None:
-        """Take this worker's entry away, if it is still there."""
+        """Remove this worker's entry, if it is still in the mailbox."""
         self._store.compare_set(self._mailbox(self._rank), self._entry, f"{_TAKEN}-")
 
     def _replace(self, text: str, allowed: Callable[[str], bool]) -> bool:
@@ -259,7 +260,7 @@ class Rendezvous:
             raise errors.RpcError(self._late([0] if self._id else late or [0], "joined"))
 
     def _form(self, me: Member) -> None:
-        """Rank 0: take all entries, write the blob, which holds them or says why not."""
+        """Rank 0: take all entries; write the blob, which holds them or says what went wrong."""
         self._id = secrets.token_hex(16)
         found: dict[int, str] = {}
         problem = ""
@@ -271,8 +272,8 @@ class Rendezvous:
                 if text and not problem:
                     problem = self._take(me, rank, text, found)
             if not problem and len(found) == self._world_size - 1:
-                # The own entry last: until then it tells another process that was started as rank 0
-                # by mistake that the rank is taken, and by whom.
+                # The own entry comes last: until then it tells another process that was started as
+                # rank 0 by mistake which process has the rank.
                 problem = self._take(me, 0, self._entry, found)
             return bool(problem) or len(found) == self._world_size
 
@@ -290,13 +291,13 @@ class Rendezvous:
         self._store.set(self._key("group", self._id), json.dumps(blob))
 
     def _take(self, me: Member, rank: int, text: str, found: dict[int, str]) -> str:
-        """Take a rank's entry; return what keeps the group from being formed, '' for nothing."""
+        """Take a rank's entry; return why the group cannot be formed, '' if nothing is wrong."""
         # A worker that failed to start leaves its reason instead of an address.
         problem = str(json.loads(text).get("error", ""))
         if not problem:
             member = Member.from_json(text)
             if member.host == me.host and not is_alive(member.pid):
-                return ""  # left over; the rank's living process will replace it
+                return ""  # left over from a dead process; the living one will replace it
         mailbox = self._mailbox(rank)
         taken = _TAKEN + self._id
         if self._store.compare_set(mailbox, text, taken).decode() != taken:
@@ -342,10 +343,10 @@ class Rendezvous:
         )
 
     def _elsewhere(self, ranks: list[int]) -> str:
-        """Return a sentence where ranks that are missing wait on another back end, else ''."""
+        """Return a sentence if missing ranks wait on another back end, else ''."""
         remedy = "give all ranks backend=BackendType.UCX, or TORCH_RPC_BACKEND=ucx"
         for rank in ranks if self._numbered is not None else ():
-            # Where the Gloo group that TENSORPIPE opens first says how to reach it.
+            # TENSORPIPE first opens a Gloo group, and each rank writes its address to this key.
             if self._numbered.check([f"0/{rank}"]):
                 return f" Rank {rank} is there with the back end TENSORPIPE: {remedy}."
         if self._rank != 0 and 0 in ranks and serves_by_rank_0(self._store):

@@ -1,8 +1,8 @@
 """How a worker of a static group that died comes back to it: docs/decisions/0009-return.md.
 
-A worker's place is a key of its rank that holds the id of the group it is in. Only a graceful
-shutdown empties it. So who finds a place was killed, or crashed; and whether the group is still
-there, its members know.
+A worker's place is a key of the store for its rank, which holds the id of the worker's group. Only
+a graceful shutdown empties the place. So a worker that finds its place filled at its start was
+killed or crashed before; the members of the group say whether the group still exists.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ logger = logging.getLogger(__name__)
 api: Any = _untyped_api  # upstream's functions have no types
 
 _TRIES = 1000
-# For an answer of a member beyond the time that it may need to see whether the former is dead, s.
+# How long to wait for a member's answer, s, in addition to the time that the member may need to
+# see whether the former process is dead.
 _PATIENCE = 10.0
 _WELCOME, _ENDED = "welcome", "ended"
 
-# What this process has been, as (pid, incarnation): it does not come back to a group that it left.
+# (pid, incarnation) of this process's earlier sessions: it does not return to a group that it left.
 _former_selves: set[tuple[int, str]] = set()
 
 
 class Place:
-    """The key of one rank.
+    """The place of one rank in the store.
 
     Args:
         store: the group's store.
-        rank: the worker's.
+        rank: of the worker.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -52,7 +53,7 @@ class Place:
         self.store.set(self._key(), group.hex())
 
     def empty(self) -> None:
-        """Note that the group has come to its end. Never fails."""
+        """Note that the group has ended. Never fails."""
         with contextlib.suppress(RuntimeError):
             self.store.set(self._key(), "")
 
@@ -70,8 +71,8 @@ class Standing(NamedTuple):
     """A group that a worker may come back to.
 
     Attributes:
-        group: as it was before this worker came.
-        former: what this worker was in it.
+        group: the group before this worker comes back.
+        former: this worker's former self in the group.
     """
 
     group: Group
@@ -88,7 +89,7 @@ class Standing(NamedTuple):
 
 
 def find(place: Place, name: str, rank: int, world_size: int) -> Standing | None:
-    """Look for a group that a worker has been in, of which somebody may be alive.
+    """Look for a group that this worker was in and of which a member may be alive.
 
     Args:
         place: of the worker's rank.
@@ -139,14 +140,14 @@ def come_back(session: sessions.Session, standing: Standing) -> bool:
     """Enter the group again.
 
     Args:
-        session: its agent runs in that group.
+        session: the session whose agent runs in that group.
         standing: what find() returned.
 
     Returns:
-        False where nobody of the group is there.
+        False where no member of the group answers.
 
     Raises:
-        RefusedError: the former is alive, or another process came first.
+        RefusedError: the former process is alive, or another process has taken its place already.
     """
     me, former = session.me, standing.former
     said = _ask(standing.others(), may_return, me, _PATIENCE + _time_to_notice(session))
@@ -173,10 +174,10 @@ def may_return(text: str) -> str:
         text: the worker, as Member.to_json() writes it.
 
     Returns:
-        'welcome', or 'ended' where this group is at its end, or why it may not.
+        'welcome'; 'ended' where this group is at its end; or the reason why it may not.
 
     Raises:
-        RefusedError: another worker asks for it.
+        RefusedError: the caller is another worker.
     """
     session = sessions.require()
     member = Member.from_json(text)
@@ -188,17 +189,17 @@ def may_return(text: str) -> str:
 
 
 def member_returned(text: str) -> dict[str, int]:
-    """Take note of a worker that has come back. Called by that worker over RPC.
+    """Note that a worker has come back. Called by that worker over RPC.
 
     Args:
         text: the worker, as Member.to_json() writes it.
 
     Returns:
-        For the sets of workers that have called _all_gather, how many times; without the one that
-        waits for this worker now.
+        For each set of workers that has called upstream's _all_gather: how many times. A call that
+        waits for the returned worker now is not counted.
 
     Raises:
-        RefusedError: another worker says so, or no such worker was in this group.
+        RefusedError: the caller is another worker, or no such worker was in this group.
     """
     session, member = sessions.require(), Member.from_json(text)
     dynamic.check_speaks_for(member.name)
@@ -221,7 +222,7 @@ def member_returned(text: str) -> dict[str, int]:
 
 def _is_dead(session: sessions.Session, former: Member, member: Member) -> bool:
     if former.host == member.host:
-        return True  # it sees that itself
+        return True  # the returned worker is on that host and has checked this itself
     if former.host == session.me.host:
         return not is_alive(former.pid)
     agent = session.agent
@@ -235,7 +236,7 @@ def _is_dead(session: sessions.Session, former: Member, member: Member) -> bool:
 
 
 def _time_to_notice(session: sessions.Session) -> float:
-    """Return how long it may take to see that a host is gone, s."""
+    """Return how long it may take until a worker notices that a host is gone, s."""
     return 2 * session.options.keepalive + 1
 
 
@@ -265,7 +266,7 @@ def _parse(text: str) -> dict[str, Member]:
 
 
 def _enter(session: sessions.Session, former: Member) -> dict[str, Member]:
-    """Write this worker among those that have come back; return the others of them."""
+    """Add this worker to the members that have come back; return the others of these."""
     me, store = session.me, session.place.store
     key = _returned_key(session.agent.group_id.hex())
     before = ""
@@ -285,7 +286,7 @@ def _enter(session: sessions.Session, former: Member) -> dict[str, Member]:
 
 
 def _ask(names: Iterable[str], function: Any, me: Member, timeout: float) -> dict[str, Any]:
-    """Call several workers; return the answers of those that give one, by name."""
+    """Call several workers; return name -> answer of the workers that answer."""
     futures: dict[str, Any] = {}
     answers: dict[str, Any] = {}
     for name in names:
@@ -300,9 +301,9 @@ def _ask(names: Iterable[str], function: Any, me: Member, timeout: float) -> dic
 
 
 def _adopt_counts(answers: dict[str, dict[str, int]]) -> None:
-    """Go on counting _all_gather where the others are."""
+    """Take over the other workers' counts of _all_gather, so that the next call meets theirs."""
     merged: dict[str, int] = {}
-    # The first by name leads, and knows who has come.
+    # The worker whose name sorts first leads upstream's gathering, so its count wins.
     for name in sorted(answers):
         merged = {**answers[name], **merged}
     with api._all_gather_dict_lock:

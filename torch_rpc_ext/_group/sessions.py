@@ -1,6 +1,7 @@
 """The one RPC session of this process: what Python must remember beside the C++ agent.
 
-It stands here and not on the agent object because pybind11 may wrap the agent anew at any time.
+These are not attributes of the agent object, because pybind11 may make a new Python object for the
+same agent at any time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch_rpc_ext._group.members import Member
 from torch_rpc_ext.options import UcxRpcBackendOptions
 
 
-# Each method that dataclass writes is compiled at import, in every process of a group.
+# No __eq__ and __repr__: dataclass would compile them at import, in every process of a group.
 @dataclass(eq=False, repr=False)
 class Session:
     """A running agent and what it was started with.
@@ -23,17 +24,17 @@ class Session:
     Attributes:
         agent: the C++ agent.
         me: this worker.
-        options: as used.
-        given_options: as passed to init_rpc; another object under takeover.
+        options: the options in force.
+        given_options: the options as passed to init_rpc; another object under takeover.
         store: the store that init_rpc passed.
-        interface: what was chosen, and why.
+        interface: the interfaces that were chosen, and why.
         allowed: what peers may call (_security.allow_list.AllowList), None for everything.
-        place: this worker's in the store (returning.Place), None in a dynamic group.
+        place: this worker's place in the store (returning.Place), None in a dynamic group.
         directory: the dynamic group's directory (dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
-        events: what tells subscribers of other workers (events._Hub), None before the first.
+        events: tells the subscribers (events._Hub); None before the first subscription.
         all_done: every worker of the static group has reached rpc.shutdown().
-        pid: the process it lives in: a forked child inherits the object, but no threads.
+        pid: the process that made the session: a forked child inherits the object, but no threads.
     """
 
     agent: Any
@@ -78,6 +79,6 @@ def require() -> Session:
 
 
 def set_current(session: Session | None) -> None:
-    """Make it this process's session; None for none."""
+    """Set this process's session; None for none."""
     global _current
     _current = session

@@ -1,4 +1,4 @@
-"""Opening the rendezvous store over TCP: bounded, interruptible, and saying who has the port."""
+"""Opening the store over TCP: with a time limit, and errors that say which process has the port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._group.rendezvous import check_rank_0
 from torch_rpc_ext._group.stores import Deadline, dist, launcher_serves, poll
 
-# A port that the process before us has just left is free within moments.
+# How long to wait for a port that an ended process has held, s.
 _PORT_PATIENCE = 3.0
 
 
@@ -25,15 +25,15 @@ def open_tcp(
     seconds: float,
     use_libuv: bool = True,
 ) -> Any:
-    """Open the TCPStore of env:// and tcp://, as torch does but bounded and interruptible.
+    """Open the TCPStore of env:// and tcp://, with a time limit and interruptible by Ctrl-C.
 
-    torch's own way waits up to 30 minutes inside C++ for all workers. Here the store opens at
-    once; the rendezvous that follows waits, and can say who is missing.
+    torch itself waits inside C++ for all workers, up to 30 minutes. Here the store opens at once;
+    the rendezvous waits afterwards, and can say who is missing.
 
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
-        rank: this worker's; 0 serves the store, except under torchrun, which serves it itself.
+        rank: of this worker; rank 0 serves the store, except under torchrun, which serves it.
         world_size: None or negative for a dynamic group.
         seconds: how long to try.
         use_libuv: torch's choice of server.
@@ -71,15 +71,15 @@ def open_tcp(
 
 
 def _look_at_rank_0(host: str, port: int) -> None:
-    """Look whether the port is taken by another process that was started as rank 0.
+    """Check whether another process that was started as rank 0 has the port.
 
     Raises:
-        RefusedError: it is; the text names that process.
+        RefusedError: such a process has the port; the text names the process.
     """
     found: list[errors.RefusedError] = []
 
     def look() -> None:
-        # Another program may be there, which understands nothing of this.
+        # The port may belong to another program, which does not speak the store's protocol.
         with contextlib.suppress(RuntimeError, ValueError):
             store = dist.TCPStore(
                 host, port, timeout=timedelta(seconds=1), is_master=False, wait_for_workers=False
@@ -89,7 +89,7 @@ def _look_at_rank_0(host: str, port: int) -> None:
             except errors.RefusedError as error:
                 found.append(error)
 
-    # And it may never answer: then this thread is left behind.
+    # That program may never answer: then this thread is left behind.
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(1.0)

@@ -1,7 +1,7 @@
-"""The rendezvous store: bounded, interruptible waiting, and what a store says of itself.
+"""The rendezvous store: waiting with a time limit, and facts about a store.
 
-Keys are polled, not waited for: Store.wait cannot be interrupted by Ctrl-C, and a TCPStore logs
-two warnings at each of its time-outs.
+Keys are polled. Store.wait() would do the waiting in C++, where Ctrl-C does not interrupt it, and a
+TCPStore logs two warnings at each of its time-outs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch._C import _distributed_c10d as _untyped_c10d
 
 dist: Any = _untyped_c10d  # its stub lacks some members
 
-# The first look comes soon (a peer is usually milliseconds away), later ones spare the store.
+# Pauses between looks, s: short at first, because the others usually come within milliseconds;
+# then longer, to spare the store.
 _FIRST_PAUSE = 0.001
 _GROWTH = 1.25
 _LONGEST_PAUSE = 0.1
@@ -40,7 +41,10 @@ class Deadline:
 
 
 def poll(ready: Callable[[], bool], deadline: Deadline) -> bool:
-    """Ask until ready() or the deadline; return what it said last. Ctrl-C gets through."""
+    """Call ready() until it returns True or the deadline is over; return its last result.
+
+    Ctrl-C interrupts this.
+    """
     pause = _FIRST_PAUSE
     while not ready():
         left = deadline.remaining()
@@ -53,13 +57,13 @@ def poll(ready: Callable[[], bool], deadline: Deadline) -> bool:
 
 @contextlib.contextmanager
 def patient(store: Any, seconds: float) -> Iterator[None]:
-    """Give the store's own operations this time; init_rpc sets it to rpc_timeout, maybe tiny."""
+    """Set the store's own time limit: init_rpc has set rpc_timeout, which may be tiny."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=max(1.0, seconds)))
     try:
         yield
     finally:
-        # The store may be gone by now; what went wrong first is what counts.
+        # The store may be gone by now; that error would hide the first one.
         with contextlib.suppress(RuntimeError):
             store.set_timeout(before)
 
@@ -76,21 +80,21 @@ def describe(store: Any) -> str:
 
 
 def unnumbered(store: Any) -> Any:
-    """Take off the prefix with the number of init_rpc calls that init_rpc puts on.
+    """Return the store without the prefix of init_rpc, the number of this process's init_rpc calls.
 
-    A worker that comes back, or was not part of every group before, has made more such calls than
-    the others, or fewer: under that prefix they would never meet.
+    A worker that comes back, or that was not in all earlier groups, has made another number of
+    calls than the others: with the prefix they would never meet.
     """
     return store.underlying_store if isinstance(store, dist.PrefixStore) else store
 
 
 def launcher_serves() -> bool:
-    """Return whether torchrun serves the store, and no worker."""
+    """Return whether torchrun, and not a worker, serves the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def serves_by_rank_0(store: Any) -> bool:
-    """Return whether it is rank 0 of the group that keeps what is in the store."""
+    """Return whether the store's content is kept by rank 0 of the group."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore) and not launcher_serves()

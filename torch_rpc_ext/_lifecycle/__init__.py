@@ -1,1 +1,1 @@
-"""One worker's way from init_rpc to the end of its process."""
+"""The life of a worker, from init_rpc to the end of its process."""

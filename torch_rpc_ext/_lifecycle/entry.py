@@ -1,7 +1,7 @@
-"""Our entries in torch's registry of back ends: what init_rpc calls to make options and an agent.
+"""Our entries in torch's registry of back ends: init_rpc calls them to make options and an agent.
 
-Imported by whoever imports torch.distributed.rpc, so it loads no more than it must: the options and
-the agent's start are loaded when they are used.
+Every program that imports torch.distributed.rpc imports this module, so it loads little: the
+options and the agent's start are loaded when they are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def register(rpc: Any) -> None:
         rpc: the module torch.distributed.rpc, imported completely.
     """
     if not hasattr(rpc, "BackendType"):
-        return  # This torch was built without RPC; init_rpc does not exist either.
+        return  # this torch was built without RPC, so init_rpc does not exist either
     value = rpc.backend_registry.BackendValue(construct_options, init_backend)
     for enum_class in registry.enum_classes(rpc):
         registry.add_member(enum_class, NAME, value)
@@ -34,14 +34,14 @@ def serve_tensorpipe(rpc: Any) -> None:
     Args:
         rpc: the module torch.distributed.rpc.
     """
-    # Imported only here: a process that did not ask for it pays nothing.
+    # Imported here, so that processes without takeover need not load it.
     from torch_rpc_ext._upstream import tensorpipe
 
     tensorpipe.apply(rpc, init_backend)
 
 
 def construct_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> Any:
-    """Build the options; upstream's construct_rpc_backend_options_handler.
+    """Build the options: the construct_rpc_backend_options_handler of upstream's registry.
 
     Args:
         rpc_timeout: default time-out of a call, s.
@@ -59,7 +59,7 @@ def construct_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> An
 def init_backend(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
-    """Start the agent, with TENSORPIPE's options or ours; upstream's init_backend_handler."""
+    """Start the agent, with TENSORPIPE's options or ours: upstream's init_backend_handler."""
     from torch.distributed import rpc
 
     from torch_rpc_ext._lifecycle import starting
@@ -81,10 +81,10 @@ def init_backend(
 
 
 def to_ucx_options(given: Any) -> Any:
-    """Return UcxRpcBackendOptions that say what TENSORPIPE's options say.
+    """Return UcxRpcBackendOptions with the values of TENSORPIPE's options.
 
     Args:
-        given: TensorPipeRpcBackendOptions, or ours (returned as they are).
+        given: TensorPipeRpcBackendOptions; UcxRpcBackendOptions are returned as they are.
     """
     from torch_rpc_ext.options import UcxRpcBackendOptions
 

@@ -14,6 +14,11 @@ from torch_rpc_ext._upstream import tensorpipe
 def info() -> dict[str, Any]:
     """Describe the UCX back end of this process, initialised or not.
 
+    ::
+
+        for peer in torch_rpc_ext.info()["agent"]["peers"]:
+            print(peer["worker"], peer["bulk"], peer["why"])
+
     Returns:
         A dict that JSON can hold: ``versions``, ``ucx`` (the library in use and why, or
         ``error``), ``environment``, ``takeover``, and ``agent``: None, or name, rank, world
@@ -30,7 +35,7 @@ def info() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is involved."""
+    """Return the versions of this package, torch, Python and the platform."""
     import torch
 
     return {
@@ -42,7 +47,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_ucx() -> dict[str, Any]:
-    """Return which UCX is in use and why, and its transports; or the error that keeps it away."""
+    """Return which UCX is in use and why, and its transports; or why UCX cannot be loaded."""
     from torch_rpc_ext._native import loader
 
     try:
@@ -69,7 +74,7 @@ def _takeover() -> bool:
 
 def _agent() -> dict[str, Any] | None:
     if "torch_rpc_ext._group.sessions" not in sys.modules:
-        return None  # No session has begun; and this torch may have no RPC to import.
+        return None  # no session has begun; importing the module may fail: a torch without RPC
     from torch_rpc_ext._group import sessions, stores
 
     session = sessions.current()

@@ -1,9 +1,9 @@
-"""init_rpc on UCX: opening the store bounded and interruptible, and failing early.
+"""init_rpc on UCX: the store opens with a time limit, and what can fail early fails early.
 
 init_rpc opens the store before it calls the back end, and torch's TCPStore waits inside C++ for all
-workers, up to 30 minutes and deaf to Ctrl-C. So the name init_rpc gets a thin wrapper that notes
-that this call is for UCX, and the function that opens TCP stores looks at the note. A call for any
-other back end passes through both untouched.
+workers: up to 30 minutes, without reacting to Ctrl-C. So init_rpc gets a thin wrapper, which notes
+that a call is for UCX, and the function that opens TCP stores looks at this note. Calls for other
+back ends pass through both unchanged.
 Source: torch/distributed/rpc/__init__.py, torch/distributed/rendezvous.py.
 """
 
@@ -56,7 +56,7 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
             return
         from torch_rpc_ext._upstream import torch_names
 
-        torch_names.require(torch_names.UCX)  # before anything is imported that needs them
+        torch_names.require(torch_names.UCX)  # before the import of modules that need the names
         from torch_rpc_ext._lifecycle import starting
 
         starting.prepare(rank, world_size)
@@ -71,13 +71,13 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
 
 
 def _ucx_member(rpc: Any, backend: Any, options: Any) -> Any:
-    """Return the back end that init_rpc would take, where that is ours, else None."""
+    """Return the back end that init_rpc would take if that is ours, else None."""
     registry = rpc.backend_registry
     if options is not None and not isinstance(options, rpc.RpcBackendOptions):
         return None  # upstream's error is the right one
     if backend is None:
         if _is_ours(options):
-            # Naming it here saves the user upstream's warning about options without a back end.
+            # Naming the back end avoids upstream's warning about options without a back end.
             return registry.BackendType["UCX"]
         if options is not None and not isinstance(options, rpc.TensorPipeRpcBackendOptions):
             return None
@@ -86,7 +86,7 @@ def _ucx_member(rpc: Any, backend: Any, options: Any) -> Any:
     handler = getattr(value, "init_backend_handler", None)
     if not str(getattr(handler, "__module__", "")).startswith("torch_rpc_ext."):
         return None
-    # Somebody may have called register_backend, which makes earlier members stale: take today's.
+    # Looked up anew: register_backend(), if a program has called it, has replaced the enum class.
     return registry.BackendType[backend.name]
 
 

@@ -32,16 +32,16 @@ def watch() -> None:
 
 
 def open_session(session: sessions.Session) -> None:
-    """Make it this process's session, and adapt upstream's Python to it."""
+    """Set this process's session, and install the hooks in upstream's Python."""
     watch()
     sessions.set_current(session)
     hooks.install(session.agent, wait_all_workers, session.allowed)
 
 
 def close_session() -> None:
-    """Forget the session: upstream's Python is as before, the store may go. Idempotent.
+    """Forget the session, remove the hooks from upstream's Python, release the store. Idempotent.
 
-    Called at the end of agent.shutdown(), whoever calls that.
+    agent.shutdown() calls this at its end.
     """
     session = sessions.current()
     if session is None:
@@ -51,13 +51,14 @@ def close_session() -> None:
     if session.events is not None:
         session.events.close()
     if session.all_done:
-        # init_rpc keeps the store alive in a global, and with it, on rank 0, its port. Nobody
-        # needs it any more, and the next init_rpc, maybe with another rank 0, can have the port.
+        # A global of upstream keeps the store alive, and on rank 0 the store's port. No worker
+        # needs the store any more, and the next init_rpc, perhaps with another rank 0, needs the
+        # port.
         rpc.__dict__.pop("rendezvous_iterator", None)
 
 
 def abandon(session: sessions.Session) -> None:
-    """Undo a start that failed half-way: no agent, no thread, no hook stays."""
+    """Undo a start that failed half-way, so that no agent, thread or hook stays."""
     with contextlib.suppress(Exception):
         session.agent.shutdown()
     close_session()
@@ -71,8 +72,9 @@ def abandon(session: sessions.Session) -> None:
 def _at_exit() -> None:
     """Stop the threads of a process that leaves without rpc.shutdown().
 
-    As rpc.shutdown(graceful=False), but silent about RRefs that still live. Without it the
-    threads meet a Python that is being taken down, and the process aborts or hangs.
+    Does what rpc.shutdown(graceful=False) does, but is silent about RRefs that still live. Without
+    this the threads would use an interpreter that is being taken down, and the process would abort
+    or hang.
     """
     session = sessions.current()
     if session is None:
@@ -85,8 +87,8 @@ def _at_exit() -> None:
 def _after_fork_in_child() -> None:
     """Make RPC look uninitialised in a forked child.
 
-    The child has the agent's memory and file descriptors, but none of its threads: touching the
-    agent there would hang, or speak on the parent's connections.
+    The child has the agent's memory and file descriptors, but not its threads. Using the agent in
+    the child would hang, or send on the parent's connections.
     """
     session = sessions._current
     if session is None:

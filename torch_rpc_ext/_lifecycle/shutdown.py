@@ -1,4 +1,4 @@
-"""What a graceful rpc.shutdown() does first: meet the others, or leave a dynamic group.
+"""The first step of a graceful rpc.shutdown(): wait for the others, or leave a dynamic group.
 
 Source: torch/distributed/rpc/api.py, shutdown, _wait_all_workers.
 """
@@ -20,20 +20,20 @@ from torch_rpc_ext._group import dynamic, sessions
 api: Any = _untyped_api
 native_rpc: Any = _untyped_native_rpc
 
-# For letting go of RRefs before leaving; their owners may be gone, and then never answer.
+# How long a leaving worker waits until its RRefs are deleted; an owner that is gone never answers.
 _RREF_PATIENCE = timedelta(seconds=10)
 
-# How long shutdown waits for the others before it looks whether they live, and how often then; s.
+# After how long a waiting shutdown begins to check that the others live, and how often then, s.
 _WATCH_AFTER = 1.0
 _WATCH_INTERVAL = 0.5
 
 
 def wait_all_workers(original: Callable[..., Any], timeout: float) -> None:
-    """Meet the other workers before a graceful shutdown; leave the group where it is a dynamic one.
+    """Wait until all workers have called shutdown, or leave the group if it is dynamic.
 
     Args:
         original: upstream's api._wait_all_workers.
-        timeout: for the meeting, s; 0 for none.
+        timeout: how long to wait for the others, s; 0 for no limit.
     """
     session = sessions.current()
     if session is None or session.directory is None:
@@ -41,21 +41,21 @@ def wait_all_workers(original: Callable[..., Any], timeout: float) -> None:
             original(timeout)
         if session is not None:
             session.all_done = True
-            # While rank 0 still waits for this worker: its store may go with it.
+            # Now, while rank 0 still waits for this worker: rank 0's end may end the store.
             session.place.empty()
         return
     with contextlib.suppress(RuntimeError):
-        # The owners still know us now; after leaving they do not.
+        # Before leaving, because afterwards the owners do not know this worker any more.
         native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
     dynamic.leave_group(session)
 
 
 @contextlib.contextmanager
 def _ending_when_one_is_lost(session: sessions.Session | None) -> Iterator[None]:
-    """Let upstream's gathering of all workers end, with its error, when one has died.
+    """Let upstream's gathering of all workers end with its error when a worker has died.
 
-    Upstream's leader waits for a signal that only the last worker's arrival sets, by default for
-    ever. The leader knows who has not come; it connects to them to learn whether they live.
+    Upstream's leader waits, by default for ever, for a signal that only the last worker's arrival
+    sets. Here the leader connects to the workers that have not come, to learn whether they live.
     """
     if session is None:
         yield
@@ -75,7 +75,7 @@ def _watch_members(session: sessions.Session, done: threading.Event) -> None:
     patience = _WATCH_AFTER
     while not done.wait(patience):
         patience = _WATCH_INTERVAL
-        with contextlib.suppress(RuntimeError):  # one has left meanwhile, or RPC has ended
+        with contextlib.suppress(RuntimeError):  # a worker has left meanwhile, or RPC has ended
             if leader:
                 for member in list(session.members.values()):
                     session.agent.watch(member.rank)

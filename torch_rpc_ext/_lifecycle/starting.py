@@ -34,10 +34,10 @@ native_rpc: Any = _untyped_native_rpc
 
 
 def prepare(rank: int, world_size: int | None) -> None:
-    """Do what can fail before init_rpc opens the store.
+    """Do everything that may fail and needs no store, before init_rpc opens the store.
 
     Args:
-        rank: this worker's, or -1 where the store's URL or environment says it.
+        rank: of this worker; -1 where the store's URL or the environment holds the rank.
         world_size: as given to init_rpc.
 
     Raises:
@@ -63,7 +63,7 @@ def _check_rank(rank: int, world_size: int | None) -> None:
 
 
 def init_timeout(options: Any) -> float:
-    """Return how long init_rpc waits for the others with these options, of either kind; s."""
+    """Return how long init_rpc waits for the others, s; takes TENSORPIPE's options and ours."""
     if isinstance(options, UcxRpcBackendOptions):
         return options.effective_init_timeout()
     return default_init_timeout(DEFAULT_RPC_TIMEOUT if options is None else options.rpc_timeout)
@@ -86,15 +86,15 @@ def start(
         name: this worker's name.
         rank: this worker's rank.
         world_size: number of workers; None or 0 for a dynamic group.
-        options: how.
-        given_options: the options that the user passed, of upstream's type under takeover.
-        numbered: whether the store has the prefix that init_rpc puts on, the number of its calls.
+        options: the options in force.
+        given_options: the options that the user passed, of upstream's class under takeover.
+        numbered: whether the store has the prefix of init_rpc, the number of its calls.
 
     Returns:
         The agent, running and current.
 
     Raises:
-        TypeError, ValueError: a wrong argument.
+        TypeError, ValueError: an argument is wrong.
         RpcError: the workers did not come together; the text says who is missing, or why.
         ImportError: the extension or UCX cannot be loaded.
     """
@@ -127,7 +127,7 @@ def start(
             else:
                 _start_dynamic(session, own)
         except BaseException as problem:
-            # KeyboardInterrupt too: nothing of a failed start may stay.
+            # Also at KeyboardInterrupt nothing of a failed start may stay.
             if world_size:
                 meeting.fail(problem)
             if session is not None:
@@ -145,7 +145,7 @@ def _open(
     options: UcxRpcBackendOptions,
     given_options: Any,
 ) -> sessions.Session:
-    """Create the agent, which listens from now on, and the session."""
+    """Create the agent, which listens from then on, and the session."""
     interface = interfaces.choose(options.interface, options.init_method)
     agent_options = native.AgentOptions()
     agent_options.set_values(of_agent(options))
@@ -159,7 +159,7 @@ def _open(
     allowed = None
     if options.allow_list is not None:
         torch_names.require("the option allow_list")
-        from torch_rpc_ext._security.allow_list import AllowList  # not for those who do not use it
+        from torch_rpc_ext._security.allow_list import AllowList  # not loaded without the option
 
         allowed = AllowList.of(options.allow_list, name, SERVED)
         agent_options.allow_only(allowed.names, allowed.modules)
@@ -184,7 +184,7 @@ def _open(
 
 
 def _wire_dtypes(options: UcxRpcBackendOptions) -> tuple[int, dict[str, int]]:
-    """Return what all workers get, and what some get in its place."""
+    """Return (number of the dtype for all workers, worker -> number for those that differ)."""
     given = options.wire_dtype
     if not isinstance(given, dict):
         return wire_dtype_number("wire_dtype", given), {}
@@ -192,7 +192,7 @@ def _wire_dtypes(options: UcxRpcBackendOptions) -> tuple[int, dict[str, int]]:
 
 
 def _check_workers(options: UcxRpcBackendOptions, members: Iterable[str]) -> None:
-    """Refuse options for workers that a static group does not have."""
+    """Raise for options that name workers which a static group does not have."""
     known = sorted(members)
     for worker in options.wire_dtype if isinstance(options.wire_dtype, dict) else ():
         if worker not in known:
@@ -258,12 +258,12 @@ def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
         session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
         reverse, devices = device_tables(session.me, session.members)
         if devices and torch.cuda.is_available():
-            # Others may send CUDA tensors before the user's code has touched CUDA here.
+            # Another worker may send a CUDA tensor before this program first uses CUDA.
             torch.cuda.init()  # type: ignore[no-untyped-call]
         session.agent.set_device_maps(session.me.device_maps, reverse, devices)
 
 
-# What workers call on each other, whatever the option allow_list says.
+# Functions that workers call on each other, whatever the option allow_list says.
 SERVED = (
     dynamic.member_joined,
     dynamic.member_left,

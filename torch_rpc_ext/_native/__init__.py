@@ -1,1 +1,1 @@
-"""Building, finding and loading UCX and the C++."""
+"""Building the C++, and finding and loading it and UCX."""

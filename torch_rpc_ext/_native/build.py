@@ -1,6 +1,6 @@
-"""How the C++ is built: by setup.py, and by the loader for a torch that has no extension here.
+"""Building the C++: setup.py does this, and so does the loader for a torch without an extension.
 
-There are two native parts, because almost half of csrc/ does not know torch:
+There are two native parts, because almost half of csrc/ does not need torch:
 
 - the core, one shared library, compiled once: CORE_FOLDERS;
 - the extension module, which is torch's RpcAgent and the bindings: TORCH_FOLDERS. It is compiled
@@ -11,8 +11,9 @@ Most of the time of compiling a file goes into torch's headers: 7 of 9 s. So the
 are compiled as a few units that include up to FILES_OF_A_UNIT of them each. Names in anonymous
 namespaces must therefore be unique within a folder.
 
-Every process that calls init_rpc() imports this module, and setup.py loads it by its path, because
-the package cannot be imported yet. So what only compiling needs is imported where it is used.
+Every process that calls init_rpc() imports this module, and setup.py loads it by its path, when the
+package cannot be imported yet. So modules that only compiling needs are imported where they are
+used.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from typing import Any
 CORE_FOLDERS = ("base", "wire", "crypto", "metrics", "memory", "cuda", "transport")
 TORCH_FOLDERS = ("compat", "agent", "bindings")
 CORE = "core"
-# A library's file that ended in .so would be a module of the package to pkgutil.
+# Not ".so": pkgutil would take the file for a module of the package.
 CORE_LIBRARY = "libtorch_rpc_ext_core.so.0"
-# More files make fewer, longer units, that need more memory (2.3 GB at 13 of bindings/).
+# More files in a unit make fewer units, but each needs more memory (2.3 GB at 13 of bindings/).
 FILES_OF_A_UNIT = 8
-#: '0' compiles each file alone, which is right for whoever changes single files with ccache.
+#: '0' compiles each file alone, which suits developers who change single files and use ccache.
 UNITS_VARIABLE = "TORCH_RPC_EXT_BUILD_UNITS"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,53 +45,53 @@ _FLAGS = (
     "-g0",
     "-Wall",
     "-Wextra",
-    "-Wno-unused-parameter",  # torch's headers
+    "-Wno-unused-parameter",  # torch's headers have such parameters
 )
 _UCX = ("-l:libucp.so.0", "-l:libuct.so.0", "-l:libucs.so.0")
 
 
 def compile_flags(*, core: bool) -> list[str]:
-    """Flags of the compiler, the user's CXXFLAGS last so that they win."""
+    """Return the flags of the compiler; the user's CXXFLAGS come last and so win."""
     import shlex
 
     torch_only = (
         "-fvisibility=hidden",
-        # What torch's RPC headers expect; USE_TENSORPIPE would need its headers.
+        # torch's RPC headers expect these. Not USE_TENSORPIPE, which needs TensorPipe's headers.
         "-DUSE_DISTRIBUTED",
         "-DUSE_RPC",
         "-DUSE_C10D_GLOO",
     )
-    # A function of the core that calls another one of the core needs no detour by the linker.
+    # Calls within the core are then direct, not through the table of the dynamic linker.
     core_only = ("-fno-semantic-interposition",)
     chosen = core_only if core else torch_only
     return [*_FLAGS, *chosen, *shlex.split(os.environ.get("CXXFLAGS", ""))]
 
 
 def link_flags(*, core: bool) -> list[str]:
-    """Libraries, by name and without rpath: the loader has loaded them before (loader.py)."""
+    """Return the libraries, by name and without rpath: loader.py loads them before."""
     if core:
         return [*_UCX, "-lcrypto", f"-Wl,-soname,{CORE_LIBRARY}", "-Wl,-Bsymbolic-functions"]
     return [f"-l:{CORE_LIBRARY}"]
 
 
 def csrc() -> Path:
-    """Folder of the C++ sources: of the source tree, or those that are installed."""
+    """Return the folder of the C++ sources: the source tree's, or the installed package's."""
     tree = _PACKAGE.parent / "csrc"
     return tree if tree.is_dir() else _PACKAGE / "_csrc"
 
 
 def extension_name(torch_version: str) -> str:
-    """File of the extension module for a torch and for the running Python.
+    """Return the file name of the extension module for a torch and the running Python.
 
     Args:
-        torch_version: as torch.__version__, "2.13.0+cpu".
+        torch_version: such as "2.13.0+cpu", from torch.__version__.
     """
     major, minor = torch_version.split(".")[:2]
     return f"_C_torch{major}{minor}{EXTENSION_SUFFIXES[0]}"
 
 
 def ucx_root() -> Path | None:
-    """Folder with UCX's include/ and lib/: any libucx wheel, cu12 or cu13; None for none."""
+    """Return the folder of a libucx wheel, cu12 or cu13, with include/ and lib/; None for none."""
     spec = importlib.util.find_spec("libucx")
     for location in (spec.submodule_search_locations or []) if spec else []:
         return Path(location)
@@ -98,7 +99,7 @@ def ucx_root() -> Path | None:
 
 
 def sources_digest() -> str:
-    """Names the C++ sources by their content: extensions for other sources do not fit the core."""
+    """Return a digest of the C++ sources: an extension fits a core of the same sources only."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -108,11 +109,11 @@ def sources_digest() -> str:
 
 
 def units(folders: Sequence[str], into: Path) -> list[Path]:
-    """Write what the compiler is given.
+    """Write the units that are compiled.
 
     Args:
-        folders: of csrc/, with all below them.
-        into: folder for the units; a unit that has not changed is left as it is.
+        folders: of csrc/, with all folders below them.
+        into: folder for the units; a unit that has not changed is not written again.
 
     Returns:
         The units, or the sources themselves if UNITS_VARIABLE is '0'.
@@ -138,7 +139,7 @@ def units(folders: Sequence[str], into: Path) -> list[Path]:
 
 
 def _cpp_extension() -> Any:
-    """Import it without what a torch with CUDA logs then: that there is no GPU here."""
+    """Import torch.utils.cpp_extension, without the line about a missing GPU that it logs."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -149,9 +150,9 @@ def _cpp_extension() -> Any:
 
 
 def compiled_extension() -> Path:
-    """File that compile_extension() makes for the running torch, whether it is there or not.
+    """Return the file that compile_extension() makes for the running torch; it may not exist.
 
-    It is in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
+    The file is in $TORCH_EXTENSIONS_DIR, by default torch's folder in the user's cache.
     """
     import torch
 
@@ -165,17 +166,17 @@ def compiled_extension() -> Path:
 def compile_extension(*, again: bool = False) -> Path:
     """Compile the extension module for the running torch, against the core that is loaded.
 
-    Processes that ask at the same time wait for the first. The result is kept, so later processes
-    find it.
+    Of several processes that do this at the same time, one compiles and the others wait. The file
+    is kept for later processes.
 
     Args:
-        again: also where there is one, which is then replaced.
+        again: compile even if the file exists, and replace it.
 
     Returns:
         The extension module's file.
 
     Raises:
-        ImportError: it cannot be compiled; the text says why, and what to do.
+        ImportError: compiling is not possible or fails; the text says why, and what to do.
     """
     import fcntl
     import shutil
@@ -196,7 +197,7 @@ def compile_extension(*, again: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with made.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # The lock file of a compilation that was killed; torch would wait for ever.
+            # A compilation that was killed has left torch's lock file; torch would wait for ever.
             (folder / "lock").unlink(missing_ok=True)
             if made.exists() and not again:  # another process was first
                 return made
@@ -219,7 +220,7 @@ def compile_extension(*, again: bool = False) -> Path:
                     build_directory=str(folder),
                     is_python_module=False,
                 )
-            # Only now: a file that somebody finds there is complete.
+            # Renamed at the end, so that another process only ever finds a complete file.
             (folder / "_C.so").rename(made)
     except OSError as error:
         raise ImportError(
@@ -234,7 +235,7 @@ def compile_extension(*, again: bool = False) -> Path:
 
 
 def how_to_reinstall() -> str:
-    """Return the command that installs this version again, and nothing else with it."""
+    """Return the command that installs this version again without changing other packages."""
     import json
     from importlib import metadata
 
@@ -242,7 +243,7 @@ def how_to_reinstall() -> str:
 
     what = f"torch-rpc-ext=={__version__}"  # as from an index
     try:
-        # Where pip had it from, if not from an index (PEP 610).
+        # pip notes here from where it installed a package that is not from an index (PEP 610).
         text = metadata.distribution("torch-rpc-ext").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         text = None
@@ -257,14 +258,14 @@ def how_to_reinstall() -> str:
 
 
 def _ucx_headers() -> list[str]:
-    """Return the folder of the UCX wheel's headers; a system's headers are found without."""
+    """Return the folder of the UCX wheel's headers; a system's headers need no folder."""
     root = ucx_root()
     return [str(root / "include")] if root else []
 
 
 @contextlib.contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Let torch find the package ninja also where its environment is not activated."""
+    """Put the package ninja on the PATH, for an environment that is not activated."""
     import shutil
 
     before = os.environ.get("PATH", "")
@@ -279,18 +280,18 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def missing_for_compiling(*, core: bool, torch: bool = True) -> str:
-    """Return what has to be done before anything can be compiled; '' for nothing.
+    """Return what the user must do before anything can be compiled; '' for nothing.
 
     Args:
-        core: whether the core library is to be compiled.
-        torch: whether the extension module is.
+        core: whether the core library will be compiled.
+        torch: whether the extension module will be compiled.
     """
     import shlex
     import shutil
     import subprocess
     import sysconfig
 
-    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # as torch looks for it
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]  # the one that torch uses
     if not csrc().is_dir():
         return f"the C++ sources are gone; run `{how_to_reinstall()}`"
     if shutil.which(compiler[0]) is None:
@@ -314,7 +315,7 @@ def missing_for_compiling(*, core: bool, torch: bool = True) -> str:
 
 
 def _probes(compiler: str, *, core: bool, torch: bool) -> Iterator[tuple[str, str]]:
-    """Yield programs that must compile, and what to do for each that does not."""
+    """Yield (program that must compile, what to do if it does not)."""
     yield (
         "#include <concepts>\n#include <span>\n",
         f"install a newer C++ compiler ({compiler} does not know C++20), or name one in CXX",
@@ -338,7 +339,7 @@ def _python() -> str:
 
 
 def _there() -> str:
-    """Say which extension modules there are."""
+    """Return a text that names the existing extension modules."""
     found = []
     for path in sorted(_PACKAGE.glob("_C_torch*.so")):
         number, python = path.name.removeprefix("_C_torch").split(".")[:2]

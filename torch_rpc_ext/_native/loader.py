@@ -1,4 +1,4 @@
-"""Loading UCX and the C++ extension, with a sentence for whatever is in the way."""
+"""Loading UCX and the C++ extension; every obstacle is an error of one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_rpc_ext._native import build
 
 _FOLDER = Path(__file__).resolve().parents[1]
 
-# In the order of their dependence on each other.
+# Each depends on those before it.
 _LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -32,11 +32,11 @@ class Ucx(NamedTuple):
     """The UCX in use.
 
     Attributes:
-        source: 'wheel', 'system', 'folder' or 'process' (something else had loaded it before).
+        source: 'wheel', 'system', 'folder', or 'process' where another package had loaded UCX.
         path: file of libucp.
         version: 'major.minor.release'.
         reason: one sentence for people.
-        preset: environment variables that were set for it, with their values.
+        preset: environment variables that were set before UCX was loaded, with their values.
     """
 
     source: str
@@ -47,13 +47,13 @@ class Ucx(NamedTuple):
 
 
 class DoesNotFitError(ImportError):
-    """There is an extension module for this torch, and it cannot be imported."""
+    """An extension module for this torch exists, but cannot be imported."""
 
 
 def load() -> Any:
     """Load UCX, the core and torch_rpc_ext._C for the running torch, once.
 
-    An extension module for this minor release of torch that is not there is compiled first, which
+    If there is no extension module for this minor release of torch, it is compiled first, which
     takes a minute or two (build.py).
 
     Returns:
@@ -73,11 +73,11 @@ def load() -> Any:
 
 
 def _load_core() -> None:
-    """Load the core by its path, so that _C finds it by its soname."""
+    """Load the core by its path; the dynamic linker then finds it for _C by its soname."""
     try:
         ctypes.CDLL(str(_FOLDER / build.CORE_LIBRARY), mode=os.RTLD_NOW | os.RTLD_LOCAL)
     except OSError as error:
-        openssl = "libcrypto" in str(error)  # of a core that was not built into a wheel
+        openssl = "libcrypto" in str(error)  # only a core outside of a wheel needs the system's
         raise ImportError(
             f"torch_rpc_ext's core library cannot be loaded ({error}): "
             f"{'install OpenSSL (`apt-get install libssl3`), or ' if openssl else ''}run "
@@ -86,7 +86,7 @@ def _load_core() -> None:
 
 
 def _load_extension() -> Any:
-    """Import the extension module of the package, or the one that was compiled here."""
+    """Import the extension module of the package, or the one that was compiled on this machine."""
     file = _FOLDER / build.extension_name(torch.__version__)
     if not file.exists():
         file = build.compile_extension()
@@ -104,12 +104,12 @@ def _load_extension() -> Any:
 
 
 def loaded() -> Any:
-    """Return the module torch_rpc_ext._C, None while it has not been loaded."""
+    """Return the module torch_rpc_ext._C, or None if it has not been loaded."""
     return _module
 
 
 def ucx() -> Ucx:
-    """Return the UCX in use, loading it where that has not been done; raises as load()."""
+    """Return the UCX in use; load it if necessary, which raises as load() does."""
     load()
     assert _ucx is not None
     return _ucx
@@ -127,7 +127,7 @@ def _built_against() -> str:
 
 
 def _import_extension(file: Path) -> Any:
-    """Import a file as torch_rpc_ext._C, whatever torch its name says."""
+    """Import a file as torch_rpc_ext._C, whatever its name is."""
     name = "torch_rpc_ext._C"
     loader = ExtensionFileLoader(name, str(file))
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
@@ -139,12 +139,12 @@ def _import_extension(file: Path) -> Any:
 
 
 def _load_ucx(built_for: str) -> None:
-    """Load UCX with local symbols, so that _C finds it by soname without LD_LIBRARY_PATH."""
+    """Load UCX; the dynamic linker then finds it for _C by soname, without LD_LIBRARY_PATH."""
     global _ucx
     wanted = os.environ.get(environment.UCX, "").strip() or "wheel"
     there = _mapped("libucp.so")
     if there:
-        # Two copies of UCX in one process would fight over its state. Take the one that is there.
+        # Two copies of UCX in a process would disturb each other, so the loaded one is used.
         source, folder = "process", Path(there).parent
         reason = "another package of this process had loaded it before"
     elif wanted == "system":
@@ -177,7 +177,7 @@ def _wheel_folder() -> Path:
 
 
 def _reinstall_wheel(requirement: str = "") -> str:
-    """Return the command that installs UCX's wheel again, the one for this machine's CUDA."""
+    """Return the command that installs UCX's wheel again, for the CUDA of this machine."""
     from importlib import metadata
 
     name = "libucx-cu13"
@@ -218,7 +218,7 @@ def _version(library: ctypes.CDLL) -> tuple[int, int, int]:
 def _require(version: tuple[int, int, int], built_for: str, source: str, reason: str) -> None:
     found = ".".join(str(number) for number in version)
     major, minor = (int(part) for part in built_for.split(".")[:2])
-    # UCX keeps its ABI within a major version, and adds to it in minor ones.
+    # UCX's ABI is stable within a major version; minor versions add to it.
     if version[0] == major and version[1] >= minor:
         return
     fitting = f">={major}.{minor},<{major + 1}"
@@ -229,9 +229,9 @@ def _require(version: tuple[int, int, int], built_for: str, source: str, reason:
 
 
 def _mapped(name: str) -> str:
-    """Return the file of a library that is loaded in this process, '' for none.
+    """Return the file of a library that this process has loaded, '' for none.
 
-    It takes 1 ms: the kernel writes the path of each of some hundred mappings.
+    Takes 1 ms, because the kernel writes the path of each of some hundred mappings.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:

@@ -1,1 +1,1 @@
-"""What a peer may do here: the allow-list and what reads pickles by it, the group's secret."""
+"""What a peer may do: the allow-list, the reader of pickles that obeys it, the group's secret."""

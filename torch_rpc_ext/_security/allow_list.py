@@ -1,13 +1,13 @@
 """What peers may call: the option allow_list.
 
-A request is a pickle, and a pickle may call whatever it names while it is read. So every entry is
-looked up once, at init, and after that a name in a pickle finds those objects and nothing else: no
-module is imported, no attribute of one is read. What is called is known by its identity and not by
-what it says of itself, because a class can be made that says anything. Builtin operators and
-TorchScript functions are not pickled; C++ checks them (csrc/agent/allow_list.h) with the names that
-are made here.
+A request is a pickle, and while a pickle is read it may call anything that it names. So every entry
+is looked up once, at init. Afterwards a name in a pickle finds these objects and nothing else: no
+module is imported, and no attribute of a module is read. An object is recognised by its identity,
+not by its name or by ==, because a class can be made to claim anything. Builtin operators and
+TorchScript functions are not pickled; C++ checks their names (csrc/agent/allow_list.h) against the
+sets that are made here.
 
-unpickling.py reads the pickles, protocol.py has what they may name beside the entries.
+unpickling.py reads the pickles; protocol.py holds what they may name beside the entries.
 
 Source: pickle's documentation, "Restricting Globals"; torch/distributed/rpc/internal.py.
 """
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 internal: Any = _untyped_internal
 find_builtin: Any = _untyped_builtins._find_builtin
 
-# In the text of every refusal, as in csrc/agent/allow_list.h.
+# Part of the text of every refusal; csrc/agent/allow_list.h has the same.
 _NOT_ALLOWED = "is not in its allow_list (an option of UcxRpcBackendOptions)"
 
-# TorchScript, of the same protocol: DistributedOptimizer calls it.
+# DistributedOptimizer calls this TorchScript function, so it is allowed with any entries.
 _SCRIPTED_STEP = "torch.distributed.optim.optimizer._script_local_optimizer_step"
 
-# So many names of refused things are logged, each once: peers must not be able to fill the disk.
+# At most so many refused names are logged, each once, so that a peer cannot fill the disk.
 _LOGGED = 100
-# Of a refused name so much is told: it is a peer's text.
+# At most so many characters of a refused name are shown: a peer has sent it.
 _LONGEST_TOLD = 200
 
 
@@ -57,10 +57,10 @@ class AllowList:
 
     Attributes:
         worker: name of this worker, for texts.
-        names: of C++: TorchScript functions as "module.name", operators as "aten::add"; and all
-            other entries, which are no names of these.
-        modules: of C++: modules of which all TorchScript functions may run.
-        getattr: what pickle names methods by.
+        names: for C++: TorchScript functions as "module.name" and operators as "aten::add". All
+            other entries are in it too; they match no TorchScript function and no operator.
+        modules: for C++: modules of which all TorchScript functions may run.
+        getattr: stands for builtins.getattr, by which pickle names methods.
     """
 
     worker: str
@@ -68,7 +68,8 @@ class AllowList:
     modules: set[str] = field(default_factory=set)
     getattr: Entry = field(default_factory=lambda: Entry("builtins.getattr"))
     _entries: dict[str, Entry] = field(default_factory=dict)
-    # The listed ones by identity: what a class says of itself, or is equal to, does not matter.
+    # id() -> listed class or function. By identity, because an object may claim any name and may be
+    # equal to anything.
     _classes: dict[int, type] = field(default_factory=dict)
     _listed: dict[int, Any] = field(default_factory=dict)
     _methods: Entry = field(default_factory=lambda: Entry("_InternalRPCPickler"))
@@ -90,7 +91,7 @@ class AllowList:
             serving: functions of this package that peers may call whatever the entries are.
 
         Raises:
-            ValueError: an entry names nothing that exists, or no such thing.
+            ValueError: an entry names nothing that exists, or an object of another kind.
         """
         made = cls(worker, {_SCRIPTED_STEP})
         made._entries = protocol.entries(made, serving)
@@ -130,7 +131,7 @@ class AllowList:
         elif _full_name(target):
             self._add_named(_full_name(target), target)
         if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
-            # DistributedOptimizer sends another class in its place.
+            # DistributedOptimizer sends a functional class in place of the optimizer's.
             from torch.distributed.optim.utils import functional_optim_map
 
             if target in functional_optim_map:
@@ -138,9 +139,9 @@ class AllowList:
                 self._add_named(_full_name(functional), functional)
 
     def _add_module(self, module: ModuleType) -> None:
-        """Enter what is defined in a module: not what it has imported."""
+        """Enter everything that a module defines, but nothing that it imports."""
         self.modules.add(module.__name__)
-        # Operators are defined in torch's modules: another one has imported them.
+        # Operators only of torch's modules, which define them; other modules import them.
         if module.__name__ == "torch" or module.__name__.startswith("torch."):
             for function in list(vars(module).values()):
                 self._add_operator(function)
@@ -153,7 +154,7 @@ class AllowList:
         self.names.add(name)
         self._listed[id(target)] = target
         if not isinstance(target, type):
-            # An object that can be called serves requests; it builds nothing.
+            # A callable object may serve requests, but a pickle cannot call it while it is read.
             build = target if isinstance(target, (FunctionType, BuiltinFunctionType)) else None
             self._entries[name] = Entry(name, target, build=build, serve=target)
             return
@@ -179,8 +180,8 @@ class AllowList:
             name: as in the pickle, with dots for what is inside of a class.
 
         Raises:
-            RefusedError: it may not be named.
-            AttributeError: it would be in a listed module, and is not.
+            RefusedError: a pickle may not name this.
+            AttributeError: the module is listed, but has no such name.
         """
         full = f"{module}.{name}"
         entry = (
@@ -206,28 +207,28 @@ class AllowList:
         raise self.refusal(full)
 
     def allows_class(self, cls: Any) -> bool:
-        """Whether the class is listed, itself or by its module."""
+        """Return whether the class, or its module, is listed."""
         return id(cls) in self._classes
 
     def may_have_state(self, cls: type) -> bool:
-        """Whether a pickle may set the attributes of an instance.
+        """Return whether a pickle may set attributes of instances of the class.
 
-        Not those of classes and functions: that would change the service itself.
+        It may not set those of classes and functions: that would change the service itself.
         """
         return id(cls) in self._classes or any(cls is known for known in protocol.STATEFUL)
 
     def listed(self, function: Any) -> Any:
-        """Return a function that an entry names.
+        """Return the function, if an entry names it.
 
         Raises:
-            RefusedError: none does.
+            RefusedError: no entry names the function.
         """
         if id(function) not in self._listed:
             raise self.refusal(_full_name(function) or f"a {_full_name(type(function))}")
         return function
 
     def traced(self, function: Any, named: Mapping[int, Entry]) -> Any:
-        """Return what the profiler has put around a function, None where it is something else."""
+        """Return the profiler's wrapper around a named function; None if it is something else."""
         cls = type(function)
         if not self.allows_class(cls) or _full_name(cls) != _TRACED:
             return None
@@ -237,16 +238,16 @@ class AllowList:
         return cls(function.name, inner.serve, function.id, function.caller)
 
     def attribute(self, owner: Any, name: Any) -> Entry:
-        """Return a method that pickle names by getattr.
+        """Return a method that a pickle names by getattr.
 
-        Of the class: what its instances hold is not what it offers.
+        The method is looked up in the class, because attributes of an instance may hold any object.
 
         Args:
-            owner: a listed class, or an instance of one.
+            owner: a listed class, or an instance of a listed class.
             name: of a public method.
 
         Raises:
-            RefusedError: it is something else.
+            RefusedError: `owner` or `name` is something else.
         """
         if owner is self._methods:
             return self._receiver(name)
@@ -266,7 +267,7 @@ class AllowList:
             return Entry(full, bound, serve=bound)
 
         def serve(receiver: Any, /, *args: Any, **kwargs: Any) -> Any:
-            # Else it would run with a class or a function in the place of its object.
+            # Without this check the method could run with a class or a function as its object.
             if not isinstance(receiver, cls):
                 raise TypeError(f"{full}() wants a {cls.__qualname__} first")
             return static(receiver, *args, **kwargs)
@@ -274,12 +275,12 @@ class AllowList:
         return Entry(full, static, serve=serve)
 
     def _receiver(self, name: Any) -> Entry:
-        """How upstream pickles tensors, RRefs and TorchScript."""
+        """Return the Entry of a method of upstream's pickler: for tensors, RRefs, TorchScript."""
         build = {
             "_tensor_receiver": protocol.receiver,
             "_py_rref_receiver": protocol.fork,
         }.get(name if type(name) is str else "")
-        # Loading TorchScript may run code of it.
+        # Loading a TorchScript module may run its code, so its class must be listed.
         if name == "_script_module_receiver" and self.allows_class(torch.jit.ScriptModule):
             build = protocol.script_module
         full = f"torch.distributed.rpc.internal._InternalRPCPickler.{name}"
@@ -288,7 +289,7 @@ class AllowList:
         return Entry(full, build=build)
 
     def refusal(self, what: str) -> errors.RefusedError:
-        """Make the error, and tell the operator of this worker once."""
+        """Return the error for a refusal, and log the refusal of this name once."""
         if len(what) > _LONGEST_TOLD:
             what = f"{what[:_LONGEST_TOLD]}..."
         if what not in self._logged and len(self._logged) < _LOGGED:
@@ -299,15 +300,15 @@ class AllowList:
         )
 
     def unpickler(self, file: Any) -> Reader:
-        """Stand in for pickle.Unpickler."""
+        """Replace pickle.Unpickler."""
         return Reader(file, self)
 
     def deserialize(self, payload: bytes, tensors: Any) -> Any:
-        """Stand in for upstream's internal.deserialize.
+        """Replace upstream's internal.deserialize.
 
         Returns:
-            A Request for a call; exceptions.Refused where something is refused; an AttributeError
-            where a listed module has no such function; else the value.
+            A Request for a call; exceptions.Refused for a refused payload; an AttributeError where
+            a listed module has no such function; else the value.
         """
         try:
             named = payloads.short_call(payload)
@@ -328,7 +329,7 @@ class AllowList:
         return reader.request(value) if type(value) is internal.PythonUDF else value
 
     def run_function(self, request: Any) -> Any:
-        """Stand in for upstream's internal._run_function: run what deserialize() let through."""
+        """Replace upstream's internal._run_function: run what deserialize() has returned."""
         if type(request) not in (Request, exceptions.Refused, AttributeError):
             request = exceptions.Refused(self.refusal("a request that is no call"))
         return exceptions.run_function(request)
@@ -338,7 +339,7 @@ _TRACED = "torch_rpc_ext.profiler.recorder.Traced"
 
 
 def _full_name(target: Any) -> str:
-    """Return "module.qualname", '' where it has none."""
+    """Return "module.qualname" of an object; '' where it has no such attributes."""
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", None)
     return f"{module}.{name}" if type(module) is str and type(name) is str else ""

@@ -1,4 +1,4 @@
-"""What a name in a peer's pickle stands for, and what its reader asks of an allow-list."""
+"""Entry, the meaning of a name in a peer's pickle, and the interface of an allow-list."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Entry:
 
     Attributes:
         name: for texts.
-        value: what the pickle gets. None: the entry itself, which nobody can call or look into.
-        build: what runs where an opcode of the pickle calls it, None for nothing.
-        new: what runs where an opcode makes an instance without __init__, None for nothing.
-        serve: what runs where it is the function of a request, None for nothing.
+        value: what the pickle gets for the name. None: this entry, which no opcode can use.
+        build: runs when an opcode of the pickle calls the named object; None: it may not be called.
+        new: runs when an opcode makes an instance without __init__; None: it may not be made.
+        serve: runs when the name is the function of a request; None: it may not be requested.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Entry:
 
     @property
     def given(self) -> Any:
-        """What lies on the reader's stack."""
+        """The object that goes on the reader's stack for the name."""
         return self if self.value is None else self.value
 
 
 class Request(NamedTuple):
-    """A call that may be made; no pickle can name this class."""
+    """A call that is allowed; no pickle can name this class, so only our code makes it."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...] | list[Any]
@@ -42,28 +42,28 @@ class Request(NamedTuple):
 
 
 class Allowed(Protocol):
-    """What unpickling.py and protocol.py ask of an allow_list.AllowList, which has the details."""
+    """The methods of allow_list.AllowList that unpickling.py and protocol.py use."""
 
-    #: What pickle names methods by.
+    #: Stands for builtins.getattr, by which pickle names methods.
     getattr: Entry
 
     def find(self, module: str, name: str) -> Entry:
         """Return what a name in a pickle stands for."""
 
     def attribute(self, owner: Any, name: Any) -> Entry:
-        """Return a method that pickle names by getattr."""
+        """Return a method that a pickle names by getattr."""
 
     def allows_class(self, cls: Any) -> bool:
-        """Whether the class is listed, itself or by its module."""
+        """Return whether the class, or its module, is listed."""
 
     def may_have_state(self, cls: type) -> bool:
-        """Whether a pickle may set the attributes of an instance."""
+        """Return whether a pickle may set attributes of instances of the class."""
 
     def listed(self, function: Any) -> Any:
-        """Return a function that an entry names."""
+        """Return the function, if an entry names it; else raise."""
 
     def traced(self, function: Any, named: Mapping[int, Entry]) -> Any:
-        """Return what the profiler has put around a function, None where it is something else."""
+        """Return the profiler's wrapper around a named function; None if it is something else."""
 
     def refusal(self, what: str) -> errors.RefusedError:
-        """Make the error, and tell the operator of this worker once."""
+        """Return the error for a refusal, and log the refusal of this name once."""

@@ -1,6 +1,6 @@
-"""The group's secret: where it comes from, and how two workers tell whether they have the same one.
+"""The group's secret: where it comes from, and fingerprints to compare two workers' secrets.
 
-What the workers do with it is in csrc/transport/ucx/handshake.h.
+The workers use the secret in csrc/transport/ucx/handshake.h.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch_rpc_ext._base import environment
 if TYPE_CHECKING:
     from torch_rpc_ext.options import UcxRpcBackendOptions
 
-#: Bytes; less could be guessed from what goes over the network.
+#: Bytes; a shorter secret could be guessed from recorded traffic.
 MINIMUM = 16
 _PURPOSE = b"torch_rpc_ext fingerprint"
 
 
 def own(options: UcxRpcBackendOptions) -> bytes | None:
-    """Return the secret that this worker was given, or None where the store has to give one.
+    """Return the secret that the user gave this worker, or None where the store gives one out.
 
     Raises:
-        ValueError: the file cannot be used, or a secret is too short. No text holds a secret.
+        ValueError: the file cannot be used, or the secret is too short. The text never holds a
+            secret.
     """
     if options.secret is not None:
         return _checked(options.secret, "the option secret")
@@ -48,7 +49,7 @@ def draw() -> bytes:
 
 
 def fingerprint(secret: bytes | None) -> str:
-    """Return what may be shown of a secret: equal for equal ones; '' for None."""
+    """Return a text that may be shown, the same for the same secret; '' for None."""
     if secret is None:
         return ""
     return hmac.new(secret, _PURPOSE, hashlib.sha256).hexdigest()[:16]

@@ -1,8 +1,9 @@
 """What every pickle may name, with any allow_list: plain data, and the library's own calls.
 
-Each is harmless whatever it is called with, or stands here in a form that is. Two kinds are kept
-apart: what builds data while a pickle is read, and what serves a request. What serves is never run
-while a pickle is read, nor handed to anybody: a pickle gets an Entry in its place.
+Each of these is harmless whatever its arguments are, or is replaced here by a form that is. Two
+kinds are kept apart: functions that build data while a pickle is read, and functions that serve a
+request. The latter never run while a pickle is read, and a pickle never gets them: it gets an Entry
+in their place.
 
 Source: torch/distributed/rpc/internal.py, api.py, rref_proxy.py; torch/distributed/nn/api
 /remote_module.py; torch/distributed/optim/optimizer.py.
@@ -42,7 +43,7 @@ _DATA: tuple[Any, ...] = (
     *(range, set, slice, str, tuple, OrderedDict, deque),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
-# Values of torch that are pickled by name.
+# Classes of torch whose values are pickled by name.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _ERRORS = (
     *(errors.RpcError, errors.PeerLostError, errors.CallTimeoutError, errors.RefusedError),
@@ -57,25 +58,26 @@ EXCEPTIONS: tuple[type[BaseException], ...] = (
     ),
     *_ERRORS,
 )
-# Of OrderedDict, what torch.nn.Module.state_dict() sets.
+# Classes whose instances a pickle may give attributes: torch.nn.Module.state_dict() sets some on an
+# OrderedDict.
 STATEFUL: tuple[type, ...] = (OrderedDict, *EXCEPTIONS)
 
 _INTERNAL = "torch.distributed.rpc.internal"
 _REMOTE_MODULE = "torch.distributed.nn.api.remote_module"
 _OPTIMIZER = "torch.distributed.optim.optimizer"
-# The type of an RRef's value is a text that torch parses by recursion.
+# Limits for the type of an RRef's value, a text that torch parses by recursion.
 _LONGEST_TYPE = 4096
 _MOST_NESTED_TYPE = 64
-# Exception groups inside of each other.
+# Limit for exception groups inside of each other.
 _MOST_NESTED_GROUPS = 100
 
 
 def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str, Entry]:
-    """Return what may be named, by "module.qualname", without what imports modules.
+    """Return "module.qualname" -> Entry of what may be named and needs no import.
 
     Args:
-        allowed: what else peers may name.
-        serving: functions of this package that may be called, and check their arguments themselves.
+        allowed: the allow-list.
+        serving: functions of this package that peers may call; they check their arguments.
     """
     classes: tuple[type, ...] = (*_DATA, *EXCEPTIONS)
     made = {f"{cls.__module__}.{cls.__qualname__}": of_class(cls) for cls in classes}
@@ -113,19 +115,20 @@ def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str
 
 
 def of_class(cls: type, serve: Callable[..., Any] | None = None) -> Entry:
-    """Return what a pickle may do with a class: make instances, in either way."""
+    """Return the Entry of a class of which a pickle may make instances."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     metaclass: Any = type(cls)
     if any(base.__name__ == "pybind11_type" for base in metaclass.__mro__):
-        # Without __init__ such an instance has no C++ object, and its use reads stray memory.
+        # Not without __init__: such an instance has no C++ object, and its use reads stray memory.
         return Entry(name, cls, build=cls, serve=serve)
     return Entry(name, cls, build=cls, new=functools.partial(cls.__new__, cls), serve=serve)
 
 
 def constant(known: Mapping[str, Entry], module: str, name: str) -> Entry | None:
-    """Return a dtype or the like by the name that pickle found, None where it is none.
+    """Return the Entry of a dtype or the like, None where the name is none of these.
 
-    pickle takes the first module that has it under its name: "torch._utils.torch.channels_last".
+    pickle names such a value by the first module in which it finds it, such as
+    "torch._utils.torch.channels_last", so the module can be any.
     """
     if not module.startswith("torch."):
         return None
@@ -134,7 +137,7 @@ def constant(known: Mapping[str, Entry], module: str, name: str) -> Entry | None
 
 
 def generated(module: str, name: str, allowed: Allowed) -> Entry | None:
-    """Return what torch has generated for RemoteModule under that name, None for nothing."""
+    """Return the Entry of a function that torch has generated for RemoteModule, else None."""
     if not module.startswith("_remote_module_"):
         return None
     from torch.distributed.nn.jit import instantiator
@@ -146,7 +149,7 @@ def generated(module: str, name: str, allowed: Allowed) -> Entry | None:
     function = vars(there).get(name)
     full = f"{module}.{name}"
     if name in ("forward", "forward_async"):
-        # A method of the RemoteModule that a pickle holds.
+        # A method of a pickled RemoteModule.
         return _Generated(full, method=function)
     if name == "_remote_forward" and not isinstance(function, torch.jit.ScriptFunction):
         return Entry(full, serve=functools.partial(_remote_forward, allowed, function))
@@ -154,7 +157,7 @@ def generated(module: str, name: str, allowed: Allowed) -> Entry | None:
 
 
 class _Generated(Entry):
-    """A generated method: a value for _remote_module() alone."""
+    """A generated method; only _remote_module() can use it."""
 
     __slots__ = ("method",)
 
@@ -163,11 +166,11 @@ class _Generated(Entry):
         object.__setattr__(self, "method", method)
 
 
-# ---- what builds data -------------------------------------------------------
+# ---- functions that build data while a pickle is read -----------------------
 
 
 def fork(data: Any) -> Any:
-    """Make an RRef of what an RRef was pickled as."""
+    """Make an RRef from its pickled form."""
     if (
         type(data) is not tuple
         or len(data) != 7
@@ -181,7 +184,7 @@ def fork(data: Any) -> Any:
 
 
 def receiver(index: Any) -> Any:
-    """Return a tensor of the message, upstream's way."""
+    """Return a tensor of the message, for upstream's pickles."""
     return payloads._restore_tensor(index)
 
 
@@ -221,9 +224,9 @@ def _remote_type(parts: Any) -> Any:
 
 
 def _check_parts(parts: Any, most_nested: int) -> None:
-    """Raise TypeError unless it is plain data, in the shape of exception_parts.Parts.
+    """Raise TypeError unless `parts` is plain data in the form of exception_parts.Parts.
 
-    Each pickle in it is read later, with the same checks as any other.
+    The pickles in it are read later, with the same checks as any pickle.
     """
     if most_nested and type(parts) is tuple and len(parts) == 6:
         classes, whole, args, attributes, fields, inner = parts
@@ -249,17 +252,17 @@ def _remote_module(*attributes: Any) -> Any:
         type(text) is str for text in (on, device)
     ):
         raise TypeError("not what a RemoteModule is pickled as")
-    fork(rref).owner()  # checked, and made once more below
+    fork(rref).owner()  # only a check; _remote_module_receiver() makes the RRef again
     functions = [method.method for method in methods]
     receive: Any = remote_module._remote_module_receiver
     return receive(on, device, bool(is_mapped), bool(is_scriptable), functions, rref)
 
 
-# ---- what serves requests ---------------------------------------------------
+# ---- functions that serve requests ------------------------------------------
 
 
 def _serving(allowed: Allowed) -> dict[str, Callable[..., Any]]:
-    """Return what the library's own calls do here, by name."""
+    """Return name -> function for the calls that the library makes itself."""
     guarded: dict[str, Callable[..., Any]] = {
         "torch.distributed.rpc.api._rref_typeof_on_owner": _typeof,
         "torch.distributed.rpc.rref_proxy._local_invoke": _invoke,
@@ -290,14 +293,14 @@ def _broadcast(*args: Any, **kwargs: Any) -> None:
 
 
 def _value(rref: Any) -> Any:
-    """Return what an RRef holds here; what only looks like an RRef might run anything."""
+    """Return the local value of an RRef. The class is checked: a forged RRef could run anything."""
     if type(rref) is not rpc.PyRRef and type(rref) is not rpc.RRef:
         raise TypeError(f"expected an RRef, got a {type(rref).__qualname__}")
     return rref.local_value()
 
 
 def _typeof(allowed: Allowed, rref: Any, blocking: bool = True) -> Any:
-    del blocking  # whoever asks over RPC waits there
+    del blocking  # the caller waits on its side
     cls = type(_value(rref))
     if not allowed.allows_class(cls):
         raise allowed.refusal(f"the type {cls.__module__}.{cls.__qualname__}")
@@ -339,7 +342,7 @@ def _create_with_interface(
 
 
 def _instantiate_template(allowed: Allowed, interface: Any, moving: Any) -> None:
-    """Upstream's, which writes the interface's name into code."""
+    """Do what upstream does. It writes the interface's name into code, so that must be listed."""
     from torch.distributed.nn.api import remote_module
 
     instantiate: Any = remote_module._instantiate_template
@@ -395,7 +398,7 @@ def _new_script_optimizer(
 def _new_functional_optimizer(
     allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """From torch 2.15 on in place of the scripted one."""
+    """Serve what torch 2.15 and later call in place of _new_script_optimizer()."""
     optimizer: Any = importlib.import_module(_OPTIMIZER)
     _check_rrefs(rrefs)
     make = optimizer._new_functional_local_optimizer

@@ -1,9 +1,8 @@
-"""Reads a peer's pickle, where the option allow_list says what it may name.
+"""The reader of a peer's pickle where the option allow_list says what the pickle may name.
 
-pickle's own reader calls whatever lies on its stack. Here an opcode calls nothing but what a name
-of this very pickle stands for (Entry), known by its identity and never by what it says of itself.
-What such a call returns is data, which no later opcode calls. Opcodes that no worker writes are
-refused.
+pickle's own reader calls whatever is on its stack. Here an opcode calls only objects that this same
+pickle has named (Entry), recognised by identity and not by name or ==. What such a call returns is
+data, which no later opcode may call. Opcodes that no worker writes are refused.
 
 Source: pickle.py, class _Unpickler; pickletools.py for what each opcode means.
 """
@@ -28,15 +27,15 @@ from typing import Any
 
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
 
-# hash() of tuples in tuples in tuples recurses in C and overflows the stack at about 100,000 of
-# them. pickle's writers recurse too and end long before this.
+# Limit for tuples inside of each other: hash() of them recurses in C and overflows the stack at
+# about 100,000. No honest pickle has so many, because pickle's writers recurse too.
 _MOST_NESTED = 1000
-# The same for freeing these, at 100,000 in each other and more: 3.11 frees them by recursion. How
-# deep they lie is not known while they are filled, so they are counted.
+# Python 3.11 frees these by recursion, which overflows the stack at about 100,000 inside of each
+# other. Their depth is not known while they are filled, so links between them are counted.
 _RECURSIVE = (slice, deque, defaultdict)
 _MOST_LINKS = 10_000
 
-# What a call may not return while a pickle is read.
+# Classes that a call may not return while a pickle is read.
 _CODE = (
     type,
     FunctionType,
@@ -51,11 +50,11 @@ _CODE = (
 
 
 class Reader:
-    """Stands in for pickle.Unpickler.
+    """Replaces pickle.Unpickler.
 
     Args:
         file: holds the pickle.
-        allowed: what it may name.
+        allowed: says what the pickle may name.
     """
 
     def __init__(self, file: Any, allowed: Allowed) -> None:
@@ -65,19 +64,19 @@ class Reader:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        # By the identity of what this pickle got; the entries keep that alive.
+        # id() of an object that this pickle got for a name -> its entry, which keeps it alive.
         self._named: dict[int, Entry] = {}
-        # How many tuples are inside of each other, by identity, of those that hold any.
+        # id() of a tuple that holds tuples -> how many levels of tuples are inside of it.
         self._nested: dict[int, int] = {}
-        # How many of _RECURSIVE lie directly in another of them.
+        # How often an object of _RECURSIVE was put directly into another one.
         self._links = 0
 
     def load(self) -> Any:
         """Return what the pickle holds.
 
         Raises:
-            RefusedError: it does what the allow-list does not permit.
-            Exception: it is no pickle, or what it builds raises.
+            RefusedError: the pickle does something that the allow-list does not permit.
+            Exception: the bytes are no pickle, or building a value raises.
         """
         data, size, opcodes = self._data, len(self._data), _OPCODES
         while self._at < size:
@@ -98,8 +97,8 @@ class Reader:
             call: the internal.PythonUDF that load() has returned.
 
         Raises:
-            RefusedError: its function is none that the pickle has named and that requests may call.
-            TypeError: its arguments are none.
+            RefusedError: the pickle has not named the function, or requests may not call it.
+            TypeError: the arguments are no tuple and dict.
         """
         function, args, kwargs = call
         entry = self._named.get(id(function))
@@ -167,7 +166,7 @@ class Reader:
         self._push(made)
 
     def _push(self, made: Any) -> None:
-        """Put what has just been made on the stack; it may be a tuple."""
+        """Put a new value on the stack; count levels if the value is a tuple."""
         if isinstance(made, tuple):
             depth = 0
             for item in made:
@@ -182,7 +181,7 @@ class Reader:
         self._stack.append(made)
 
     def _link(self, target: Any, items: Iterable[Any]) -> None:
-        """Take note of what is put into a container."""
+        """Count the links that putting items into a container makes."""
         if type(target) in _RECURSIVE:
             self._links += sum(type(item) in _RECURSIVE for item in items)
             if self._links > _MOST_LINKS:
@@ -217,7 +216,8 @@ class Reader:
         set.update(self._stack[-1], items) if self._base(self._stack[-1], (set,)) else None
 
     def _base(self, target: Any, kinds: tuple[type[Any], ...]) -> Any:
-        """Return which of the containers it is; of a listed class its own methods do not run."""
+        """Return the class of `kinds` that a container derives from; methods of that class are
+        called, so that none of a derived, listed class run."""
         cls = type(target)
         for kind in kinds:
             if cls is kind or (issubclass(cls, kind) and self._allowed.allows_class(cls)):
@@ -250,7 +250,7 @@ class Reader:
         if type(args) is not tuple:
             raise self._allowed.refusal("a call without a tuple of arguments")
         if entry is not None and entry is self._allowed.getattr:
-            # This is how pickle names methods, so it is a name and no call.
+            # pickle names a method by a call of getattr, so this counts as a name.
             self._give(self._allowed.attribute(*args))
             return
         if entry is None or entry.build is None:
@@ -304,7 +304,7 @@ class Reader:
                     self._check_attribute(cls, name)
         setstate = attribute_of(cls, "__setstate__")
         if setstate is BaseException.__setstate__:
-            setstate = None  # it sets attributes one by one, as below
+            setstate = None  # it sets attributes one by one, which the code below does
         if setstate is not None:
             if type(setstate) is not FunctionType:
                 raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
@@ -319,7 +319,7 @@ class Reader:
                 _set_attribute(target, name, value)
 
     def _check_attribute(self, cls: type, name: Any) -> None:
-        """Permit what instances hold; neither what Python looks up there itself, nor methods."""
+        """Permit plain attributes and fields, but neither __special__ names nor methods."""
         if type(name) is str and not (name.startswith("__") and name.endswith("__")):
             static = attribute_of(cls, name)
             fields = attribute_of(cls, "__dataclass_fields__") or {}
@@ -335,12 +335,12 @@ class Reader:
         raise self._allowed.refusal(f"a change of {_full_name(cls)}.{name}")
 
 
-# Places in an instance, and not code.
+# Descriptors that are places for values in an instance, not code.
 _FIELDS = (MemberDescriptorType, GetSetDescriptorType)
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
-    """Raise TypeError unless these are what `*` and `**` take without running any code."""
+    """Raise TypeError unless `*args` and `**kwargs` can be unpacked without running any code."""
     if type(args) not in (tuple, list):
         raise TypeError(f"arguments must be a tuple, got a {_full_name(type(args))}")
     if type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
@@ -348,7 +348,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
 
 
 def attribute_of(cls: type, name: str) -> Any:
-    """Return what the class has under a name, without running any code of it; None for nothing."""
+    """Return a class's attribute without running code of the class; None if there is none."""
     for base in type.__dict__["__mro__"].__get__(cls):
         members = vars(base)
         if name in members:
@@ -364,7 +364,7 @@ def _set_attribute(target: Any, name: str, value: Any) -> None:
 
 
 def _full_name(target: Any) -> str:
-    """Return "module.qualname", '' where it has none."""
+    """Return "module.qualname" of an object; '' where it has no such attributes."""
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", None)
     return f"{module}.{name}" if type(module) is str and type(name) is str else ""

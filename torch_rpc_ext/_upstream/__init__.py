@@ -1,1 +1,1 @@
-"""All that knows torch's private names: their table, the registry, hooks, payloads, exceptions."""
+"""All code that uses private names of torch, and the table of these names (torch_names.py)."""

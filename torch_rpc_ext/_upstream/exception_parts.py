@@ -1,12 +1,12 @@
-"""An exception as its parts, and made of them again without a call of its constructor.
+"""Taking an exception apart, and putting it together again without calling its constructor.
 
-pickle makes an exception by class(*args), and so loses those whose constructor wants anything else.
-Here the parts travel one by one: the class and its bases by name, `args`, the attributes, and what
-the builtin classes keep in C (`OSError.errno`, `ImportError.name`). A part that cannot be pickled
-is left out, and so is one that the receiver cannot read, or may not (option allow_list). In place
-of such a class comes the next of its bases.
+pickle makes an exception by class(*args), which fails where the constructor takes other arguments.
+Here the parts travel one by one: the class and its bases by name, `args`, the attributes, and the
+fields that builtin classes keep in C (`OSError.errno`, `ImportError.name`). A part is left out when
+it cannot be pickled, and when the receiver cannot or may not read it (option allow_list). When the
+class itself is such a part, the receiver takes the first base that it can read.
 
-Exceptions of classes with a `__reduce__` of their own travel as that says.
+An exception whose class has a `__reduce__` of its own travels as that method says.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.distributed.rpc import internal as _untyped_internal
 internal: Any = _untyped_internal  # upstream's functions have no types
 
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
-# Of the fields in C: the object of an AttributeError is the callee's, and may be anything.
+# Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
 _LEFT_THERE = ("obj",)
-# What we have put there, and notes, which the text of the traceback has.
+# Attributes that are not sent: the traceback's text has the notes, and the other one is ours.
 _OURS = ("__notes__", "_remote_original")
 
 
@@ -31,13 +31,13 @@ class Parts(NamedTuple):
     """An exception on its way; plain data.
 
     Attributes:
-        classes: its class, then those of its bases that are Exceptions; each a pickle, in the order
-            in which they are tried.
-        whole: its pickle, of a class with a __reduce__ of its own; else b''.
-        args: pickles.
-        attributes: of its __dict__: name -> pickle.
-        fields: that a class defines in C, or by __slots__: name -> pickle.
-        inner: the exceptions of a group, as tuples of these.
+        classes: pickles of the class and of its bases that are Exceptions; the receiver takes the
+            first that it can read.
+        whole: pickle of the exception, where its class has a __reduce__ of its own; else b''.
+        args: a pickle for each.
+        attributes: name -> pickle, of the exception's __dict__.
+        fields: name -> pickle, of what a class defines in C or by __slots__.
+        inner: of an exception group: the Parts of each exception in it, as tuples.
     """
 
     classes: tuple[bytes, ...]
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 
 def take_apart(error: BaseException) -> Parts:
-    """Return what an exception consists of."""
+    """Return the parts of an exception."""
     cls = type(error)
     classes = (_dumps(base) for base in cls.__mro__ if issubclass(base, Exception))
     inner: tuple[BaseException, ...] = getattr(error, "exceptions", ()) if _is_group(cls) else ()
@@ -68,8 +68,8 @@ def put_together(parts: Parts) -> Exception | None:
     """Make the exception again.
 
     Returns:
-        The exception, without notes and without a traceback; one of a base where its class is not
-        to be had here; None where no class of it is.
+        The exception, without notes and traceback. Where this process has no such class, an
+        exception of the first base that it has; where it has none of them, None.
     """
     cls = first_class(parts)
     if cls is None:
@@ -82,7 +82,7 @@ def put_together(parts: Parts) -> Exception | None:
     args = [_load(pickled) for pickled in parts.args]
     try:
         error: Exception = _new(cls, (*args, inner) if parts.inner else ())
-    except Exception:  # noqa: BLE001  whatever a peer has sent for a group
+    except Exception:  # noqa: BLE001  a peer may have sent a group of anything
         return None
     if not parts.inner:
         error.args = tuple(args)
@@ -92,7 +92,7 @@ def put_together(parts: Parts) -> Exception | None:
 
 
 def first_class(parts: Parts) -> type[Exception] | None:
-    """Return the first class that is to be had here."""
+    """Return the first of the classes that this process can read."""
     for pickled in parts.classes:
         cls = _load(pickled)
         if isinstance(cls, type) and issubclass(cls, Exception):
@@ -101,12 +101,12 @@ def first_class(parts: Parts) -> type[Exception] | None:
 
 
 def copy_state(source: BaseException, target: BaseException, without: tuple[str, ...] = ()) -> None:
-    """Give one exception the attributes and fields of another; not its args.
+    """Copy attributes and fields, but not `args`, from one exception to another.
 
     Args:
-        source: which one has them.
-        target: of the same class, or a derived one.
-        without: names of fields.
+        source: has them.
+        target: of the same class, or of a derived class.
+        without: names of fields that are not copied.
     """
     vars(target).update(vars(source))
     values = {name: getattr(source, name, None) for name in _fields(type(source))}
@@ -117,11 +117,11 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
     """Make an exception with the args, attributes and fields of another.
 
     Args:
-        cls: a class derived from the other's.
-        like: the other one.
+        cls: a class derived from the class of `like`.
+        like: the other exception.
 
     Raises:
-        TypeError: the class is not to be made so.
+        TypeError: Python cannot make an object of this class.
     """
     made: BaseException = _new(cls, like.args if _is_group(cls) else ())
     made.args = like.args
@@ -134,7 +134,7 @@ def _is_group(cls: type) -> bool:
 
 
 def _new(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Make one by the __new__ of the builtin class that it derives from."""
+    """Make an exception by the __new__ of the builtin class that its class derives from."""
     builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
     return builtin.__new__(cls, *args)
 
@@ -156,7 +156,7 @@ def _set_fields(error: BaseException, values: dict[str, Any]) -> None:
             try:
                 setattr(error, name, values[name])
             except (AttributeError, TypeError):
-                pass  # read-only, or what a peer has sent for a number
+                pass  # the field is read-only, or a peer has sent a value of a wrong type
 
 
 def _reduces_itself(cls: type) -> bool:
@@ -175,22 +175,23 @@ def _pickled(values: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _dumps(value: Any) -> bytes:
-    """Return its pickle; b'' where it has none."""
+    """Return the pickle of a value; b'' where the value cannot be pickled."""
     file = io.BytesIO()
     try:
-        # Upstream's name for it: a program may have put another one there.
+        # By upstream's variable, because a program may have put another pickler there.
         internal._pickler(file).dump(value)
-    except Exception:  # noqa: BLE001  whatever a user's __reduce__ raises
+    except Exception:  # noqa: BLE001  a user's __reduce__ may raise anything
         return b""
     return file.getvalue()
 
 
 def _load(pickled: bytes) -> Any:
-    """Return what it was; None where that is not to be had."""
+    """Return the value of a pickle; None where this process cannot or may not read it."""
     if not pickled:
         return None
     try:
-        # Upstream's name for it: with an allow-list it is one that checks.
+        # By upstream's variable, because with an allow-list hooks.py puts a checking unpickler
+        # there.
         return internal._unpickler(io.BytesIO(pickled)).load()
-    except Exception:  # noqa: BLE001  whatever a user's constructor raises
+    except Exception:  # noqa: BLE001  a user's constructor may raise anything
         return None

@@ -1,9 +1,9 @@
 """Remote exceptions that keep their type.
 
-Upstream sends (text, class) and builds class(text). Where the class wants other arguments, the
-caller gets a RuntimeError (pytorch issue 45044); and the text is put through an escape decoder that
-mangles what is not ASCII. Here the parts of the exception travel too (exception_parts.py), and the
-text stays as it is.
+Upstream sends (text, class) and builds class(text). Where the constructor takes other arguments,
+the caller gets a RuntimeError (pytorch issue 45044), and upstream's escape decoder mangles text
+that is not ASCII. Here the parts of the exception travel too (exception_parts.py), and the text
+stays as it is.
 Source: torch/distributed/rpc/internal.py, _run_function, _handle_exception.
 """
 
@@ -26,28 +26,28 @@ from torch_rpc_ext._upstream import exception_parts
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
-# Of each thread: the function that ran last, and the id of what it returned, for error texts.
+# For each thread: the function that ran last, and the id of what it returned, for error texts.
 _last = threading.local()
-# Of each thread: what torch.set_default_device() has entered there.
+# For each thread: the device that torch.set_default_device() has set in that thread.
 _default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Stands for a pickle that the allow-list has refused, where upstream expects what it held.
+    """Stands for the value of a pickle that the allow-list has refused.
 
     Attributes:
-        error: what is raised when the value is used.
+        error: raised when the value is used.
     """
 
     error: errors.RefusedError
 
 
 class RemoteType(NamedTuple):
-    """Stands where upstream sends the class: called with the text, it builds the exception.
+    """Sent in place of the exception's class; called with the text, it builds the exception.
 
     Attributes:
-        parts: of the exception, as a plain tuple (exception_parts.Parts).
+        parts: exception_parts.Parts of the exception, as a plain tuple.
     """
 
     parts: tuple[Any, ...]
@@ -59,9 +59,10 @@ class RemoteType(NamedTuple):
             message: remote worker and traceback.
 
         Returns:
-            class(message), as upstream, with the attributes that it had. Where the class wants
-            other arguments, or its own text is made of its fields (OSError with an errno), what it
-            was, with the message as a note. Where its class is not to be had here, one of a base.
+            class(message), as upstream, with the attributes of the original. Where the constructor
+            takes other arguments, or the class makes its text of its fields (OSError with an
+            errno): the original with the message as a note. Where this process does not have the
+            class: an exception of a base.
         """
         parts = exception_parts.Parts(*self.parts)
         original = exception_parts.put_together(parts)
@@ -75,9 +76,9 @@ class RemoteType(NamedTuple):
             return original
         try:
             error = type(original)(message)
-        except Exception as problem:  # noqa: BLE001  whatever a user's constructor raises
+        except Exception as problem:  # noqa: BLE001  a user's constructor may raise anything
             if len(original.args) == 1 and isinstance(original.args[0], str):
-                # It is a text with a constructor of its own: the text is upstream's.
+                # The exception's argument is its text, so it gets the text that upstream gives.
                 original.args = (
                     f"Failed to create original exception type. Error msg was {problem}"
                     f" Original exception on remote side was {message}",
@@ -100,17 +101,17 @@ def _has_text_of_fields(error: BaseException) -> bool:
 def describe(error: BaseException) -> Any:
     """Return what the callee sends for an exception: upstream's RemoteException."""
     info = native_rpc._get_current_rpc_agent().get_worker_info()
-    # Without repr(), which upstream puts in: its escapes are what would have to be decoded.
+    # Upstream puts the repr() of the traceback here and decodes the escapes at the caller.
     text = f"On {info}:\n{''.join(traceback.format_exception(error))}"
-    # One that came from another worker may be of a class made here.
+    # also_runtime_error() has given an exception that came from another worker a class of ours.
     plain = getattr(error, "_remote_original", error)
     return internal.RemoteException(text, RemoteType(tuple(exception_parts.take_apart(plain))))
 
 
 def unsent(value: Any, error: Exception) -> Any:
-    """Return what the callee sends for a result that pickle does not take.
+    """Return what the callee sends for a result that cannot be pickled.
 
-    A RuntimeError, as upstream's is: programs catch that.
+    A RuntimeError, as in upstream: programs catch that.
     """
     name = native_rpc._get_current_rpc_agent().get_worker_info().name
     function, returned = getattr(_last, "returned", (None, 0))
@@ -135,23 +136,24 @@ def run_function(python_udf: Any) -> Any:
             raise python_udf
         if isinstance(python_udf, Refused):
             raise python_udf.error
-        # In a context of its own: what it sets there (decimal's precision, NumPy's error state) is
-        # gone afterwards. csrc/agent/thread_state.cpp does the same for torch's state.
+        # In a new context, so that context variables which the function sets (decimal's precision,
+        # NumPy's error state) end with the call. csrc/agent/thread_state.cpp does the same for
+        # torch's state of the thread.
         result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
         if result is not None and type(result) is not torch.Tensor:
             _last.returned = (python_udf.func, id(result))
         return result
-    except Exception as error:  # noqa: BLE001  whatever a user's function raises
+    except Exception as error:  # noqa: BLE001  a user's function may raise anything
         result = describe(error)
-        # As upstream: the callee's log shows what its callers saw. Refusals are logged already.
+        # Upstream prints the error at the callee too. The allow-list has logged refusals already.
         if not isinstance(python_udf, Refused):
             print(result.msg, file=sys.stderr)
         return result
     finally:
-        # Not getattr() with a default: for an attribute that a threading.local() lacks it formats
-        # the text of an error and throws that away.
+        # Not getattr() with a default: where a threading.local() lacks the attribute, that would
+        # format the text of an AttributeError for nothing, at each call.
         if _default_device.__dict__.get("device_context") is not None:
-            torch.set_default_device(None)  # for this thread
+            torch.set_default_device(None)  # of this thread
 
 
 def handle_exception(result: Any) -> None:
@@ -163,11 +165,11 @@ def handle_exception(result: Any) -> None:
 
 
 def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
-    """Return what the remote function raised, or None if this is a result; called from C++.
+    """Return what the remote function raised, or None if it returned a result; called from C++.
 
     Args:
-        payload: pickled result of a Python function.
-        tensors: what its pickle refers to.
+        payload: from payloads.serialize() at the callee.
+        tensors: the tensors that the payload refers to.
     """
     result: Any = internal.deserialize(payload, tensors)
     if isinstance(result, Refused):
@@ -179,19 +181,23 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
 
 
 def also_runtime_error(error: BaseException) -> BaseException:
-    """Let `except RuntimeError` catch it too, as it does upstream for all but these three."""
+    """Return an error that `except RuntimeError` catches too, of a class derived from the error's.
+
+    In upstream all remote errors but ValueError and TypeError are RuntimeErrors, and programs
+    catch these.
+    """
     if isinstance(error, (RuntimeError, ValueError, TypeError)):
         return error
     cls = type(error)
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        # pickle looks classes up by their names, and would find the other one.
+        # pickle looks a class up by its name and would find the original class.
         "__reduce_ex__": lambda self, protocol: self._remote_original.__reduce_ex__(protocol),
     }
     try:
         also = exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
     except TypeError:
-        return error  # not to be combined with RuntimeError
+        return error  # Python cannot derive a class from this one and RuntimeError
     vars(also)["_remote_original"] = error
     return also

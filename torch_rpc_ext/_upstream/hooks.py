@@ -1,33 +1,35 @@
-"""Places where upstream's Python knows TensorPipeAgent only, or does less than expected.
+"""Functions that replace upstream's where those know TensorPipeAgent only, or do too little.
 
-Installed while our agent runs, taken out with it; any other agent sees upstream as it is.
+They are installed while our agent runs and removed when it ends; other agents get upstream's own.
 
-- api._wait_all_workers: rpc.shutdown() leaves a dynamic group only for a TensorPipeAgent. For ours
-  the session that runs says what it does (_lifecycle/shutdown.py).
-- api._invoke_rpc: makes the call of rpc_sync(), which then waits for a future that another thread
-  completes. Here the waiting thread takes the answer from the network itself: that spares a
-  hand-off between threads, and Ctrl-C ends the wait. And while nobody profiles, what only the
-  profiler needs is left out: 1 to 2 us of 33.
-- api._invoke_rpc_torchscript: copies what it knows of the function for each call. Here it does not.
-- api._invoke_rpc_builtin, _python_udf: a future holds a tensor upstream as a Python object, which
-  takes the GIL to complete it. Here it is a tensor (csrc/bindings/calls.cpp).
-- api._invoke_remote_builtin, _torchscript, _python_udf: an RRef whose creation fails at once raises
-  a RuntimeError of the error's text upstream, and one whose creation fails later marks a wrong RRef
-  (csrc/compat/torch_compat.h). Here it is the error, of its class, and the right one.
-- api.remote, api._invoke_rpc: args=(tensor) without the comma is taken apart by its rows upstream.
-  Here it is an error. So is a negative time-out, or NaN, for rpc._set_rpc_timeout.
-- rpc.RRef: a value that contains itself ends the process upstream, and so does passing on an RRef
-  to a tuple. Here the first is a TypeError, and the second passes the tuple on as a Python object
-  (csrc/bindings/rrefs.cpp).
-- internal._run_function, _handle_exception: a remote exception whose class needs more than a text
-  to be built arrives as RuntimeError upstream (pytorch issue 45044). Here it keeps its type.
-- internal._internal_rpc_pickler: the commonest payloads have short forms (payloads.py), and its
-  reducers lose less. An nn.Parameter loses its place in distributed autograd upstream
-  (pytorch issue 86525). Here it travels as the tensor that it is. And a compressed sparse tensor
-  (CSR, CSC, BSR, BSC), whose storage upstream's C++ cannot ask for, travels as its parts.
-  An RRef whose owner has died and come back is an error here, and not a wait without an end there.
-- internal._unpickler, deserialize, _run_function, with the option allow_list only: what is named,
-  and what is called, is checked.
+- api._wait_all_workers: upstream's rpc.shutdown() leaves a dynamic group only if the agent is a
+  TensorPipeAgent. Here _lifecycle/shutdown.py says what happens.
+- api._invoke_rpc: in upstream rpc_sync() waits for a future that another thread completes. Here the
+  waiting thread takes the answer from the network itself: no hand-off between threads, and Ctrl-C
+  ends the wait. While no profiler runs, the work for profilers is left out: 1 to 2 us of 33.
+- api._invoke_rpc_torchscript: upstream copies the function's schema for each call. Here it does
+  not.
+- api._invoke_rpc_builtin, _python_udf: in upstream the future of a call holds a tensor as a Python
+  object, so completing the future takes the GIL. Here the future holds a tensor
+  (csrc/bindings/calls.cpp).
+- api._invoke_remote_builtin, _torchscript, _python_udf: in upstream an RRef whose creation fails at
+  once raises a RuntimeError with the error's text, and an RRef whose creation fails later marks
+  another RRef as failed (csrc/compat/torch_compat.h). Here the error keeps its class, and the right
+  RRef fails.
+- api.remote, api._invoke_rpc: upstream takes args=(tensor), without the comma, for one argument per
+  row. Here that is an error. So is a time-out that is negative or NaN, for rpc._set_rpc_timeout.
+- rpc.RRef: in upstream a value that contains itself ends the process, and so does passing on an
+  RRef to a tuple. Here the first is a TypeError, and the second passes the tuple on as a Python
+  object (csrc/bindings/rrefs.cpp).
+- internal._run_function, _handle_exception: in upstream a remote exception whose constructor takes
+  more than a text arrives as RuntimeError (pytorch issue 45044). Here it keeps its class.
+- internal._internal_rpc_pickler: the most frequent payloads have short forms (payloads.py), and the
+  reducers lose less. In upstream an nn.Parameter leaves the graph of distributed autograd (pytorch
+  issue 86525); here it stays in the graph. A compressed sparse tensor (CSR, CSC, BSR, BSC), whose
+  storage upstream's C++ cannot get, travels here as its parts. Passing on an RRef whose owner has
+  died and come back is an error here; in upstream the receiver waits without an end.
+- internal._unpickler, deserialize, _run_function, only with the option allow_list: they check what
+  a pickle names and what is called.
 
 Source: torch/distributed/rpc/api.py, internal.py.
 """
@@ -61,7 +63,7 @@ _SYNC = api.RPCExecMode.SYNC
 _UNSET: float = api.UNSET_RPC_TIMEOUT
 _find_builtin: Any = torch.jit._builtins._find_builtin
 
-# And the place of the time-out among their arguments.
+# Function of api -> index of the time-out among its arguments.
 _REMOTES = {
     "_invoke_remote_builtin": 2,
     "_invoke_remote_torchscript": 2,
@@ -69,7 +71,7 @@ _REMOTES = {
 }
 
 _originals: dict[str, Callable[..., Any]] = {}
-# Of the session that runs.
+# The agent of the running session.
 _agent: Any = None
 
 
@@ -80,8 +82,8 @@ def install(
 
     Args:
         agent: the agent that runs.
-        wait_all_workers: called in place of api._wait_all_workers, with that function and with the
-            time-out that it was given.
+        wait_all_workers: called in place of api._wait_all_workers; gets upstream's function and the
+            time-out.
         allowed: what peers may call (_security.allow_list.AllowList); None for everything.
     """
     global _agent
@@ -111,7 +113,7 @@ def install(
         _invoke_remote_torchscript, _REMOTES["_invoke_remote_torchscript"]
     )
     rpc.RRef.__init__ = _make_rref
-    # The C++ side looks these up by name when it first needs them in a session.
+    # torch's C++ looks these two up by name when a session first needs them.
     internal._run_function = exceptions.run_function
     internal._handle_exception = exceptions.handle_exception
     if allowed is not None:
@@ -138,7 +140,7 @@ def uninstall() -> None:
     rpc._set_rpc_timeout = _originals.pop("set_rpc_timeout")
     for name in _REMOTES:
         setattr(api, name, _originals.pop(name))
-    del rpc.RRef.__init__  # PyRRef's comes back
+    del rpc.RRef.__init__  # so that PyRRef's is found again
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
     if "unpickler" in _originals:
@@ -172,8 +174,9 @@ def _invoke_rpc(
     set_synchronous = loader.load().set_synchronous
     before = False
     try:
-        # Set back, because it may be a call that pickling the arguments of another one makes; and
-        # within the `try`, because a signal's handler may raise between any two lines.
+        # The former value is kept and set back, because this call may be made while the arguments
+        # of another call are pickled. It stands within the `try`, because the handler of a signal
+        # may raise between any two lines.
         before = set_synchronous(rpc_type is _SYNC)
         if api._get_should_profile():
             invoke = _originals.get("invoke_rpc", api._invoke_rpc)
@@ -188,7 +191,7 @@ def _invoke_rpc(
 
 
 def _checked(args: Any) -> Any:
-    """Refuse args=(tensor), which without a comma is a tensor, to be taken apart by its rows."""
+    """Refuse args=(tensor): without a comma that is a tensor, and each row would be an argument."""
     if args is None:
         return ()
     if not isinstance(args, Iterable) or isinstance(args, (torch.Tensor, str, bytes)):
@@ -200,9 +203,10 @@ def _checked(args: Any) -> Any:
 
 
 def _check_timeout(seconds: float) -> None:
-    """Refuse what is negative or NaN, as csrc/agent/call_timeout.cpp does for any call.
+    """Refuse a time-out that is negative or NaN, as csrc/agent/call_timeout.cpp does.
 
-    Here it comes before an RRef is made, or pickled: that would wait for ever for the call.
+    Checked here too, because here no RRef has been made or pickled for the call yet: such an RRef
+    would wait for the call for ever.
     """
     if not seconds >= 0 and seconds != _UNSET:
         raise ValueError(
@@ -229,7 +233,7 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 
 def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
-    """Call as upstream's _invoke_rpc does that nobody profiles."""
+    """Call as upstream's _invoke_rpc does while no profiler runs."""
     if not callable(func):
         raise TypeError("function should be callable.")
     name = _find_builtin(func)
@@ -254,7 +258,7 @@ def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwa
 def _invoke_rpc_torchscript(
     to: str, function: Any, args: Any, kwargs: Any, timeout: float, is_async: bool
 ) -> Any:
-    if not isinstance(function, str):  # a name, where upstream's _invoke_rpc calls
+    if not isinstance(function, str):  # upstream's _invoke_rpc passes the function's name
         future = loader.load().invoke_script(to, function, args, kwargs, timeout, is_async)
         if future is not None:
             return future

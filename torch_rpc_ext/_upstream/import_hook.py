@@ -1,4 +1,4 @@
-"""Waiting for the import of torch.distributed.rpc, which may come long after ours."""
+"""Running code when torch.distributed.rpc is imported, which may be long after our own import."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Delegates to the module's own loader and puts it back before the action runs."""
+    """Loads by the module's own loader, which it puts back in its place; then runs the action."""
 
     def __init__(self, loader: Any, action: Callable[[Any], None]) -> None:
         self._loader = loader

@@ -1,9 +1,10 @@
-"""How what a call carries becomes bytes and a table of tensors, and back.
+"""Turning what a call carries into a payload (bytes) and a table of tensors, and back.
 
-Upstream pickles everything: the named tuple (function, arguments), each tensor as the method of a
-class that finds it again, None. For the commonest payloads there is a form of a few bytes here,
-which no pickle begins with; the others are pickled as upstream does, with reducers for what it
-loses (hooks.py says what). csrc/agent/call_label.cpp reads function names out of both.
+Upstream pickles everything: the named tuple (function, arguments), even None, and for each tensor
+the method that finds the tensor in the table. Here the most frequent payloads have a form of a few
+bytes, which no pickle begins with. All others are pickled as upstream does, with reducers for the
+values that upstream's lose (hooks.py says which). csrc/agent/call_label.cpp reads function names
+out of both forms.
 
 Source: torch/distributed/rpc/internal.py, _InternalRPCPickler.
 """
@@ -32,26 +33,27 @@ rpc: Any = _untyped_rpc
 _pickler: Any = internal._internal_rpc_pickler
 _tables: Any = internal._thread_local_tensor_tables
 
-# Whole payloads: None, and the one tensor of the table.
+# Whole payloads: the value None; the only tensor of the table.
 _NONE = b"\x01None"
 _TENSOR = b"\x01Tensor"
-# A function of a module, called with the table's tensors; then follow the names, a zero after each.
+# A call of a module's function with the table's tensors. Behind it come the names of module and
+# function, each with a zero byte at its end.
 _CALL = b"\x01Call\0"
-# In front of the pickle of what a function has raised; csrc/bindings/remote_exception.cpp asks.
+# Stands before the pickle of a raised exception; csrc/bindings/remote_exception.cpp looks for it.
 _RAISED = b"\x01Raised"
 
-# Longer payloads that name a function are taken apart each time; bytes.
+# Names of functions are cached for payloads of up to this length, bytes.
 _REMEMBERED = 256
 
-# Of the session that runs.
+# The agent of the running session.
 _agent: Any = None
 
 
 def install(agent: Any = None) -> None:
-    """Let upstream's pickler make and read these payloads. Idempotent.
+    """Make upstream's pickler write and read these payloads. Idempotent.
 
     Args:
-        agent: the agent whose calls they are; no RRef can be pickled without one.
+        agent: the running agent; without one no RRef can be pickled.
     """
     global _agent
     _agent = agent
@@ -67,10 +69,10 @@ def uninstall() -> None:
     """Leave upstream's pickler as it was. Idempotent."""
     global _agent
     _agent = None
-    # Those of the class come back.
+    # Without these attributes of the object, the methods of its class are found again.
     vars(_pickler).pop("serialize", None)
     vars(_pickler).pop("deserialize", None)
-    # Its serialize() copies the one table into the other.
+    # Both tables, because serialize() copies _class_reducer_dict into _dispatch_table.
     for table in (_pickler._class_reducer_dict, _pickler._dispatch_table):
         for cls, reducer in _REDUCERS.items():
             if table.get(cls) is reducer:
@@ -81,29 +83,30 @@ def uninstall() -> None:
 
 
 def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Stand in for upstream's pickler.
+    """Replace the method of upstream's pickler.
 
     Args:
-        value: an internal.PythonUDF, or what one returned.
+        value: an internal.PythonUDF, or what it returned.
 
     Returns:
-        The payload and the tensors that it refers to, by their places.
+        The payload, and the tensors to which the payload refers by index.
 
     Raises:
-        Exception: what pickle raises for a call that it does not take; for a result that it does
-            not take, the payload is a TypeError for the caller.
+        Exception: what pickle raises for a call that cannot be pickled. A result that cannot be
+            pickled raises nothing here: its payload is a RuntimeError for the caller.
     """
     if value is None:
         return _NONE, []
     if type(value) is internal.RemoteException:
         return _raised(value)
-    # Somebody else's pickler may send by value what is sent by name here.
+    # Another pickler that a program has put there may send a function by value.
     if internal._pickler is pickle.Pickler:
         if _is_plain(value):
             return _TENSOR, [value]
         if type(value) is internal.PythonUDF and not value.kwargs and type(value.args) is tuple:
             name, args = _name_of(value.func), value.args
-            # One that stands there twice must arrive as one: pickle remembers it.
+            # Not for a tensor that is an argument twice: both must be one object at the callee,
+            # and only pickle does that.
             if (
                 name is not None
                 and all(map(_is_plain, args))
@@ -116,7 +119,7 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         if type(value) is internal.PythonUDF:
             _explain(value.func, error)
             raise
-        # As an answer: upstream's would be a RuntimeError with the C++ stack.
+        # An answer for the caller. In upstream it would be a RuntimeError with a C++ stack.
         return _raised(exceptions.unsent(value, error))
 
 
@@ -126,7 +129,7 @@ def _raised(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _explain(function: Any, error: Exception) -> None:
-    """Raise another error, of the same type, where it is the function that pickle does not take."""
+    """Raise a clearer error of the same class, if the called function is what cannot be pickled."""
     name = str(getattr(function, "__qualname__", ""))
     if "<" in name and isinstance(error, (pickle.PicklingError, AttributeError)):
         kind = "lambda" if name.endswith("<lambda>") else "function within a function"
@@ -141,18 +144,19 @@ def deserialize(
     tensors: list[torch.Tensor],
     read: Callable[[bytes, list[torch.Tensor]], Any] | None = None,
 ) -> Any:
-    """Stand in for upstream's pickler.
+    """Replace the method of upstream's pickler.
 
     Args:
         payload: from serialize(), on any worker.
-        tensors: those that came with it.
-        read: reads pickles; upstream's pickler, if not given.
+        tensors: the tensors that came with the payload.
+        read: reads pickles; by default upstream's pickler does.
 
     Returns:
-        The value. An AttributeError, not raised, where a function does not exist, as upstream.
+        The value. Where the named function does not exist an AttributeError, returned and not
+        raised, as in upstream.
 
     Raises:
-        Exception: whatever a pickle that names anything may raise.
+        Exception: anything, because a pickle can name and call anything.
     """
     if payload == _TENSOR:
         return tensors[0]
@@ -176,14 +180,14 @@ def short_call(payload: bytes) -> tuple[str, str] | None:
         payload: from serialize(), on any worker.
 
     Returns:
-        None where it is of another form.
+        None where the payload has another form.
 
     Raises:
-        ValueError: it begins like the short form and is none.
+        ValueError: the payload begins like the short form but does not continue like it.
     """
     if not payload.startswith(_CALL):
         return None
-    # The names of a few frequent functions, and no memory for whatever a peer sends.
+    # The cache is bounded in number and length, so a peer cannot fill memory with names.
     return _remembered_names(payload) if len(payload) <= _REMEMBERED else _names(payload)
 
 
@@ -199,17 +203,17 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
-        # Not where a program has registered its own way to send tensors.
+        # False where a program has registered a reducer of its own for tensors.
         and _pickler._class_reducer_dict.get(torch.Tensor) is _reduce_tensor
     )
 
 
 def _name_of(function: Any) -> bytes | None:
-    """Return by what name a function is found again; None where pickle has to try."""
+    """Return the names by which a function is found again; None where pickle has to try."""
     if type(function) is not FunctionType:
         return None
     module, name = function.__module__, function.__qualname__
-    # Not of a class or of another function: those names have dots.
+    # A function of a class or of another function has dots in its name and is not found so.
     if getattr(sys.modules.get(module), name, None) is not function:
         return None
     return f"{module}\0{name}\0".encode()
@@ -220,7 +224,8 @@ def _find(module: str, name: str) -> Any:
         found = getattr(sys.modules.get(module), name, None)
         if found is not None:
             return found
-    # Imports the module. PROTO 4, the two strings, STACK_GLOBAL, STOP.
+    # A pickle that names the function, which imports the module: PROTO 4, the two strings,
+    # STACK_GLOBAL, STOP.
     return _from_pickle(b"\x80\x04%b%b\x93." % (_pickled_text(module), _pickled_text(name)), [])
 
 
@@ -233,7 +238,7 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     if isinstance(value, torch.jit.ScriptModule):
         pickled: tuple[bytes, list[torch.Tensor]] = type(_pickler).serialize(_pickler, value)
         return pickled
-    # A reducer may make a call of its own.
+    # Kept, because a reducer may make a call, which uses the same thread-local table.
     before = getattr(_tables, "send_tables", None)
     tensors: list[torch.Tensor] = []
     _tables.send_tables = tensors
@@ -257,14 +262,14 @@ def _from_pickle(payload: bytes, tensors: list[torch.Tensor]) -> Any:
 
 
 def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
-    """Return what read() does, while pickles find their tensors here.
+    """Return what read() returns; pickles that it reads find their tensors in `tensors`.
 
     Args:
-        tensors: those that came with the payload.
-        read: reads it.
+        tensors: the tensors that came with the payload.
+        read: reads the payload.
     """
     if torch.is_inference_mode_enabled():
-        # What is fetched is ordinary, also where unpickling makes tensors.
+        # Tensors that unpickling makes are ordinary ones, as the received tensors are.
         with torch.inference_mode(False):
             return with_tensors(tensors, read)
     before = getattr(_tables, "recv_tables", None)
@@ -272,14 +277,14 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception as error:
-        # Upstream makes a RuntimeError of what an unpickler raises, so programs catch that; and a
-        # program's own handler of a signal may have raised it, whose class it must keep.
+        # Upstream turns what an unpickler raises into a RuntimeError, and programs catch that. The
+        # class must stay too: a program's signal handler may have raised the error.
         also = exceptions.also_runtime_error(error)
         if also is error:
             raise
         raise also.with_traceback(error.__traceback__) from error.__cause__
     finally:
-        # Upstream leaves its own at an error.
+        # Upstream's deserialize() leaves its own table behind when it fails.
         if before is None:
             vars(_tables).pop("recv_tables", None)
         else:
@@ -297,21 +302,21 @@ def _reduce_rref(rref: Any) -> tuple[Any, ...]:
 
 
 def _reduce_worker_info(info: Any) -> tuple[Any, ...]:
-    # Not pybind11's way, which makes an object without its C++ part and fills that in later: who
-    # reads with an allow-list does not make such.
+    # Not as pybind11 does, which makes an object without its C++ part and fills that in later: the
+    # reader with an allow-list refuses to make such an object.
     return (rpc.WorkerInfo, (info.name, info.id))
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
-    # As the Parameter that it is, not as its .data: so distributed autograd records it.
+    # The Parameter itself and not its .data, so that distributed autograd records it.
     _tables.send_tables.append(parameter)
     return (_restore_parameter, (len(_tables.send_tables) - 1,))
 
 
 def _restore_parameter(index: int) -> torch.Tensor:
     tensor = _restore_tensor(index)
-    # The same tensor under another class, not a new Parameter: within a distributed autograd
-    # context it gets its history after this, and a copy would stay outside of the graph.
+    # The class of this tensor is changed, instead of a new Parameter made: within a distributed
+    # autograd context the tensor gets its history after this, and a new one would not get it.
     tensor.__class__ = torch.nn.Parameter
     return tensor
 
@@ -329,14 +334,14 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     else:
         tensors = _tables.send_tables
         tensors.append(tensor)
-        # Not upstream's class method: pickle would write all of its name for each tensor.
+        # A function with a short name, because pickle writes the name for each tensor.
         return (_restore_tensor, (len(tensors) - 1,))
     # Each part is a strided tensor and comes back here.
     return (_restore_compressed, (*parts, tuple(tensor.shape), tensor.layout))
 
 
 def _restore_tensor(index: int) -> torch.Tensor:
-    # A peer's number: not a slice of the table either.
+    # A peer has sent the index, so it is checked: it may be negative, too large or a slice.
     tensors: list[torch.Tensor] = _tables.recv_tables
     if type(index) is not int or not 0 <= index < len(tensors):
         raise ValueError(f"a message of {len(tensors)} tensors has none at {index!r}")
@@ -350,7 +355,7 @@ def _restore_compressed(
     shape: tuple[int, ...],
     layout: torch.layout,
 ) -> torch.Tensor:
-    # Checked, because a peer sent them: bad indices raise instead of crashing later.
+    # A peer has sent these: with the check bad indices raise, without it they crash later.
     return torch.sparse_compressed_tensor(
         compressed, plain, values, shape, layout=layout, check_invariants=True
     )

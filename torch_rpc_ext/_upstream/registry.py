@@ -1,9 +1,9 @@
 """Changing torch's enum class of back ends, BackendType.
 
-torch's ``register_backend`` replaces the enum class; members that a program took earlier, and
+torch's ``register_backend`` replaces the enum class. Members that a program took earlier, and
 ``torch.distributed.rpc.BackendType`` itself, then belong to a class that init_rpc no longer
-accepts. So a member is added to the class that is there. It comes last, so that a call with options
-only still finds TENSORPIPE first.
+accepts. So this module adds a member to the existing class. The member comes last, because an
+init_rpc with options but no back end takes the first member that fits, which is to be TENSORPIPE.
 Source: torch/distributed/rpc/backend_registry.py.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def enum_classes(rpc: Any) -> list[type[Enum]]:
-    """Return the enum classes in use: two where somebody called register_backend, else one."""
+    """Return the enum classes in use: two where a program called register_backend, else one."""
     classes = [rpc.BackendType]
     if rpc.backend_registry.BackendType is not rpc.BackendType:
         classes.append(rpc.backend_registry.BackendType)
@@ -22,10 +22,10 @@ def enum_classes(rpc: Any) -> list[type[Enum]]:
 
 
 def add_member(enum_class: type[Enum], name: str, value: Any) -> None:
-    """Add a member to an existing enum class (Python 3.11 to 3.14), unless it is there.
+    """Add a member to an existing enum class (Python 3.11 to 3.14), unless the class has it.
 
-    Python offers no public way. These attributes are what enum.EnumType fills in itself; the
-    registry test holds them to what the running Python expects.
+    Python offers no public way. This sets the attributes that enum.EnumType sets for a member; the
+    registry test compares them with those of the running Python.
     """
     members = enum_class._member_map_
     if name in members:
@@ -43,7 +43,7 @@ def add_member(enum_class: type[Enum], name: str, value: Any) -> None:
 
 
 def replace_value(member: Enum, value: Any) -> None:
-    """Give an existing member another value, so that everybody who holds the member sees it."""
+    """Change the value of an existing member, also for programs that took the member earlier."""
     table = type(member)._value2member_map_
     table.pop(member.value, None)
     member._value_ = value

@@ -1,7 +1,7 @@
-"""TENSORPIPE's place in torch, taken by our back end: its member, and the name TensorPipeAgent.
+"""Takeover: BackendType.TENSORPIPE and the name TensorPipeAgent stand for our back end.
 
-The value of the member BackendType.TENSORPIPE is changed in place, so that members taken earlier
-follow.
+The value of the member BackendType.TENSORPIPE is changed in place, so that the change also holds
+for programs that took the member earlier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _agent_class: Any = None
 
 
 def is_active() -> bool:
-    """Return whether TENSORPIPE's users run on UCX in this process."""
+    """Return whether programs that ask for TENSORPIPE run on UCX in this process."""
     return _applied
 
 
@@ -37,11 +37,12 @@ def apply(rpc: Any, init_backend: Any) -> None:
 
 
 def _either_agent(original: Any) -> Any:
-    """Make a TensorPipeAgent that our agent, too, is an instance of.
+    """Return a class TensorPipeAgent of which our agent counts as an instance.
 
-    isinstance(agent, rpc.TensorPipeAgent) is how programs ask for dynamic groups and the like. It
-    derives from the original because torch's FAULTY_TENSORPIPE takes it for its base class, in C++.
-    The original stays what it is in torch._C, so that rpc.shutdown() treats our agent as ours.
+    Programs ask isinstance(agent, rpc.TensorPipeAgent), for dynamic groups for example. The class
+    derives from the original one, because the C++ of torch's FAULTY_TENSORPIPE needs that as a base
+    class. torch._C keeps the original class, so rpc.shutdown() does not take our agent for
+    TENSORPIPE's.
     """
 
     def __instancecheck__(_: Any, value: Any) -> bool:

@@ -1,9 +1,10 @@
 """Every private name of torch that this package uses: torch may change them in any release.
 
-Where one is missing, whoever needs it is refused before anything has begun, with the name and what
-to do; `import torch` and TENSORPIPE are as ever. A rule holds this list to the sources, in both
-directions (tests/rules/test_torch_names.py), and a test takes each name away in turn
-(tests/process/test_torch_names.py). What csrc uses stands in csrc/compat.
+Where a torch lacks a name, the feature that needs the name is refused before it begins, with the
+name and what to do; `import torch` and TENSORPIPE work as without this package. A rule compares
+this list with the sources, in both directions (tests/rules/test_torch_names.py), and a test takes
+each name away in turn (tests/process/test_torch_names.py). The names that csrc uses are in
+csrc/compat.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 UCX = "BackendType.UCX"
 
-#: Who cannot do without them -> names, each as deep as it is private.
+#: Feature -> the names that it cannot do without.
 NEEDED: dict[str, tuple[str, ...]] = {
     UCX: (
         "torch._C._distributed_c10d.FileStore",
@@ -92,7 +93,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.utils._pytree.tree_unflatten",
     ),
 }
-#: Nobody is refused for these: what is done without them stands where they are used.
+#: Nothing is refused for lack of these: the code that uses a name says what it does without.
 DONE_WITHOUT = (
     "torch._GLOBAL_DEVICE_CONTEXT",
     "torch.distributed.rendezvous._create_c10d_store",
@@ -120,7 +121,7 @@ def require(who: str) -> None:
     """Refuse a torch that lacks a private name.
 
     Args:
-        who: needs them; a key of NEEDED.
+        who: the feature, a key of NEEDED.
 
     Raises:
         ImportError: the text has the first name that is missing, and what to do.
@@ -148,7 +149,7 @@ def _is_there(name: str) -> bool:
 
 
 def _imported(parts: Iterable[str]) -> bool:
-    """Import a module that its package does not import; return whether there is one."""
+    """Import a submodule that its package does not import by itself; return whether it exists."""
     try:
         importlib.import_module(".".join(parts))
     except ImportError:

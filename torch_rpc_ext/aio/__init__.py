@@ -11,7 +11,7 @@
     await lookup.call("worker1", "a")
     predict.sync("worker1", x)
 
-On public APIs of torch.distributed.rpc, so it works over any back end.
+It uses public APIs of torch.distributed.rpc only, so it works over any back end.
 """
 
 from torch_rpc_ext._calls.event_loops import as_asyncio

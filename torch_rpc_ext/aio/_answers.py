@@ -1,4 +1,4 @@
-"""What a callee answers when it is not the RPC thread that has run the function."""
+"""Answers of functions that did not run on the RPC thread which took the request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ rpc: Any = _untyped_rpc
 def fail(future: Future[Any], error: BaseException) -> None:
     """Let the caller's call raise an error.
 
-    Not by Future.set_exception(): upstream would send that as a result.
+    Future.set_exception() would not do: upstream sends that exception as a result.
 
     Args:
         future: what an rpc.functions.async_execution function has returned.
-        error: what to raise. What is no Exception, such as SystemExit, arrives as RuntimeError: it
-            was not meant for the caller's process.
+        error: what to raise. An error that is no Exception, such as SystemExit, arrives as
+            RuntimeError: it must not end the caller's process.
     """
     if not isinstance(error, Exception):
         error = RuntimeError(f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What names the calls of this process: a number that it has drawn, and a count.
+# A call is named by a random number that this process has drawn, and a count.
 _process: int
 _count: itertools.count[int]
 
@@ -33,24 +33,32 @@ def _draw_process_number() -> None:
 
 
 _draw_process_number()
-# Else two clients forked from one process would name their calls alike.
+# Without a new number, two clients that were forked from one process would name their calls alike.
 os.register_at_fork(after_in_child=_draw_process_number)
 
 
 class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
     """An `async def` function with methods that call it on other workers.
 
-    There it runs on one event loop of the whole process, beside thousands of others; what it does
-    between two awaits holds all of them up. Distributed autograd does not see it. Called itself,
-    it runs here, and must be awaited.
+    ::
+
+        @aio.remote(limit=1000)  # makes an AsyncFunction
+        async def lookup(key: str) -> Tensor: ...
+
+        await lookup.call("worker1", "a")  # on worker1
+        await lookup("a")  # here
+
+    All these functions of a callee share one event loop, thousands of calls at once: what a
+    function does between two awaits holds up all other calls. Distributed autograd does not reach
+    into the function.
 
     Args:
         function: an `async def` at the top level of its module.
-        limit: so many run at once on a callee, others wait their turn; None for any number.
-        reduce: for map_reduce(): makes one result of two.
+        limit: how many calls run at once on a callee, the others wait; None for any number.
+        reduce: makes one result of two, for map_reduce().
 
     Raises:
-        TypeError: no such function.
+        TypeError: `function` is no such function.
         ValueError: a limit under 1.
     """
 
@@ -68,11 +76,12 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
             )
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be 1 or more, got {limit!r}")
-        super().__init__(function, reduce=reduce)  # type: ignore[arg-type]  # of what it awaits
+        # mypy sees the coroutine; T is what the coroutine returns.
+        super().__init__(function, reduce=reduce)  # type: ignore[arg-type]
         self.limit = limit
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:  # type: ignore[override]
-        """Run it here."""
+        """Run the function here."""
         return await self.function(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def _request(
@@ -83,10 +92,11 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
     async def call(
         self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
     ) -> T:
-        """Call it there; for `await` in asyncio.
+        """Call the function on a worker; for `await` in asyncio.
 
-        When it is cancelled (Task.cancel(), asyncio.timeout()) the callee is told: a call that has
-        not begun there never does, one that has gets asyncio.CancelledError at its next await.
+        When this call is cancelled (Task.cancel(), asyncio.timeout()), the callee is told: a call
+        that waits there never begins, and a call that runs there gets asyncio.CancelledError at its
+        next await.
         """
         target, request, _ = self._request(args, kwargs)
         future = rpc.rpc_async(to, target, request, timeout=rpc_timeout)
@@ -95,7 +105,7 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
             return result
         except asyncio.CancelledError:
             if not future.done():
-                with contextlib.suppress(RuntimeError):  # nobody is there any more
+                with contextlib.suppress(RuntimeError):  # the callee is lost
                     rpc.rpc_async(to, _server.cancel, (request[1],))
             raise
 
@@ -121,14 +131,14 @@ def remote(
 
     Args:
         function: an `async def` at the top level of a module that callees can import.
-        limit: so many run at once on a callee, others wait their turn; None for any number.
-        reduce: for map_reduce(): makes one result of two.
+        limit: how many calls run at once on a callee, the others wait; None for any number.
+        reduce: makes one result of two, for map_reduce().
 
     Returns:
-        An AsyncFunction; without `function`, a decorator that makes one.
+        An AsyncFunction; without `function`, a decorator that makes an AsyncFunction.
 
     Raises:
-        TypeError: the function cannot be one; the text says why.
+        TypeError: the function cannot be called remotely; the text says why.
         ValueError: a limit under 1.
     """
     if function is None:

@@ -25,23 +25,32 @@ T = TypeVar("T")
 
 
 class BatchedFunction(RemoteFunction[..., T]):
-    """A function of lists, with methods that call it on other workers with one item each.
+    """A function of lists; its methods call it on other workers with one item for each list.
 
-    The callee collects calls, of whichever callers, and runs the function with lists of their
-    arguments, one list for each argument. Its results go back one to each caller. Called itself,
-    it is the function of lists, and runs here.
+    ::
+
+        @aio.batched(max_size=32, max_wait=0.005)  # makes a BatchedFunction
+        def predict(inputs: list[Tensor]) -> Tensor:
+            return model(torch.stack(inputs))  # a row for each call
+
+        predict.sync("worker1", x)  # one item there, one row back
+        predict([x, y])  # the function of lists, here
+
+    The callee collects the calls of all callers and runs the function once for a batch, with one
+    list for each argument. One result goes back to each caller.
 
     Args:
         function: takes one list or more, of equal length; returns as many results, in the same
             order, as a list, a tuple or a tensor's rows. A result that is an exception is raised
-            for its caller alone; what the function raises, for all of the batch.
+            for its caller alone; an exception that the function raises, for all callers of the
+            batch.
         max_size: most calls in a batch.
         max_wait: how long the first call of a batch waits for others, s.
-        max_queue: so many calls may wait; further ones get OverloadedError at once.
+        max_queue: how many calls may wait; further calls get OverloadedError at once.
 
     Raises:
-        TypeError: no such function.
-        ValueError: a number out of range, named.
+        TypeError: `function` is no such function.
+        ValueError: a number is out of range; the text names it.
     """
 
     def __init__(
@@ -52,7 +61,8 @@ class BatchedFunction(RemoteFunction[..., T]):
         max_wait: float,
         max_queue: int,
     ) -> None:
-        super().__init__(function)  # type: ignore[arg-type]  # of one call
+        # mypy sees all results of a batch; T is the result of one call.
+        super().__init__(function)  # type: ignore[arg-type]
         if inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"{function.__qualname__} is an async def; a batch function runs in a thread of "
@@ -80,16 +90,16 @@ class BatchedFunction(RemoteFunction[..., T]):
         return enqueue, (self, self._items(args, kwargs)), {}
 
     def _items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return one item for each argument.
+        """Return one item for each argument of the function.
 
         Raises:
-            TypeError: they do not fit the function.
+            TypeError: the items do not fit the function.
         """
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.__qualname__}(): {error}") from None
-        # Once a call has left out a default another could not be put beside it.
+        # All calls of a batch need the same number of items, also those that leave out a default.
         bound.apply_defaults()
         return bound.args
 
@@ -102,15 +112,15 @@ def batched(
     Args:
         max_size: most calls in a batch.
         max_wait: how long the first call of a batch waits for others, s.
-        max_queue: so many calls may wait at a callee; further ones get OverloadedError at once,
-            which RetryPolicy calls again.
+        max_queue: how many calls may wait at a callee; further calls get OverloadedError at once,
+            after which RetryPolicy calls again.
 
     Returns:
         A decorator that makes a BatchedFunction.
 
     Raises:
-        TypeError: the function cannot be one; the text says why.
-        ValueError: a number out of range, named.
+        TypeError: the function cannot take batches; the text says why.
+        ValueError: a number is out of range; the text names it.
     """
     return lambda function: BatchedFunction(
         function, max_size=max_size, max_wait=max_wait, max_queue=max_queue
@@ -147,7 +157,7 @@ class _Batcher:
             waiting = len(self._queue)
             if waiting < function.max_queue:
                 self._queue.append(call)
-                # The thread waits for the first, and then for the one that fills the batch.
+                # The thread waits for the first call, then for the call that fills the batch.
                 if waiting + 1 in (1, function.max_size):
                     self._changed.notify()
                 return call.future
@@ -166,7 +176,7 @@ class _Batcher:
                 continue
             try:
                 results = self._results(batch)
-            except BaseException as error:  # noqa: BLE001  SystemExit too: the thread goes on
+            except BaseException as error:  # noqa: BLE001  SystemExit must not end the thread
                 results = [error] * len(batch)
             for call, result in zip(batch, results, strict=True):
                 if isinstance(result, BaseException):
@@ -188,7 +198,7 @@ class _Batcher:
             return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
 
     def _wanted(self, batch: list[_Call]) -> list[_Call]:
-        """Return the calls whose callers still wait; let go of the others."""
+        """Return the calls whose callers still wait; fail the others."""
         wanted = []
         for call in batch:
             if call.served is not None and call.served.cancelled:
@@ -226,20 +236,20 @@ def enqueue(function: Any, args: tuple[Any, ...]) -> Future[Any]:
 
     Args:
         function: the BatchedFunction.
-        args: one item for each of its arguments.
+        args: one item for each argument of the function.
 
     Returns:
         A future of the call's result.
 
     Raises:
-        TypeError: another kind of function, or a wrong number of arguments.
+        TypeError: `function` is of another kind, or the number of arguments is wrong.
     """
     if not isinstance(function, BatchedFunction):
         raise TypeError(f"not a batched remote function: {function!r}")
     items = function._items(args, {})
     with _lock:
         batcher = _batchers.get(function)
-        # Its thread does not live on in the child of a fork.
+        # After a fork the child has the object but not its thread.
         if batcher is None or not batcher.thread.is_alive():
             batcher = _batchers[function] = _Batcher(function)
     return batcher.add(items)

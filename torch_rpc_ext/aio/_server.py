@@ -1,9 +1,9 @@
 """The callee's side of `async def` functions: an event loop in a thread of its own.
 
-The RPC threads only hand requests over, through rpc.functions.async_execution: a call that waits
-holds none of them, and a cancellation is not held up by the calls before it. A task is cancelled
-when its caller says so, when the caller's time-out passes, and when the caller is lost. A function
-that is no `async def` cannot be stopped: it can ask (torch_rpc_ext.current_call()).
+The RPC threads only hand requests to the loop (rpc.functions.async_execution): a call that waits
+occupies no RPC thread, so a cancellation does not queue behind such calls. A task is cancelled when
+its caller says so, when the caller's time-out passes, and when the caller is lost. A function that
+is no `async def` cannot be stopped; it can ask torch_rpc_ext.current_call().
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 CallId = tuple[int, int]
 
-# A cancellation may come before its call, as other threads take it from the network. It also may
-# come after the call's end, so the list of these must not grow: the oldest are forgotten.
+# A cancellation may arrive before its call, because two RPC threads take them, so it is kept for
+# the call. It may also arrive after the call's end and would be kept for ever, so only so many are
+# kept, and the oldest are dropped.
 _CANCELLATIONS_KEPT = 10_000
 
 
 class CoroutineFunction:
-    """What run() takes: the base of AsyncFunction."""
+    """Base of AsyncFunction; run() accepts no other class."""
 
 
 class _Running(NamedTuple):
     """A call that runs.
 
     Attributes:
-        task: what runs it.
-        served: what it may ask; None over another back end.
-        undo: takes back what else would cancel it.
+        task: runs the call.
+        served: what current_call() returns in the function; None over another back end.
+        undo: take back what would cancel the call: the deadline's timer, the watch for the
+            caller's loss.
     """
 
     task: asyncio.Task[Any]
@@ -56,7 +58,7 @@ class _Running(NamedTuple):
 class _Host:
     """Runs coroutines for callers.
 
-    Owns: the thread and its event loop. All but start() and cancel() is the loop's.
+    Owns: the thread and its event loop. All methods but start() and cancel() run in the loop.
     Thread Safety: start() and cancel() from any thread.
     """
 
@@ -66,13 +68,13 @@ class _Host:
         self._running: dict[CallId, _Running] = {}
         self._cancelled: OrderedDict[CallId, None] = OrderedDict()
         self._slots: dict[Any, asyncio.Semaphore] = {}
-        # A daemon: rpc.shutdown() has waited for the calls, and the process may end.
+        # A daemon thread, so that the process can end: rpc.shutdown() has waited for the calls.
         self.thread = threading.Thread(target=self._run, name="rpc-aio", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         while True:
-            # What a function raises by sys.exit() ends the loop's run, not the other calls.
+            # sys.exit() in a function ends run_forever(); the other calls go on with the next.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
@@ -102,12 +104,12 @@ class _Host:
             fail(future, _cancellation(function))
             return
         if call in self._running:
-            # Names are drawn at random: it is a peer that repeats another's, to cancel its call.
+            # Names are random numbers. A peer that repeats one means to cancel another's call.
             fail(future, ValueError(f"the call {call} of {function.__qualname__} runs already"))
             return
         try:
             body = self._body(function, args, kwargs)
-        except Exception as error:  # noqa: BLE001  arguments that do not fit
+        except Exception as error:  # noqa: BLE001  the arguments do not fit the function
             fail(future, error)
             return
         context = contextvars.copy_context()
@@ -117,7 +119,7 @@ class _Host:
         task.add_done_callback(partial(self._finish, future, function, call))
 
     def _watch(self, call: CallId, served: CurrentCall | None) -> list[Callable[[], object]]:
-        """Have the call cancelled when its caller gives up; return what takes that back."""
+        """Have the call cancelled when its caller gives up; return the functions that undo this."""
         if served is None:
             return []
         give_up = partial(self._give_up, call)
@@ -152,7 +154,7 @@ class _Host:
             future.set_result(task.result())
 
     def _give_up(self, call: CallId) -> bool:
-        """Cancel a call; return whether it runs."""
+        """Cancel a call that runs; return whether there was one."""
         running = self._running.get(call)
         if running is None:
             return False
@@ -186,7 +188,7 @@ _host: _Host | None = None
 def _running_host() -> _Host:
     global _host
     with _lock:
-        # Its thread does not live on in the child of a fork.
+        # After a fork the child has the object but not its thread.
         if _host is None or not _host.thread.is_alive():
             _host = _Host()
         return _host
@@ -203,10 +205,10 @@ def run(function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         kwargs: the function's keyword arguments.
 
     Returns:
-        A future of what it returns.
+        A future of what the function returns.
 
     Raises:
-        TypeError: another kind of function.
+        TypeError: `function` is no AsyncFunction.
     """
     if not isinstance(function, CoroutineFunction):
         raise TypeError(f"not an async remote function: {function!r}")
@@ -214,5 +216,5 @@ def run(function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
 
 
 def cancel(call: CallId) -> None:
-    """Cancel a call that run() was asked for, or will be; called remotely."""
+    """Cancel a call, also one whose run() has not arrived yet; called remotely."""
     _running_host().cancel(call)

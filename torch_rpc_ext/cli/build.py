@@ -1,10 +1,12 @@
-"""``python -m torch_rpc_ext build``: the extension module for the torch that is here."""
+"""``python -m torch_rpc_ext build``: compile the extension module for the installed torch."""
 
 from __future__ import annotations
 
 import sys
 
 from torch_rpc_ext.cli import common
+
+__all__ = ["main"]
 
 _DESCRIPTION = """Compile the extension module for the torch that is installed, unless one fits.
 
@@ -18,13 +20,13 @@ _EXAMPLE = """examples:
 
 
 def main(arguments: list[str]) -> int:
-    """Compile it.
+    """Compile the extension module.
 
     Args:
         arguments: of the command.
 
     Returns:
-        0, or 1 where it cannot be compiled or loaded.
+        0, or 1 where the module cannot be compiled or loaded.
     """
     common.parser("build", _DESCRIPTION, _EXAMPLE).parse_args(arguments)
     from torch_rpc_ext._native import build, loader

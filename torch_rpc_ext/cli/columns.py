@@ -1,4 +1,4 @@
-"""The columns of ``top``: what they show, what they mean, by which the workers can be sorted."""
+"""The columns of ``top``: what they show and mean, and by which ones the workers can be sorted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_rpc_ext.cli.poller import WorkerState
 
+__all__ = ["COLUMNS", "ORDERS", "Column", "in_order", "meanings"]
+
 _WIDTH = 78
 
 
@@ -18,11 +20,12 @@ class Column:
     """One column.
 
     Attributes:
-        title: its header.
-        cell: text of a worker's cell.
-        needed: how much it is missed: in a narrow terminal the least needed goes first.
-        meaning: for people.
-        rank: what the workers are sorted by, the greatest first; None: they cannot be.
+        title: the header.
+        cell: returns the text for a worker.
+        needed: priority: a narrow terminal leaves out the columns with the lowest.
+        meaning: explanation for the user.
+        rank: returns the number by which workers are sorted, the largest first; None where workers
+            cannot be sorted by this column.
     """
 
     title: str
@@ -123,7 +126,7 @@ COLUMNS = (
         "process", lambda s: "-" if s.pid is None else f"{s.host}:{s.pid}", 1, "host and process"
     ),
 )
-#: By what the workers can be sorted, one after the other; '' is the order of the group.
+#: The orders that the key "s" goes through: titles of columns; '' is the order of the group.
 ORDERS = ("", *(column.title for column in COLUMNS if column.rank is not None))
 
 
@@ -143,7 +146,7 @@ def meanings() -> list[str]:
 
 
 def in_order(states: Sequence[WorkerState], order: str) -> list[WorkerState]:
-    """Return the workers, sorted by a column, the greatest first, those without a figure last.
+    """Return the workers sorted by a column, the largest value first, those without a value last.
 
     Args:
         states: of the workers.

@@ -1,10 +1,25 @@
-"""What the commands share: their parsers, exit statuses, types of arguments."""
+"""Shared by the commands: their parsers, exit statuses, types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+
+__all__ = [
+    "EXIT_STATUSES",
+    "MISTAKE",
+    "NO_GROUP",
+    "OK",
+    "UNWELL",
+    "CannotJoinError",
+    "add_seconds",
+    "add_workers",
+    "count",
+    "parser",
+    "positive",
+    "program",
+]
 
 OK, UNWELL, MISTAKE, NO_GROUP = 0, 1, 2, 3
 EXIT_STATUSES = f"""exit status:
@@ -16,11 +31,11 @@ EXIT_STATUSES = f"""exit status:
 
 
 class CannotJoinError(Exception):
-    """There is no group there that a guest could join; the text says why."""
+    """There is no group that a guest could join; the text says why."""
 
 
 def program() -> str:
-    """Return how the command line was called, for texts that say how to call it."""
+    """Return the words by which the user has called us, for texts that say how to call us."""
     script = Path(sys.argv[0]).name if sys.argv else ""
     return script if script == "torch-rpc-ext" else "python -m torch_rpc_ext"
 
@@ -29,9 +44,9 @@ def parser(command: str, description: str, epilog: str) -> argparse.ArgumentPars
     """Make the parser of a command.
 
     Args:
-        command: its name.
-        description: what it does.
-        epilog: examples, and what else stands below the options, as it is.
+        command: name of the command.
+        description: what the command does.
+        epilog: text below the options, printed unchanged: examples and the like.
     """
     return argparse.ArgumentParser(
         prog=f"{program()} {command}",
@@ -42,7 +57,7 @@ def parser(command: str, description: str, epilog: str) -> argparse.ArgumentPars
 
 
 def add_workers(made: argparse.ArgumentParser) -> None:
-    """Add the names of workers, which may be none."""
+    """Add the names of workers as arguments; the user may give none."""
     made.add_argument("workers", nargs="*", metavar="WORKER", help="names; by default all")
 
 

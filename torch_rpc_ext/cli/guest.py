@@ -1,7 +1,7 @@
 """Joining a running group from the command line, for as long as a command takes.
 
-A dynamic group (init_rpc with world_size=None) takes in whoever finds its store. A static group
-takes in nobody; what the commands do can be done from inside of it (see docs/cli.md).
+A dynamic group (init_rpc with world_size=None) takes in every process that finds its store. A
+static group takes in none; there, workers can call the commands' functions (docs/cli.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from urllib.parse import urlparse
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common
 
-#: Names of guests begin so; nobody else's should.
+__all__ = ["PREFIX", "add_arguments", "joined", "other_workers"]
+
+#: Names of guests begin so; names of workers should not.
 PREFIX = "guest_"
-# Ranks that no job gives to its workers, so that a guest never takes one that is still to come.
-# A rank has 15 bits (worker_id_t).
+# Guests take high ranks, which jobs do not use, so that a guest never has the rank of a worker that
+# joins later. A rank has 15 bits (worker_id_t).
 _FIRST_RANK, _RANKS = 16_384, 16_384
 _THREADS = 4
 
@@ -46,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def joined(given: argparse.Namespace) -> Iterator[None]:
-    """Be a member of the group within the block, and leave it however the block ends.
+    """Join the group for the block, and leave it however the block ends.
 
     Args:
         given: what add_arguments() has parsed.
 
     Raises:
         CannotJoinError: there is no such group, it is static, or joining failed.
-        ValueError: a wrong URL or interface.
+        ValueError: a URL or an interface is wrong.
     """
     with _leaving_when_told_to():
         _join(given)
@@ -67,7 +69,7 @@ def joined(given: argparse.Namespace) -> Iterator[None]:
 
 
 def other_workers() -> list[str]:
-    """Return the names of the group's workers without those of guests, this one included."""
+    """Return the names of the group's workers, without guests and so without this process."""
     from torch_rpc_ext import monitoring
 
     return [name for name in monitoring.member_names() if not name.startswith(PREFIX)]
@@ -110,7 +112,7 @@ def _join(given: argparse.Namespace) -> None:
 
 
 def _open_store(url: str, seconds: float) -> Any:
-    """Open the store of a dynamic group that is there; make none."""
+    """Open the store of an existing dynamic group; never create a store."""
     from torch_rpc_ext._group import dynamic, rendezvous, stores
     from torch_rpc_ext._group.store_opening import open_tcp
 

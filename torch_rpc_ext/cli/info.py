@@ -1,4 +1,4 @@
-"""``python -m torch_rpc_ext info``: what is used here, and why."""
+"""``python -m torch_rpc_ext info``: which UCX and transports are used on this machine, and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import textwrap
 from typing import Any
 
 from torch_rpc_ext.cli import common
+
+__all__ = ["collect", "main"]
 
 _EXAMPLE = """examples:
   python -m torch_rpc_ext info
@@ -19,7 +21,7 @@ _INDENT = " " * 22
 
 
 def main(arguments: list[str]) -> int:
-    """Show it.
+    """Run the command.
 
     Args:
         arguments: of the command.
@@ -52,7 +54,7 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
 
     Args:
         interface: as the option `interface`.
-        self_test: whether to run it; it takes a few seconds.
+        self_test: whether to run the self-test, which takes a few seconds.
     """
     from torch_rpc_ext._base import option_checks
     from torch_rpc_ext._group import interfaces

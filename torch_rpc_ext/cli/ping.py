@@ -28,14 +28,15 @@ class Ping:
     """What one worker answered.
 
     Attributes:
-        worker: its name.
-        error: why it did not answer, None where it did; then the others are None.
+        worker: name of the worker.
+        error: why the worker did not answer; None where it did. With an error, the other values
+            are None.
         latency_p50_us: median round trip of an empty Python function, us.
         latency_p99_us: 99th percentile, us.
-        bandwidth_gb_s: of a large tensor towards the worker, 1e9 bytes/s; the median of a few.
+        bandwidth_gb_s: bandwidth of a large tensor sent to the worker, 1e9 bytes/s; a median.
         control: transport of small messages; None where the back end does not say.
-        bulk: transport of large tensors; as control.
-        why: why a faster one is not used; '' where there is nothing to say.
+        bulk: transport of large tensors; None likewise.
+        why: why a faster transport is not used; '' where there is nothing to say.
     """
 
     worker: str
@@ -102,6 +103,11 @@ def ping(
 ) -> list[Ping]:
     """Measure from this worker to others, one after the other. Works on TENSORPIPE too.
 
+    ::
+
+        for result in ping(["worker1"]):  # each a Ping
+            print(result.worker, result.latency_p50_us, result.bandwidth_gb_s)
+
     Args:
         workers: names; None for all others of the group.
         calls: empty calls for the latency.
@@ -109,10 +115,10 @@ def ping(
         timeout: of each call, s.
 
     Returns:
-        One entry for each worker, in their order; one that does not answer has an error in it.
+        One Ping for each worker, in their order; for a worker that does not answer, with an error.
 
     Raises:
-        ValueError: a worker that is not in the group; the text names those that are.
+        ValueError: a worker is not in the group; the text names the workers that are.
     """
     from torch_rpc_ext import monitoring
 

@@ -1,4 +1,4 @@
-"""Asking all workers of a group how they are, again and again: the data of ``top``."""
+"""Asking all workers of a group for their state, again and again: the data of ``top``."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class WorkerState:
 
     Attributes:
         worker: its name.
-        state: alive; suspect: no answer in time, but its connection holds; dead: it cannot be
-            reached; refuses: it answers, but does not serve torch_rpc_ext.monitoring.
+        state: alive; suspect: no answer in time, but the connection holds; dead: the worker cannot
+            be reached; refuses: the worker answers, but does not serve torch_rpc_ext.monitoring.
         why: what is wrong, '' for nothing.
-        host: where it runs.
+        host: the host that the worker runs on.
         pid: its process.
         transports: "control / bulk" of its connections, each pair once.
-        calls_per_s: calls that it makes.
-        served_per_s: calls that it answers.
+        calls_per_s: calls that the worker makes.
+        served_per_s: calls that the worker answers.
         sent_per_s: bytes/s.
         received_per_s: bytes/s.
-        latency_ms: median of its calls since the look before; from a histogram whose bounds double,
-            so within a factor of 2.
-        latency_p99_ms: their 99th percentile, as latency_ms.
-        queue_p99_ms: 99th percentile of how long requests waited for a thread since the look
-            before, as latency_ms.
+        latency_ms: median latency of the worker's calls since the poll before; right within a
+            factor of 2, because it comes from a histogram whose bounds double.
+        latency_p99_ms: 99th percentile of the same.
+        queue_p99_ms: 99th percentile of how long requests waited for a thread since the poll
+            before; right within a factor of 2.
         answer_ms: round trip of this question.
         queued: requests that wait for a thread.
         running: requests that run.
-        pending: its own calls that wait for an answer.
-        lost: names of workers that it cannot reach any more.
-        waiting: caller -> number of its requests that wait there for room, and their bytes.
+        pending: the worker's own calls that wait for an answer.
+        lost: names of workers that this worker cannot reach any more.
+        waiting: caller -> (number, bytes) of the caller's requests that wait there for room.
     """
 
     worker: str
@@ -72,14 +72,22 @@ class WorkerState:
 
 
 class Poller:
-    """Asks, and remembers the answers of the time before for the rates.
+    """Asks workers for their state; computes rates from the poll before.
+
+    ::
+
+        poller = Poller()
+        poller.poll()
+        time.sleep(1)
+        for state in poller.poll():  # each a WorkerState
+            print(state.worker, state.state, state.calls_per_s)
 
     Thread Safety: one thread at a time.
 
     Args:
-        names: which workers to ask, asked anew each time; by default all of the group, this one
-            included.
-        timeout: how long to wait for an answer, s; then a worker is suspect.
+        names: called at each poll, returns the workers to ask; by default all workers of the group,
+            this one included.
+        timeout: how long to wait for an answer, s; a worker without one is suspect.
     """
 
     def __init__(
@@ -92,10 +100,11 @@ class Poller:
         self._before: dict[str, dict[str, Any]] = {}
 
     def poll(self) -> list[WorkerState]:
-        """Ask all at once.
+        """Ask all workers at once.
 
         Returns:
-            One entry for each, in the order of the names. Rates are None the first time.
+            One WorkerState for each worker, in the order of the names. Rates are None at the first
+            poll.
         """
         questions = [(name, *self._ask(name)) for name in self._names()]
         states = [self._state(name, future, took) for name, future, took in questions]
@@ -104,7 +113,12 @@ class Poller:
         return states
 
     def _ask(self, name: str) -> tuple[Any, list[float]]:
-        """Return a future, or the error at once; and a list that gets how long it took, s."""
+        """Ask a worker.
+
+        Returns:
+            (future, or the error of a call that could not begin; a list to which the round trip, s,
+            is appended when the answer comes).
+        """
         took: list[float] = []
         begin = time.perf_counter()
         try:

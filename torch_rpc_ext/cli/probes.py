@@ -1,4 +1,4 @@
-"""What this host allows, found out without UCX: why a transport is usable, or is not."""
+"""Probes of this host, without UCX: which ways of moving data it allows, and why not others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from pathlib import Path
 
 from torch_rpc_ext._base.environment import UCX
 
+__all__ = [
+    "Finding",
+    "cuda",
+    "direct_copy",
+    "findings",
+    "infiniband",
+    "read_remote",
+    "shared_memory",
+]
+
 _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 64 << 20  # bytes; the 64 MB of a container's default are already tight
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-# Shows its pid and the address of a buffer, then waits to be read.
+# A program that prints its pid and the address of a buffer, then waits while that is read.
 _TARGET = (
     "import ctypes, os, sys; buffer = ctypes.create_string_buffer(b'torch_rpc_ext');"
     "print(os.getpid(), ctypes.addressof(buffer), flush=True); sys.stdin.read()"
@@ -27,8 +37,8 @@ class Finding:
     """One way of moving data on this host.
 
     Attributes:
-        name: of the way.
-        usable: whether it works.
+        name: of this way.
+        usable: whether this way works.
         why: one sentence.
     """
 
@@ -42,7 +52,7 @@ class _IoVec(ctypes.Structure):
 
 
 def findings() -> list[Finding]:
-    """Probe everything."""
+    """Run all probes."""
     return [shared_memory(), direct_copy(), infiniband(), cuda()]
 
 
@@ -63,7 +73,7 @@ def shared_memory() -> Finding:
 
 
 def direct_copy() -> Finding:
-    """Let this process read the memory of a sibling, as workers do (process_vm_readv)."""
+    """Have one child process read the memory of another, as workers do (process_vm_readv)."""
     name = "direct copy between processes (CMA)"
     with _start(_TARGET) as target:
         assert target.stdout is not None and target.stdin is not None
@@ -105,10 +115,10 @@ def read_remote(pid: int, address: int) -> str:
 
     Args:
         pid: the process.
-        address: of at least 13 bytes there.
+        address: of at least 13 bytes in that process.
 
     Returns:
-        'ok', or the system's words for what went wrong.
+        'ok', or the system's text for the error.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(13)
@@ -122,7 +132,7 @@ def read_remote(pid: int, address: int) -> str:
 
 def infiniband() -> Finding:
     """Look for devices, and for a UCX that can use them."""
-    # Imported here: the process that reads the other one's memory does not need torch.
+    # Imported late: the child process that reads memory uses this file too, and needs no torch.
     from torch_rpc_ext._native import loader
 
     name = "InfiniBand, RoCE"

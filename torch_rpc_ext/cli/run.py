@@ -1,4 +1,4 @@
-"""``python -m torch_rpc_ext run``: a program that never heard of us, on UCX."""
+"""``python -m torch_rpc_ext run``: run a program on UCX without changing it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch_rpc_ext._base.environment import BACKEND
 from torch_rpc_ext.cli import common
+
+__all__ = ["main"]
 
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
 
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
         arguments: [torchrun options] script.py arguments.
 
     Returns:
-        The exit status; a script that ends by itself passes its own on.
+        The exit status; that of the script where the script calls sys.exit().
     """
     parser = common.parser("run", _DESCRIPTION, _EXAMPLES)
     parser.usage = "%(prog)s [torchrun options] script.py [arguments]"

@@ -1,4 +1,4 @@
-"""Two processes of this host, a call and a tensor between them: does it work, and how fast?"""
+"""The self-test: two processes of this host exchange calls and a tensor, and time this."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+__all__ = ["echo", "main", "nothing", "run"]
+
 _CALLS = 200
 _TENSOR_BYTES = 64_000_000
 _ECHOES = 5
-# Not `-m`: functions of __main__ mean nothing to the other process.
+# Not by `-m`: then the functions would be in __main__, where the other process does not find them.
 _WORKER = "import sys; from torch_rpc_ext.cli import selftest; selftest.main(sys.argv[1:])"
-_PATIENCE = 60.0  # s, for all of it
+_PATIENCE = 60.0  # s, for the whole test
 
 
 def run(*, interface: str | None = None) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def run(*, interface: str | None = None) -> dict[str, Any]:
 
 
 def nothing() -> None:
-    """Do nothing: what is timed is the way there and back."""
+    """Do nothing; a call of this is timed."""
 
 
 def echo(tensor: Any) -> Any:
@@ -118,10 +120,10 @@ def _work(rank: int, folder: str, interface: str | None) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Be one of the two workers; print the result.
+    """Run one of the two workers; print the result.
 
     Args:
-        arguments: rank, folder for the store, and the interface where one is wanted.
+        arguments: rank, folder for the store, and the interface if one was given.
     """
     rank, folder, *interface = arguments
     print(json.dumps(_work(int(rank), folder, interface[0] if interface else None)))

@@ -10,14 +10,16 @@ import termios
 import tty
 from collections.abc import Callable, Iterator
 
+__all__ = ["keys"]
+
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """Read single keys within the block; the terminal is as before after it.
+    """Read single keys within the block; afterwards restore the terminal.
 
     Yields:
-        A function that waits so long for a key, s, and returns it; '' for none. At the end of
-        the input it returns 'q'.
+        A function that waits for a key, at most the given time, s, and returns the key; '' for
+        none. At the end of the input the function returns 'q'.
     """
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)

@@ -70,8 +70,8 @@ def show(*, interval: float = 1.0, poller: Poller | None = None) -> None:
     """Show the group of this process in the terminal until q or Ctrl-C.
 
     Args:
-        interval: between two looks, s.
-        poller: who asks the workers; by default one that asks all.
+        interval: time between two polls, s.
+        poller: asks the workers; by default a Poller that asks all.
     """
     from rich.live import Live
 
@@ -79,7 +79,7 @@ def show(*, interval: float = 1.0, poller: Poller | None = None) -> None:
     from torch_rpc_ext.cli.poller import Poller
 
     poll = (poller or Poller()).poll
-    # Asked in a thread of its own: a worker that does not answer must not hold the keys up.
+    # A thread of its own polls: a worker that does not answer must not delay the keys.
     with (
         ThreadPoolExecutor(1) as thread,
         terminal.keys() as key,
@@ -93,7 +93,7 @@ def show(*, interval: float = 1.0, poller: Poller | None = None) -> None:
 
 
 class _Shown:
-    """What the live view shows, and what keys change about it.
+    """The content of the live view, and what the keys change in it.
 
     Args:
         screen: rich's Live.

@@ -16,6 +16,8 @@ from torch_rpc_ext.cli import common, guest
 if TYPE_CHECKING:
     from torch_rpc_ext.profiler import profile
 
+__all__ = ["main"]
+
 _EXAMPLES = """examples:
   MASTER_ADDR=host0 MASTER_PORT=29500 python -m torch_rpc_ext trace --seconds 5 --out trace.json
       all workers of the dynamic group (world_size=None) whose store is at host0:29500;
@@ -58,7 +60,7 @@ def main(arguments: list[str]) -> int:
     guest.add_arguments(parser)
     given = parser.parse_args(arguments)
     for path in filter(None, (given.out, given.plot)):
-        # Before the group is slowed down for nothing.
+        # Checked before recording, which slows the group down.
         if not os.access(Path(path).resolve().parent, os.W_OK):
             raise ValueError(f"{path} cannot be written: no such folder, or no right to")
     if given.plot:
@@ -76,7 +78,7 @@ def _record(given: argparse.Namespace) -> profile:
     from torch_rpc_ext.profiler import profile
 
     workers = given.workers or guest.other_workers()
-    limit = given.seconds + 60  # should this process be killed
+    limit = given.seconds + 60  # the workers stop by themselves if this process is killed
     with profile(workers, operators=not given.no_operators, limit=limit) as prof:
         try:
             time.sleep(given.seconds)
@@ -87,7 +89,7 @@ def _record(given: argparse.Namespace) -> profile:
 
 def _print(prof: profile, given: argparse.Namespace) -> None:
     if not given.json:
-        # A file or a pipe gets whole lines.
+        # For a file or a pipe lines are not folded.
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(prof.summary(width))
         print(f"trace: {given.out} (open it in https://ui.perfetto.dev)")

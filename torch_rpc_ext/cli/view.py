@@ -1,4 +1,4 @@
-"""What ``top`` shows, drawn with rich."""
+"""The live view of ``top``, drawn with rich."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.text import Text
 from torch_rpc_ext.cli import columns as table_columns
 from torch_rpc_ext.cli import poller
 from torch_rpc_ext.cli.poller import WorkerState
+
+__all__ = ["draw", "explain"]
 
 _COLOURS = {
     poller.ALIVE: "green",
@@ -39,10 +41,10 @@ def draw(
     """Return the picture of a group.
 
     Args:
-        states: of its workers.
+        states: of the group's workers.
         width: of the terminal, characters; columns that do not fit are left out.
-        hint: shown at the end of the first line, e.g. which key ends it.
-        order: by which column they are sorted, of columns.ORDERS.
+        hint: shown at the end of the first line, such as which key ends the view.
+        order: one of columns.ORDERS, by which the workers are sorted.
     """
     states = table_columns.in_order(states, order)
     title = Text(f"{time.strftime('%H:%M:%S')}  workers: ")

@@ -1,11 +1,22 @@
 """Copies, casts and checksums on the GPU, in kernels that numba-cuda compiles.
 
-The functions here run a kernel where they can: tensors on a GPU and numba-cuda installed, or
-tensors of the CPU and numba's simulator switched on (NUMBA_ENABLE_CUDASIM=1). Elsewhere they run
-plain torch (reference.py), with the same results bit for bit. compile_kernel() in ptx.py has the
-kernels as PTX, for programs that launch them on their own.
+::
 
-Nothing here reads or writes what autograd records.
+    from torch_rpc_ext import kernels
+
+    tensors = [torch.ones(3), torch.zeros(5, 2)]
+    offsets, size = kernels.block_offsets(x.nbytes for x in tensors)
+    block = torch.empty(size, dtype=torch.uint8)
+    kernels.gather(tensors, block, offsets)  # both into one block
+    kernels.scatter(block, offsets, [torch.empty_like(x) for x in tensors])
+    kernels.checksum(block)
+
+The functions run a kernel where they can: with tensors on a GPU where numba-cuda is installed, and
+with tensors on the CPU where numba's simulator is on (NUMBA_ENABLE_CUDASIM=1). Elsewhere they run
+plain torch (reference.py), with the same results bit for bit. compile_kernel() in ptx.py returns
+the kernels as PTX, for programs that launch them themselves.
+
+Autograd records nothing of what happens here.
 """
 
 from __future__ import annotations
@@ -72,7 +83,7 @@ def scatter(
         block: uint8, one dimension, contiguous.
         offsets: where each tensor begins in the block, bytes.
         tensors: any shapes, dtypes and strides, on the block's device; none expanded.
-        dtype: that of the tensors in the block; None if it is their own.
+        dtype: the dtype that the tensors have in the block; None if it is their own.
 
     Raises:
         ValueError: as gather().
@@ -91,8 +102,8 @@ def scatter(
 def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy between any two layouts, and cast if the dtypes differ, without a temporary.
 
-    A layout that has more than table.MAX_DIMS dimensions, after those that can be merged have
-    been, is copied by torch.
+    torch makes the copy where a layout has more than table.MAX_DIMS dimensions after merging those
+    that can be merged.
 
     Args:
         source: any strides.

@@ -22,6 +22,15 @@ from torch_rpc_ext.kernels.memory import (
     store16,
 )
 
+__all__ = [
+    "CASTS",
+    "Cast",
+    "bfloat16_to_float32",
+    "float16_to_float32",
+    "float32_to_bfloat16",
+    "float32_to_float16",
+]
+
 
 @device
 def float32_to_bfloat16(bits: int) -> int:

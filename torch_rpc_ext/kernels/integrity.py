@@ -22,6 +22,8 @@ from numba import int64
 from torch_rpc_ext.kernels.memory import atomic_add8, device, load1, load8, shift_right, wrap
 from torch_rpc_ext.kernels.table import CHECKSUM_GAMMA, CHECKSUM_MIX, CHECKSUM_THREADS
 
+__all__ = ["checksum"]
+
 cuda: Any = _untyped_cuda
 
 _MIX1, _MIX2 = CHECKSUM_MIX

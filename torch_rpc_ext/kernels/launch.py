@@ -18,6 +18,8 @@ from torch_rpc_ext.kernels.plan import Segment, StridedCopy, segment_table
 from torch_rpc_ext.kernels.registry import KERNELS
 from torch_rpc_ext.kernels.table import CHECKSUM_THREADS
 
+__all__ = ["checksum", "segments", "strided"]
+
 cuda: Any = _untyped_cuda
 
 # The simulator's threads are the system's. So few that loops over grids and blocks are entered.

@@ -20,6 +20,29 @@ if SIMULATED:
 else:
     from torch_rpc_ext.kernels import memory_gpu as _memory
 
+__all__ = [
+    "COPY",
+    "SIMULATED",
+    "Function",
+    "Load",
+    "Store",
+    "atomic_add8",
+    "device",
+    "divide",
+    "load1",
+    "load2",
+    "load4",
+    "load8",
+    "load16",
+    "shift_right",
+    "store1",
+    "store2",
+    "store4",
+    "store8",
+    "store16",
+    "wrap",
+]
+
 Load = Callable[[int], int]  # of an address
 Store = Callable[[int, int], None]  # of an address and a value
 

@@ -11,6 +11,19 @@ import torch
 
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
+__all__ = [
+    "BLOCK_ALIGNMENT",
+    "CAST_NAMES",
+    "Layout",
+    "Segment",
+    "StridedCopy",
+    "block_offsets",
+    "layout_of",
+    "packed",
+    "plan_strided",
+    "segment_table",
+]
+
 #: Tensors begin in a block at multiples of this, which every access of the kernels divides.
 BLOCK_ALIGNMENT = 16
 
@@ -68,10 +81,10 @@ def block_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     """Lay out a block.
 
     Args:
-        sizes: of its tensors, bytes.
+        sizes: of the tensors in the block, bytes.
 
     Returns:
-        Where each tensor begins, and the size of the block, bytes.
+        (offset of each tensor in the block, size of the block), bytes.
     """
     offsets = []
     end = 0

@@ -16,6 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "PTX_VERSIONS",
+    "Capability",
+    "CompiledKernel",
+    "MissingCompilerError",
+    "cache_folder",
+    "compile_kernel",
+    "target_for",
+]
+
 Capability = tuple[int, int]
 
 #: Capabilities that we compile for -> the first version of the PTX language that knows them.

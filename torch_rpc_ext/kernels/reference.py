@@ -9,6 +9,8 @@ import torch
 
 from torch_rpc_ext.kernels.table import CHECKSUM_GAMMA, CHECKSUM_MIX
 
+__all__ = ["cast", "checksum", "copy", "gather", "scatter"]
+
 
 def gather(
     tensors: Sequence[torch.Tensor],

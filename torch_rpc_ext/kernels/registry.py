@@ -13,6 +13,8 @@ from torch_rpc_ext.kernels.segments import copy_segments
 from torch_rpc_ext.kernels.strided import copy_strided
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
+__all__ = ["KERNELS", "Kernel"]
+
 
 @dataclass(frozen=True)
 class Kernel:

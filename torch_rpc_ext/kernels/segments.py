@@ -22,6 +22,8 @@ from torch_rpc_ext.kernels.casts import Cast
 from torch_rpc_ext.kernels.memory import COPY, device, load8
 from torch_rpc_ext.kernels.table import ROW_BYTES
 
+__all__ = ["copy_segments"]
+
 cuda: Any = _untyped_cuda
 
 _FIRST_CHUNK = ROW_BYTES - 8  # where it is in a row

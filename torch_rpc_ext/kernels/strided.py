@@ -10,6 +10,8 @@ from numba import cuda as _untyped_cuda
 from torch_rpc_ext.kernels.memory import device, divide
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
+__all__ = ["Dims", "copy_strided"]
+
 cuda: Any = _untyped_cuda
 
 Dims = tuple[int, int, int, int, int, int, int, int]  # MAX_DIMS of them, the innermost first

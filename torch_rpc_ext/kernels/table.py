@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["CHECKSUM_GAMMA", "CHECKSUM_MIX", "CHECKSUM_THREADS", "MAX_DIMS", "ROW_BYTES"]
+
 #: Row of the table of segments: source, destination, elements, first chunk; int64 each.
 ROW_BYTES = 32
 

@@ -7,8 +7,8 @@
         rpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
         group["trainer0"].run(train, 10)  # without RPC: in the main thread of that process
 
-What a worker prints is shown here behind its name. No worker outlives this process, however it
-ends. Works with any back end. For several hosts use torchrun.
+A line that a worker prints is shown here behind the worker's name. No worker outlives this process,
+however this process ends. Works with any back end. For several hosts use torchrun.
 """
 
 from __future__ import annotations

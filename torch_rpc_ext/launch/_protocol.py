@@ -1,7 +1,7 @@
-"""What passes between a group's process and a worker's, over a pipe of their own.
+"""The messages between the process of a group and the process of a worker, over a pipe.
 
-A request is ``(function, args, kwargs)``, a reply ``(ok, value)``, both pickled by cloudpickle: by
-value what is defined in a notebook or a script, by reference what can be imported.
+A request is ``(function, args, kwargs)``, a reply ``(ok, value)``. cloudpickle pickles both:
+functions and classes of a notebook or a script by value, those that can be imported by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ except ImportError as problem:
         "torch_rpc_ext.launch needs cloudpickle: pip install 'torch-rpc-ext[launch]'"
     ) from problem
 
-#: Instead of a request: end after what has been asked for.
+#: In place of a request: end when all earlier requests are done.
 END = b""
 
 
@@ -28,12 +28,12 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """Return what dump() was given. Only for bytes from our own pipe: it runs what they say."""
+    """Undo dump(). Only for bytes from our own pipe: a pickle can run any code."""
     return pickle.loads(data)
 
 
 def dump_error(error: BaseException, worker: str) -> bytes:
-    """Return the reply that raises ``error`` at the caller, with its traceback here as a note.
+    """Return the reply that raises ``error`` at the caller, with the traceback as a note.
 
     An error that cannot be pickled becomes a RuntimeError with its type and text.
     """
@@ -42,7 +42,7 @@ def dump_error(error: BaseException, worker: str) -> bytes:
         error.add_note(f"on {worker}:\n{text}")
         data = dump((False, error))
         load(data)
-    except Exception:  # noqa: BLE001  whatever the exception's own pickling does
+    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
         plain = RuntimeError(f"{type(error).__name__}: {error}")
         plain.add_note(f"on {worker}:\n{text}")
         data = dump((False, plain))

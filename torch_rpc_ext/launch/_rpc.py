@@ -1,4 +1,4 @@
-"""init_rpc and shutdown with any back end, as they run on the workers and here."""
+"""init_rpc and shutdown with any back end; runs on the workers and in the group's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Session:
     Args:
         backend: a name in rpc.BackendType.
         world_size: how many workers.
-        number: how often init_rpc has been called before, the same for all.
+        number: number of this init_rpc, the same on all workers; see _align().
         options: keyword arguments of the back end's options.
     """
 
@@ -28,7 +28,7 @@ class Session:
     options: dict[str, Any]
 
     def check(self) -> None:
-        """Raise for what every worker would raise for.
+        """Raise here what init() would raise on every worker.
 
         Raises:
             ValueError: no such back end, or a wrong value of an option.
@@ -60,7 +60,7 @@ class Session:
 
     def _options(self, backend: Any) -> Any:
         if self.backend == "TENSORPIPE":
-            # Its entry in the registry drops what it does not know without a word.
+            # Not by its entry in the registry, which drops unknown options without a word.
             return _rpc().TensorPipeRpcBackendOptions(**self.options)
         constants = _rpc().constants
         given = {"rpc_timeout": constants.DEFAULT_RPC_TIMEOUT_SEC, **self.options}
@@ -68,11 +68,11 @@ class Session:
 
 
 def _align(number: int) -> None:
-    """Make this process count as all of the session do.
+    """Set upstream's counters of this process to the values that all workers of the session use.
 
-    Upstream counts in each process, and processes with different pasts would not find each other:
-    init_rpc puts the number of its calls before the store's keys, and shutdown() numbers the
-    meetings of workers with the same names.
+    Upstream counts calls in each process: init_rpc puts its count into the store's keys, and
+    shutdown() counts the meetings of workers with the same names. Processes that have called them
+    different numbers of times would not find each other.
     """
     rpc = _rpc()
     with rpc._init_counter_lock:
@@ -82,28 +82,28 @@ def _align(number: int) -> None:
 
 
 def init_count() -> int:
-    """How often this process has called rpc.init_rpc."""
+    """Return how often this process has called rpc.init_rpc."""
     return int(_rpc()._init_counter)
 
 
 def is_initialized() -> bool:
-    """Whether this process has an RPC agent."""
+    """Return whether this process has an RPC agent."""
     return bool(_rpc().api._is_current_rpc_agent_set())
 
 
 def finish_work(timeout: float) -> None:
-    """Wait for all workers to come here and let go of all RRefs: the first half of a graceful
-    rpc.shutdown."""
+    """Run the first half of a graceful rpc.shutdown: wait for all workers, then drop all RRefs."""
     api = _rpc().api
     api._wait_all_workers(timeout)
     api._delete_all_user_and_unforked_owner_rrefs()
 
 
 def needs_halves() -> bool:
-    """Whether a graceful rpc.shutdown can hang in this process where its halves do not.
+    """Return whether to run finish_work() and a shutdown that is not graceful, one after the other.
 
-    TENSORPIPE's second half, TensorPipeAgent::join, numbers its barriers in each process, so
-    processes that have shut down different numbers of times wait for each other without an end.
+    TENSORPIPE's agent needs this: the second half of its graceful shutdown, TensorPipeAgent::join,
+    counts its barriers in each process, so processes that have shut down different numbers of times
+    would wait for each other without an end.
     """
     return is_initialized() and type(_rpc().api._get_current_rpc_agent()).__name__ == (
         "TensorPipeAgent"
@@ -118,15 +118,15 @@ def shutdown(graceful: bool, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what TENSORPIPE's init_rpc warns of each time: it is about its own code."""
+    """Hide the warning that TENSORPIPE's init_rpc gives each time: users cannot act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         yield
 
 
 def _rpc() -> Any:
-    # When it is needed: torch takes a second to import, and every worker its own.
-    # UCX is registered by then: importing any module of this package has done it.
+    # Imported late, because importing torch takes a second in each worker. BackendType.UCX is
+    # registered: importing any module of this package does that.
     import torch.distributed.rpc
 
     return torch.distributed.rpc

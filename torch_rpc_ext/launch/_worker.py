@@ -1,8 +1,8 @@
-"""The side of the worker: runs what comes through the pipe in its main thread, until told to end.
+"""The program of a worker process: its main thread runs the requests that come through the pipe.
 
-A second thread reads the pipe. It ends the process, and all that it has started, when the process
-that launched it is gone: then the pipe is at its end, or, where a forked child has inherited the
-other side, this process has another parent.
+A second thread reads the pipe. That thread kills this process and all that it has started when the
+launching process is gone. It sees this by the end of the pipe, or, where a forked child still holds
+the pipe's other side, by a new parent process.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import NoReturn
 
 from torch_rpc_ext.launch import _protocol
 
-# How often to look whether the parent is still there, s.
+# How often the reading thread checks that the parent is still there, s.
 _LOOK = 0.5
 
 
 def main(name: str, handle: int, parent: int) -> NoReturn:
-    """Serve until the end.
+    """Serve requests until END.
 
     Args:
         name: of this worker.
         handle: file descriptor of the pipe.
-        parent: process id of who started this process.
+        parent: id of the process that started this one.
     """
-    # Ctrl-C belongs to the caller, who passes it on; see _run().
+    # Ctrl-C counts only while a request runs: Worker.interrupt() sends it then. See _run().
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(handle)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, parent, requests), daemon=True).start()
     while (request := requests.get()) != _protocol.END:
         reply = _run(name, request)
-        # Before the reply, so that the caller has shown it when the call returns.
+        # Flushed before the reply, so that the caller has shown all output when the call returns.
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(reply)
@@ -51,7 +51,7 @@ def _run(name: str, request: bytes) -> bytes:
             return _protocol.dump((True, function(*args, **kwargs)))
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except BaseException as error:  # noqa: BLE001  SystemExit and Ctrl-C too: the worker lives on
+    except BaseException as error:  # noqa: BLE001  SystemExit and Ctrl-C end the request only
         return _protocol.dump_error(error, name)
 
 
@@ -70,7 +70,7 @@ def _read(pipe: Connection, parent: int, requests: queue.SimpleQueue[bytes]) -> 
 
 
 def _outlive_nobody(parent: int) -> NoReturn:
-    """While this process ends, which may take long, keep watching."""
+    """Keep watching the parent while this process ends, which may take long."""
     wait = threading.Event()
     while os.getppid() == parent:
         wait.wait(_LOOK)
@@ -78,6 +78,6 @@ def _outlive_nobody(parent: int) -> NoReturn:
 
 
 def _die() -> NoReturn:
-    # The worker leads a process group of its own: what it has started ends with it.
+    # The worker leads a process group, so this kills the processes that it has started too.
     os.killpg(0, signal.SIGKILL)
     os._exit(1)

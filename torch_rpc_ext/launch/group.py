@@ -18,17 +18,19 @@ from typing import Any, ParamSpec, TypeVar
 from torch_rpc_ext.launch import _rpc
 from torch_rpc_ext.launch.process import Worker, wait_all
 
+__all__ = ["WorkerGroup"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# One compute thread each, as torchrun sets it: many processes share the cores.
+# Variables that limit a worker to one compute thread, as torchrun does: workers share the cores.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _printing = threading.Lock()
 
 
 def _print(name: str, line: str) -> None:
-    # sys.stdout of the moment: in a notebook the text then appears under the cell that runs.
-    with _printing, contextlib.suppress(ValueError):  # closed, at the end of the program
+    # sys.stdout is looked up for each line: a notebook sets it to the output of the running cell.
+    with _printing, contextlib.suppress(ValueError):  # sys.stdout is closed: the program ends
         sys.stdout.write(f"[{name}] {line}\n")
         sys.stdout.flush()
 
@@ -36,15 +38,23 @@ def _print(name: str, line: str) -> None:
 class WorkerGroup:
     """Worker processes on this host; a context manager, or start() and stop().
 
-    Each is a fresh Python process with this one's ``sys.path`` and current folder. It ends when
-    the group is stopped or forgotten, and when this process ends, even by SIGKILL.
+    ::
+
+        group = WorkerGroup(["ps", "trainer0"]).start()
+        group.init_rpc("UCX", join="notebook")
+        group.run(os.getpid)  # [4711, 4712]
+        group.stop()
+
+    Each worker is a fresh Python process with this process's ``sys.path`` and current folder. The
+    workers end when the group is stopped or garbage-collected, and when this process ends, even by
+    SIGKILL.
 
     Args:
-        workers: their names, or how many: then they are "worker0", "worker1" and so on.
-        env: environment variables to set in all of them. Unless set there or here, each gets one
-            compute thread (OMP_NUM_THREADS=1).
-        show: called with a worker's name and a line that it has printed, one call at a time for
-            each worker; by default prints both. ``lambda name, line: None`` for silence.
+        workers: names, or a number: then the names are "worker0", "worker1" and so on.
+        env: environment variables for all workers. A worker has one compute thread
+            (OMP_NUM_THREADS=1) unless `env` or this process's environment says otherwise.
+        show: called with a worker's name and a line that the worker has printed, one call at a time
+            for each worker; prints both by default. ``lambda name, line: None`` for silence.
 
     Raises:
         ValueError: no workers, or one name twice.
@@ -74,13 +84,13 @@ class WorkerGroup:
         self._backend = ""  # of the last init_rpc()
 
     def start(self) -> WorkerGroup:
-        """Start the processes; they are ready when they answer their first call.
+        """Start the processes, without waiting until they are ready: the first call does that.
 
         Returns:
             The group itself.
 
         Raises:
-            RuntimeError: it is started already.
+            RuntimeError: the group is started already.
         """
         if self._workers:
             raise RuntimeError("the group is started already: stop() it first")
@@ -110,7 +120,7 @@ class WorkerGroup:
         return len(self.names)
 
     def __getitem__(self, which: int | str) -> Worker:
-        """The worker of a name, or of a place in the list of names."""
+        """Return the worker with a name, or with an index into the list of names."""
         return self._started()[which if isinstance(which, int) else self._place(which)]
 
     def __repr__(self) -> str:
@@ -120,17 +130,17 @@ class WorkerGroup:
         """Run a function on all workers at once, each in its main thread.
 
         Args:
-            function: any that cloudpickle takes, also from a cell of a notebook.
-            *args: its arguments.
-            **kwargs: likewise.
+            function: any function that cloudpickle takes, also of a cell of a notebook.
+            *args: the function's arguments.
+            **kwargs: the function's keyword arguments.
 
         Returns:
-            What it returned, in the order of the names.
+            What the function returned on each worker, in the order of the names.
 
         Raises:
-            WorkerExitedError: a worker ended before it had finished.
-            Exception: the first one that the function raised, with its traceback over there as a
-                note. Other workers may still be running it.
+            WorkerExitedError: a worker's process ended while the function ran.
+            Exception: the first exception that the function raised, with the worker's traceback as
+                a note. Other workers may still be running the function.
         """
         calls = [worker.submit(function, *args, **kwargs) for worker in self._started()]
         try:
@@ -151,12 +161,13 @@ class WorkerGroup:
 
         Args:
             backend: a name in rpc.BackendType.
-            join: name under which this process becomes a worker as well, with rank 0, and the
-                others follow; None to stay outside, then ranks begin with the first of them. A
-                process that has had RPC before can join UCX. It can join TENSORPIPE only if its
-                rank was 0 and it has made no RRefs: upstream keeps both for ever.
-            **options: of the back end's options class, such as num_worker_threads and rpc_timeout;
-                for all workers.
+            join: name under which this process becomes a worker too, with rank 0; the group's
+                workers then have the ranks from 1 on. None: this process stays outside, and the
+                workers have the ranks from 0 on. A process that has had RPC before can join UCX. It
+                can join TENSORPIPE only if its rank was 0 and it has made no RRefs: upstream keeps
+                both for ever.
+            **options: options of the back end, such as num_worker_threads and rpc_timeout, for all
+                workers.
 
         Returns:
             The group itself.
@@ -180,7 +191,7 @@ class WorkerGroup:
         meeting = f"file://{Path(self._store.name) / str(self._sessions)}"
         size = len(workers) + before
         session = _rpc.Session(backend, size, self._sessions, {**options, "init_method": meeting})
-        session.check()  # before anybody waits for anybody
+        session.check()  # a wrong option is an error before any worker waits for another
         calls = [
             worker.submit(session.init, worker.name, rank)
             for rank, worker in enumerate(workers, start=before)
@@ -197,12 +208,13 @@ class WorkerGroup:
         """Call rpc.shutdown on all workers, and here when this process has joined.
 
         Args:
-            graceful: wait for all outstanding work everywhere. Not possible once a worker is gone.
-            timeout: how long to wait then, s.
+            graceful: first wait until all calls of all workers are done. When a worker's process
+                has ended, the shutdown is not graceful.
+            timeout: how long a graceful shutdown waits, s.
 
         Raises:
             Exception: what a worker's shutdown raised.
-            TimeoutError: a worker's did not end.
+            TimeoutError: the shutdown of a worker did not end in time.
         """
         if not self._rpc:
             return
@@ -216,17 +228,17 @@ class WorkerGroup:
         _everywhere(alive, here, timeout, _rpc.shutdown, graceful, timeout)
 
     def stop(self, *, graceful: bool = True, timeout: float = 30.0) -> None:
-        """Shut RPC down and end all workers. Does nothing when they are stopped.
+        """Shut RPC down and end all workers. Does nothing when the group is stopped.
 
         Args:
-            graceful: let them finish what they do. Otherwise they are killed.
-            timeout: how long to wait for that, s; who has not ended then is killed, with a
-                warning that names it.
+            graceful: let the workers finish what they do. Otherwise they are killed.
+            timeout: how long to wait for the workers, s. A worker that has not ended by then is
+                killed, and a warning names it.
         """
         workers, self._workers = self._workers, []
         if not workers:
             return
-        self._workers = workers  # shutdown_rpc() needs them
+        self._workers = workers  # for shutdown_rpc()
         try:
             self._shut_down(graceful, timeout)
             if graceful:
@@ -248,7 +260,7 @@ class WorkerGroup:
         if graceful:
             try:
                 self.shutdown_rpc(timeout=timeout)
-            except Exception as error:  # noqa: BLE001  whatever it is, the workers shall end
+            except Exception as error:  # noqa: BLE001  no error may keep the workers running
                 warnings.warn(f"rpc.shutdown of {self._backend} failed: {error}", stacklevel=3)
         elif self._joined:
             _rpc.shutdown(False, timeout)
@@ -268,7 +280,7 @@ class WorkerGroup:
 def _everywhere(
     workers: list[Worker], here: bool, timeout: float, function: Callable[..., Any], *args: Any
 ) -> None:
-    """Run a function on the workers, and here as well, at once."""
+    """Run a function on the workers, and at the same time in this process if `here`."""
     calls = {worker.name: worker.submit(function, *args) for worker in workers}
     if here:
         function(*args)
@@ -281,7 +293,7 @@ def _everywhere(
 
 
 def _kill(workers: list[Worker], owner: int) -> None:
-    # A forked child forgets the group as well; the workers are not its own.
+    # In a forked child the group is collected too; the workers belong to its parent.
     if os.getpid() == owner:
         for worker in workers:
             worker.kill()

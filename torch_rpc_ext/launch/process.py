@@ -17,12 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _protocol
 
+__all__ = ["Worker", "WorkerExitedError", "wait_all"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # Lines of output that are kept for the error that says how a worker ended.
 _KEPT_LINES = 20
-# How often to look whether the process still runs, s; its end is usually seen at once.
+# How often to check that the process still runs, s. Usually the end of its pipes shows its end
+# before.
 _LOOK = 0.5
 _START = (
     "import sys; sys.path[:] = {path!r}; from torch_rpc_ext.launch import _worker; "
@@ -31,11 +34,18 @@ _START = (
 
 
 class WorkerExitedError(RuntimeError):
-    """A worker's process has ended, so that what was asked of it cannot be done.
+    """A worker's process has ended before it ran, or while it ran, what was asked of it.
+
+    ::
+
+        try:
+            group["worker1"].run(train)
+        except WorkerExitedError as error:
+            print(error.worker, error.exitcode)  # worker1 -9
 
     Attributes:
-        worker: its name.
-        exitcode: of the process; minus the number of a signal that ended it.
+        worker: the name of the worker.
+        exitcode: of the process; minus the number of the signal that ended the process.
     """
 
     def __init__(self, text: str, worker: str, exitcode: int | None) -> None:
@@ -47,15 +57,21 @@ class WorkerExitedError(RuntimeError):
 
 
 class Worker:
-    """A process that runs functions, one after the other, in its main thread.
+    """A process of a WorkerGroup; it runs functions, one after the other, in its main thread.
 
-    Owns: the process, the pipe to it and a thread that reads what it sends and prints.
-    Thread: any.
+    ::
+
+        worker = group["trainer0"]  # a Worker
+        future = worker.submit(train, 10)
+        print(worker.pid, future.result())
+
+    Owns: the process, the pipe to it and a thread that reads the process's replies and output.
+    Thread Safety: any thread.
 
     Args:
         name: of the worker.
-        env: its environment.
-        show: called with the worker's name and a line that it has printed.
+        env: the process's environment.
+        show: called with the worker's name and a line that the worker has printed.
     """
 
     def __init__(self, name: str, env: Mapping[str, str], show: Callable[[str, str], None]) -> None:
@@ -80,7 +96,8 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[handle],
-                # Ctrl-C in a terminal, and Jupyter's interrupt, go to whole process groups.
+                # Ctrl-C in a terminal and Jupyter's interrupt go to a whole session or process
+                # group; the worker must get neither.
                 start_new_session=True,
             )
         self._thread = threading.Thread(target=self._read, name=f"output-{name}", daemon=True)
@@ -97,20 +114,20 @@ class Worker:
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs, minus the signal's number when a signal ended it."""
+        """None while the process runs; minus the signal's number when a signal ended it."""
         return self._process.poll()
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function there, after those that were submitted before.
+        """Run a function on the worker, after those that were submitted before.
 
         Args:
-            function: any that cloudpickle takes, also from a cell of a notebook.
-            *args: its arguments, as they can be pickled.
-            **kwargs: likewise.
+            function: any function that cloudpickle takes, also of a cell of a notebook.
+            *args: the function's arguments; they are pickled.
+            **kwargs: the function's keyword arguments.
 
         Returns:
-            A future of what it returns. It raises what the function raises, with the traceback
-            over there as a note, and WorkerExitedError when the process ends before.
+            A future of what the function returns. The future raises what the function raises, with
+            the worker's traceback as a note, or WorkerExitedError when the process ends before.
 
         Raises:
             WorkerExitedError: the process has ended.
@@ -130,9 +147,9 @@ class Worker:
         return future
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function there and return what it returns; see submit().
+        """Run a function on the worker and return what the function returns; see submit().
 
-        Ctrl-C here interrupts it there.
+        Ctrl-C in this process interrupts the function on the worker.
         """
         future = self.submit(function, *args, **kwargs)
         try:
@@ -143,13 +160,13 @@ class Worker:
             raise
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in what it is running; nothing happens when it runs nothing."""
+        """Raise KeyboardInterrupt in the function that the worker runs, if there is one."""
         if self.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """End it at once, with all processes that it has started."""
+        """Kill the process and all processes that it has started."""
         if self.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -157,12 +174,12 @@ class Worker:
         self._thread.join(2 * _LOOK)
 
     def end(self) -> None:
-        """Let it end after what has been submitted; wait() for it."""
+        """Ask the process to end after all submitted functions; wait() waits for the end."""
         with self._lock, contextlib.suppress(OSError):
             self._pipe.send_bytes(_protocol.END)
 
     def wait(self, timeout: float) -> bool:
-        """Return whether it has ended, which is waited for so long, s."""
+        """Wait for the end of the process, at most `timeout` s; return whether it has ended."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -180,8 +197,8 @@ class Worker:
         while open_ends:
             ready = connection.wait(open_ends, _LOOK)
             if not ready and self._process.poll() is not None:
-                break  # a process that it has left behind holds the pipes open
-            # Output first: what a call has printed is shown when the call returns.
+                break  # the process has ended, but a child of it still holds the pipes open
+            # Output before replies: what a call has printed is shown when the call returns.
             if output in open_ends:
                 data = _available(output.fileno())
                 text = self._show_lines(text + (data or b""))
@@ -197,17 +214,17 @@ class Worker:
         output.close()
 
     def _show_lines(self, text: bytes) -> bytes:
-        """Show the whole lines; return what is left."""
+        """Show the complete lines; return the incomplete rest."""
         *lines, rest = text.split(b"\n")
         for line in lines:
-            # Of a progress bar, what would be seen in the end.
+            # A progress bar rewrites its line behind "\r"; a terminal shows the last version.
             plain = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._lines.append(plain)
             self._show(self.name, plain)
         return rest
 
     def _take_reply(self) -> bool:
-        """Complete the oldest call; False at the end of the pipe."""
+        """Complete the oldest call with the next reply; return False at the end of the pipe."""
         try:
             data = self._pipe.recv_bytes()
         except (EOFError, OSError):
@@ -216,7 +233,7 @@ class Worker:
             _, future = self._calls.popleft()
         try:
             ok, value = _protocol.load(data)
-        except Exception as error:  # noqa: BLE001  a result whose class is not here, say
+        except Exception as error:  # noqa: BLE001  the class of the result is not here, say
             ok, value = False, error
         if ok:
             future.set_result(value)
@@ -239,13 +256,13 @@ class Worker:
 
 
 def wait_all(workers: list[Worker], timeout: float) -> list[Worker]:
-    """Wait until all have ended, for so long, s; return those that have not."""
+    """Wait until all workers have ended, at most `timeout` s; return those that have not."""
     end = time.monotonic() + timeout
     return [worker for worker in workers if not worker.wait(max(end - time.monotonic(), 0))]
 
 
 def _available(handle: int) -> bytes | None:
-    """Return what can be read without waiting; None at the end."""
+    """Return what can be read without waiting; None at the end of the output."""
     parts: list[bytes] = []
     while True:
         try:

@@ -1,8 +1,8 @@
 """One Chrome trace of all workers, with arrows from calls to executions and back.
 
-Each worker is a process of the trace. Calls and executions overlap in time, which slices of one
-track may not, so they are spread over as many tracks ("calls", "serves") as needed. An execution
-has its time in the queue before it, on the same track.
+Each worker is a process of the trace. Slices of a track must not overlap, but calls and executions
+do, so they are spread over as many tracks ("calls", "serves") as necessary. Before an execution, on
+the same track, is its time in the queue.
 
 Source: "Trace Event Format" (Google), which https://ui.perfetto.dev reads.
 """
@@ -17,7 +17,9 @@ from typing import Any
 from torch_rpc_ext.profiler.clocks import Clock
 from torch_rpc_ext.profiler.records import Call, Execution, Recording
 
-# Tracks of ours, apart from any native thread id.
+__all__ = ["Event", "Span", "merge", "operator_events", "spans"]
+
+# Numbers of our tracks; no native thread id is as large.
 _CALLS, _SERVES = 1_000_000_000, 2_000_000_000
 _KEPT_PHASES = ("X", "s", "t", "f", "i", "M")
 _KEPT_METADATA = ("thread_name", "thread_sort_index", "process_sort_index")
@@ -29,12 +31,12 @@ class Span:
     """A call or an execution on its way into a picture.
 
     Args:
-        entry: what was recorded.
-        queued: of an execution, how long it waited for a thread, from when; ns since the profile
-            began. (begin, begin) where there is nothing to say.
-        begin: as queued.
-        end: as begin; where it had not ended, the profile's end.
-        track: 0 for the first.
+        entry: the call or execution.
+        queued: of an execution, (begin, end) of its wait for a thread, ns since the profile began;
+            (begin, begin) where there was none.
+        begin: when it began, ns since the profile began.
+        end: when it ended, or the end of the profile where it had not ended.
+        track: number of the track, from 0.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ def spans(
 
     Args:
         entries: of one worker.
-        to_ours: converts its times.
-        begin_ns: of the profile, which is time 0.
-        end_ns: of the profile; for entries that had not ended.
+        to_ours: converts the worker's times to ours.
+        begin_ns: begin of the profile, which is time 0.
+        end_ns: end of the profile, for entries that had not ended.
 
     Returns:
         id of the call -> span.
@@ -90,13 +92,13 @@ def merge(
         end_ns: as begin_ns.
 
     Returns:
-        What is to be written as JSON.
+        The trace, to be written as JSON.
     """
     events: list[Event] = []
     calls: dict[int, tuple[int, Span]] = {}
     executions: dict[int, tuple[int, Span]] = {}
     for number, (name, recording) in enumerate(sorted(recordings.items())):
-        # Far apart: a worker's CUDA devices are processes too, in torch.profiler's trace.
+        # Numbers far apart: in torch.profiler's trace a worker's CUDA devices are processes too.
         process = (number + 1) * 1000
         clock = clocks[name]
         of_calls = spans(recording.calls, clock.to_ours, begin_ns, end_ns)
@@ -123,7 +125,7 @@ def merge(
 
 
 def _place(event: Event) -> tuple[bool, float, float]:
-    """Metadata first, then by time; of two at one time the slice that the other lies in."""
+    """Return a sort key: metadata first, then by time; at equal times the longer slice first."""
     return event["ph"] != "M", event.get("ts", 0), -event.get("dur", -1)
 
 
@@ -142,7 +144,7 @@ def _track_names(process: int, first: int, name: str, placed: Mapping[int, Span]
         for track in sorted(tracks)
         for event in (
             _metadata("thread_name", process, first + track, name=f"{name} {track + 1}"),
-            # Before the threads; "calls" before "serves".
+            # Sorted before the threads, and "calls" before "serves".
             _metadata("thread_sort_index", process, first + track, sort_index=first - 3 * 10**9),
         )
     ]
@@ -217,7 +219,7 @@ def _arrows(call: tuple[int, Span], execution: tuple[int, Span]) -> list[Event]:
     if _was_queued(running):
         made.insert(1, _arrow("t", "request", calling.entry.id, back, running.queued[0]))
     if calling.entry.end_ns and running.entry.end_ns:
-        # An arrow belongs to the slice around its moment; at the end itself that is over.
+        # An arrow belongs to the slice that its time lies in, so it is set 1 ns before the end.
         made += [
             _arrow("s", "response", calling.entry.id, back, max(running.begin, running.end - 1)),
             _arrow("f", "response", calling.entry.id, out, max(calling.begin, calling.end - 1)),

@@ -14,6 +14,8 @@ from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext.profiler import recorder
 
+__all__ = ["Clock", "Sample", "compare"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 _ROUND_TRIPS = 30
@@ -21,12 +23,12 @@ _TIMEOUT = 10.0
 
 
 class Sample(NamedTuple):
-    """One comparison.
+    """One comparison of another worker's clock with this worker's.
 
     Attributes:
-        at_ns: when, on this worker's time.perf_counter_ns().
-        offset_ns: the other clock minus ours.
-        error_ns: how wrong offset_ns is at most.
+        at_ns: time of the comparison, on this worker's time.perf_counter_ns().
+        offset_ns: the other worker's clock minus this worker's.
+        error_ns: the largest error that offset_ns can have.
     """
 
     at_ns: int
@@ -35,11 +37,17 @@ class Sample(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """The clock of a worker, from a comparison before and one after.
+    """The clock of another worker, from one comparison before the profile and one after it.
+
+    ::
+
+        clock = prof.clocks["worker1"]  # a Clock
+        execution = prof.recordings["worker1"].executions[0]
+        print(clock.to_ours(execution.begin_ns), "+-", clock.error_ns, "ns")
 
     Attributes:
-        first: before.
-        last: after.
+        first: the comparison before the profile.
+        last: the comparison after it.
     """
 
     first: Sample
@@ -47,11 +55,11 @@ class Clock(NamedTuple):
 
     @property
     def error_ns(self) -> int:
-        """How wrong a converted time is at most, if the clocks drift evenly; ns."""
+        """The largest error of a converted time, ns, if the clocks drift evenly."""
         return max(self.first.error_ns, self.last.error_ns)
 
     def to_ours(self, theirs_ns: int) -> int:
-        """Convert a time of that worker to ours."""
+        """Convert a time of the other worker's clock to this worker's clock, ns."""
         span = self.last.at_ns - self.first.at_ns
         drift = self.last.offset_ns - self.first.offset_ns
         since = theirs_ns - self.first.offset_ns - self.first.at_ns
@@ -59,13 +67,13 @@ class Clock(NamedTuple):
 
 
 def compare(worker: str) -> Sample:
-    """Compare a worker's clock with ours now.
+    """Compare a worker's clock with this worker's clock now.
 
     Args:
-        worker: its name.
+        worker: name of the other worker.
 
     Raises:
-        RpcError: it does not answer.
+        RpcError: the other worker does not answer.
     """
     best: Sample | None = None
     for _ in range(_ROUND_TRIPS):

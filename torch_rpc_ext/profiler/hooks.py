@@ -1,16 +1,16 @@
-"""Places in upstream's Python where calls begin, while this worker records.
+"""Functions that replace upstream's where calls begin, to record the calls.
 
-There only while it records; at other times upstream's functions are untouched.
+They are installed while this worker records; at other times upstream's functions are unchanged.
 
 - api._invoke_rpc: rpc_sync and rpc_async, of all kinds of functions.
-- api._to_worker_info: finds the callee, right before the message is made.
-- api.PythonUDF: the message of a Python function; it gets the call's id, see recorder.Traced, where
-  the callee records too. To other workers goes what the program sends.
-- api._invoke_rpc_python_udf, _builtin, _torchscript: tell the message's number at our agent, and
-  how large the request of a Python function is.
+- api._to_worker_info: finds the callee, directly before the message is made.
+- api.PythonUDF: the message of a Python function. Where the callee records too, the call's id is
+  added (recorder.Traced); for other callees the message is not changed.
+- api._invoke_rpc_python_udf, _builtin, _torchscript: give the message's number at our agent, and
+  the size of a Python function's request.
 - api._invoke_remote_python_udf, _builtin, _torchscript: rpc.remote.
 
-What begins in C++ is not seen here: RRef.to_here() and the messages of distributed autograd.
+Calls that begin in C++ are not seen here: RRef.to_here() and the messages of distributed autograd.
 Source: torch/distributed/rpc/api.py.
 """
 
@@ -26,27 +26,29 @@ from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext.profiler.records import Call, tensor_bytes
 
+__all__ = ["Recorder", "install", "name_of", "remove"]
+
 api: Any = _untyped_api  # upstream's functions have no types
 
 _SYNC = api.RPCExecMode.SYNC
-# The profiler's own calls.
+# Functions of the profiler begin so; their calls are not recorded.
 _OURS = "torch_rpc_ext.profiler."
 
-# Functions of ours that stand in front of what the user has called, their first argument; as in
-# csrc/agent/call_label.cpp.
+# Functions of ours that run the user's function, which is their first argument; the same names are
+# in csrc/agent/call_label.cpp.
 _BEFORE_FUNCTION = ("torch_rpc_ext.aio._server.run", "torch_rpc_ext.aio._batch.enqueue")
 
-# .call: the call that this thread is sending; .callee: the name of the worker that it has found.
+# .call: the call that this thread is sending; .callee: name of the callee, once it is known.
 _thread = threading.local()
-_installed: dict[str, tuple[Any, Any]] = {}  # name -> (what was there, ours)
+_installed: dict[str, tuple[Any, Any]] = {}  # name -> (upstream's function, ours)
 
 
 class Recorder(Protocol):
-    """What the hooks tell of calls; see recorder.Recorder."""
+    """The methods of recorder.Recorder that the hooks call."""
 
     #: Names of the workers that record.
     recorded: frozenset[str]
-    #: Name of this one.
+    #: Name of this worker.
     worker: str
     #: Returns the number of the last message that this thread has sent.
     last_number: Callable[[], int]
@@ -66,7 +68,7 @@ def install(recorder: Recorder, traced: Callable[..., Any]) -> None:
 
     Args:
         recorder: gets the calls.
-        traced: makes what is sent in place of a function: recorder.Traced.
+        traced: recorder.Traced, which is sent in place of a function.
     """
     hooks: dict[str, Callable[..., Any]] = {
         "_invoke_rpc": _invoke_rpc,
@@ -90,14 +92,14 @@ def install(recorder: Recorder, traced: Callable[..., Any]) -> None:
 def remove() -> None:
     """Take the hooks out. Idempotent."""
     for name, (original, ours) in _installed.items():
-        # Not where another has come in our place, as at the end of the agent.
+        # Not if the name holds another function by now, as after the end of the agent.
         if getattr(api, name) is ours:
             setattr(api, name, original)
     _installed.clear()
 
 
 def name_of(function: Any, args: Any = ()) -> str:
-    """Return a function's name with its module; of a call through an RRef the method's name."""
+    """Return a function's name with its module; for a call through an RRef the method's name."""
     operator = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
     if operator is not None:
         return str(operator)
@@ -137,7 +139,7 @@ def _invoke_rpc(
         recorder.add_call(call, type(problem).__name__)
         raise
     finally:
-        # With what the hooks of its sending have added.
+        # The hooks of sending have put a call with more facts there.
         call, _thread.call = _thread.call or call, outer
     if rpc_type is not _SYNC:
         recorder.follow_call(call, future)
@@ -145,7 +147,7 @@ def _invoke_rpc(
     error = ""
     try:
         future.wait()
-    except Exception as problem:  # noqa: BLE001  rpc_sync waits too, and raises it
+    except Exception as problem:  # noqa: BLE001  rpc_sync waits again, and raises the error
         error = type(problem).__name__
     recorder.add_call(call, error)
     return future
@@ -163,7 +165,7 @@ def _python_udf(
     if _is_ours(func):
         return original(func, args, kwargs)
     call: Call | None = getattr(_thread, "call", None)
-    if call is None:  # of rpc.remote; the hook of what sends it adds the callee
+    if call is None:  # a call of rpc.remote; the hook that sends it adds the callee
         call = _thread.remote = recorder.new_call("remote", name_of(func, args), "")
     callee = call.to or getattr(_thread, "callee", "")
     if callee in recorder.recorded:
@@ -192,7 +194,7 @@ def _send(original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
 
 def _new_number(recorder: Recorder, before: int) -> int:
     number = recorder.last_number()
-    return 0 if number == before else number  # else it has failed before it was sent
+    return 0 if number == before else number  # the same number: the call failed before it was sent
 
 
 def _invoke_remote_python_udf(
@@ -223,6 +225,6 @@ def _follow_remote(recorder: Recorder, call: Call, send: Callable[[], Any]) -> A
         recorder.add_call(call, type(problem).__name__)
         raise
     call = call._replace(number=_new_number(recorder, before))
-    # Done when the owner has said that the value is made.
+    # The future is done when the owner has confirmed that the value exists.
     recorder.follow_call(call, rref._get_future())
     return rref

@@ -1,7 +1,7 @@
-"""What the agents have logged, joined with what was recorded in Python.
+"""Joining the agents' logs with what was recorded in Python.
 
-The agent sees what Python's hooks do not: when a request arrived and when a thread took it up, the
-callee's side of operators and TorchScript functions, and calls that begin in C++.
+The agents log what the hooks in Python do not see: when a request arrived and when a thread took
+it, the callee's side of operators and TorchScript functions, and calls that begin in C++.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping
 
 from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording
 
-# What torch's C++ sends by itself, where somebody waits for it. The messages that count RRefs and
-# end autograd contexts are left out.
+__all__ = ["joined"]
+
+# Messages that torch's C++ sends by itself and for whose answer a program waits. Messages that
+# count RRefs and end autograd contexts are left out.
 _MESSAGES = {
     "PYTHON_RREF_FETCH_CALL": "RRef.to_here",
     "SCRIPT_RREF_FETCH_CALL": "RRef.to_here",
@@ -25,11 +27,12 @@ def joined(recordings: Mapping[str, Recording]) -> dict[str, Recording]:
     """Complete the recordings of a group.
 
     Args:
-        recordings: by worker, as the workers have made them.
+        recordings: worker -> its recording.
 
     Returns:
-        The same with messages among the calls, with the times of the agent in the executions, and
-        with executions of what is not Python. The lists of the agent are empty.
+        The recordings with messages added to the calls, the agents' times added to the executions,
+        and executions added for operators, TorchScript functions and messages. `sent` and `served`
+        are empty.
     """
     numbers = itertools.count(-1, -1)
     served = {

@@ -12,18 +12,20 @@ from torch_rpc_ext.profiler.records import Call, Execution, Recording
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["draw"]
+
 _CALL, _QUEUE, _EXECUTION, _OPERATOR = "#4c78a8", "#e45756", "#f58518", "#9aa0a6"
 _HEIGHT = 0.8
-# More arrows would hide what they connect.
+# Only so many calls get arrows: more arrows would hide what they connect.
 _MOST_ARROWS = 400
-# Shorter bars get no name; part of the whole width, for each character.
+# Width of a character, as a part of the whole width: a bar gets its name only if the name fits.
 _CHARACTER = 0.0055
 
 
 def draw(
     recordings: Mapping[str, Recording], clocks: Mapping[str, Clock], begin_ns: int, end_ns: int
 ) -> Figure:
-    """Draw it.
+    """Draw the trace.
 
     Args:
         recordings: by worker.
@@ -75,7 +77,7 @@ class _Canvas:
         self._labels: dict[int, str] = {}
 
     def begin_band(self, worker: str) -> None:
-        """Begin a worker."""
+        """Begin the band of a worker."""
         if self.row:
             self._axes.axhline(self.row, color="black", linewidth=0.5)
         self._labels[self.row] = worker
@@ -89,7 +91,7 @@ class _Canvas:
         profile_ns: tuple[int, int],
         colour: str,
     ) -> dict[int, tuple[float, chrome.Span]]:
-        """Draw calls or executions; id -> (y, span)."""
+        """Draw calls or executions; return id -> (y, span)."""
         placed = chrome.spans(entries, to_ours, *profile_ns)
         first = self.row
         if not placed:
@@ -111,7 +113,7 @@ class _Canvas:
         )
 
     def operators(self, events: Iterable[chrome.Event], pid: int) -> None:
-        """Draw the operators of the CPU: a row for each thread, bars unnamed."""
+        """Draw the operators that ran on the CPU: a row for each thread, bars without names."""
         threads: dict[Any, list[tuple[float, float]]] = {}
         for event in events:
             if event.get("cat") == "cpu_op" and event["pid"] == pid:

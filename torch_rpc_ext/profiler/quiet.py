@@ -1,13 +1,13 @@
-"""Keeps Kineto, which torch.profiler runs on, from writing to the standard error of the program.
+"""Keeps Kineto, on which torch.profiler is built, from writing to the program's standard error.
 
-A worker that another one profiles did not ask for lines among its own. Kineto writes two kinds:
+A worker that is profiled from another one has not asked for such lines. Kineto writes two kinds:
 
-- "ERROR: External init callback must run in same thread as registerClient", by C's stdio, when it
-  is first used in another thread than the one that imported torch, as requests are. The line is
-  about a client (a daemon) that is not there.
-- "USDT:...", by its own logger, whenever a recording begins or ends.
+- "ERROR: External init callback must run in same thread as registerClient", by C's stdio, when
+  Kineto is first used in another thread than the one that imported torch; requests run in such a
+  thread. The line is about a daemon that does not exist here.
+- "USDT:...", by Kineto's logger, whenever a recording begins or ends.
 
-Neither comes while a recording begins or ends here. What others write meanwhile is kept.
+Both are suppressed while a recording begins or ends. Lines that others write meanwhile are kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+__all__ = ["first_use", "logger"]
 
 _LIBRARY = Path(torch.__file__).resolve().parent / "lib" / "libtorch_cpu.so"
 # Kineto's level of logging, an int.
@@ -34,7 +36,7 @@ _used = False
 
 @contextlib.contextmanager
 def first_use() -> Iterator[None]:
-    """Keep the line about threads back within the block, the first time."""
+    """Suppress the line about threads within the block; does nothing but the first time."""
     global _used
     with _lock:
         if _used:
@@ -47,7 +49,7 @@ def first_use() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logger() -> Iterator[None]:
-    """Let Kineto's logger say nothing within the block; no effect on a Kineto with another one."""
+    """Silence Kineto's logger within the block; no effect where Kineto has another logger."""
     try:
         level = ctypes.c_int.in_dll(ctypes.CDLL(str(_LIBRARY)), _LEVEL)
     except (OSError, ValueError):
@@ -62,10 +64,10 @@ def logger() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_line(begin: bytes) -> Iterator[None]:
-    """Drop the lines that begin so and are written to C's `stderr` within the block.
+    """Drop lines with this beginning that are written to C's `stderr` within the block.
 
-    The variable `stderr` leads to memory meanwhile; the file descriptor stays as it is, for Python,
-    for C++ and for child processes.
+    Meanwhile the variable `stderr` refers to a stream into memory. The file descriptor is not
+    changed, because Python, C++ and child processes use it.
     """
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -75,7 +77,7 @@ def _without_line(begin: bytes) -> Iterator[None]:
         yield
         return
     libc.fdopen.restype = ctypes.c_void_p
-    # Never closed: another thread may still hold it. It is made once in a process.
+    # Never closed, because another thread may still use the stream. A process makes only one.
     stream = ctypes.c_void_p(libc.fdopen(file, b"w"))
     before = variable.value
 

@@ -27,7 +27,7 @@ api: Any = _untyped_api  # upstream's functions have no types
 
 __all__ = ["Traced", "describe", "now", "start", "stop"]
 
-# For the callbacks of futures that are done when recording stops, s.
+# How long the end of a recording waits for callbacks of futures that are done, s.
 _CALLBACK_PATIENCE = 1.0
 
 _lock = threading.Lock()
@@ -38,7 +38,7 @@ _thread = threading.local()  # .call: id of the call whose function this thread 
 class Traced:
     """A function on its way to the callee, with the id of its call.
 
-    The name comes first in its pickle: there the agent finds it, for its error texts
+    The function's name comes first in the pickle, where the agent looks for it, for texts of errors
     (csrc/agent/call_label.cpp).
 
     Args:
@@ -55,7 +55,7 @@ class Traced:
         return (Traced, (self.name, self.function, self.id, self.caller))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function, recorded where this worker records."""
+        """Run the function; record this if this worker records."""
         recorder = _active
         if recorder is None:
             return self.function(*args, **kwargs)
@@ -63,16 +63,16 @@ class Traced:
 
 
 class Recorder:
-    """What this worker records now.
+    """The recording that runs on this worker.
 
-    Thread Safety: entries come from any number of threads; start and stop are under _lock.
+    Thread Safety: any number of threads add entries; start() and stop() hold _lock.
 
     Args:
         owner: name of the worker that profiles.
-        session: random; tells one profile from another.
+        session: random text that identifies the profile.
         operators: record with torch.profiler too.
-        max_entries: calls and executions to keep, each.
-        limit: ends by itself after so long, s: its owner may have died.
+        max_entries: how many calls to keep, and how many executions.
+        limit: after this time the recording ends by itself, s, because its owner may have died.
         recorded: names of the workers that record.
     """
 
@@ -91,17 +91,17 @@ class Recorder:
         self._agent = api._get_current_rpc_agent()
         me = self._agent.get_worker_info()
         self.worker = str(me.name)
-        # Unique in the group as long as ranks are, and in this process's life.
+        # Ids that no other rank draws, nor an earlier recording of this process.
         self._ids = itertools.count((me.id << 40) + (time.monotonic_ns() >> 20 & 0xFFFFF) * 2**20)
         self._max_entries = max_entries
         self._calls: list[Call] = []
         self._executions: list[Execution] = []
-        self._dropped = itertools.count()  # its next number is how many were dropped
-        # What has not ended: id of a call, or minus the id of an execution -> (its future or
-        # None, the entry).
+        self._dropped = itertools.count()  # the next number is the number of dropped entries
+        # Calls and executions that have not ended: id of a call, or minus the id of an execution ->
+        # (future or None, entry).
         self._open: dict[int, tuple[Any, Any]] = {}
         self._profiler = _start_operators() if operators else None
-        self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's cannot
+        self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's agent has no log
         #: Number of the last message that this thread has sent.
         self.last_number: Callable[[], int] = lambda: 0
         if self._logs:
@@ -157,7 +157,7 @@ class Recorder:
         return result
 
     def _annotation(self, traced: Traced) -> Any:
-        """Name the call among the operators."""
+        """Return an annotation that shows the call among the operators."""
         if self._profiler is None:
             return contextlib.nullcontext()
         return torch.profiler.record_function(f"rpc {traced.name} from {traced.caller}")
@@ -174,12 +174,12 @@ class Recorder:
             next(self._dropped)
 
     def finish(self) -> Recording:
-        """Stop, and return what there is."""
+        """Stop, and return the recording."""
         self._timer.cancel()
         self._await_callbacks()
         for key in list(self._open):
             _, entry = self._open.pop(key, (None, None))
-            if entry is not None:  # else it has just ended
+            if entry is not None:  # None: it has ended in this moment
                 self._keep(self._calls if isinstance(entry, Call) else self._executions, entry)
         sent, served = self._agent.end_call_log() if self._logs else ((), ())
         operators = b"" if self._profiler is None else _stop_operators(self._profiler)
@@ -197,7 +197,7 @@ class Recorder:
         )
 
     def _await_callbacks(self) -> None:
-        """Wait for callbacks of futures that are done: they run a moment after their waiters."""
+        """Wait for the callbacks of futures that are done: they run after wait() has returned."""
         end = time.monotonic() + _CALLBACK_PATIENCE
         while time.monotonic() < end:
             if not any(future and future.done() for future, _ in list(self._open.values())):
@@ -208,7 +208,7 @@ class Recorder:
 def _error_of(future: Any) -> str:
     try:
         future.value()
-    except Exception as problem:  # noqa: BLE001  whatever the function raised
+    except Exception as problem:  # noqa: BLE001  the function may have raised anything
         return type(problem).__name__
     return ""
 
@@ -217,10 +217,10 @@ def _start_operators() -> Any:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Requests run in threads of the agent: all threads, not this one only.
+    # All threads, because requests run in threads of the agent.
     config = _ExperimentalConfig(profile_all_threads=True)
     profiler = torch.profiler.profile(activities=activities, experimental_config=config)
-    # The two halves of start().
+    # The two halves of profiler.start(); each needs another kind of silence.
     with quiet.first_use():
         profiler.prepare_trace()
     with quiet.logger():
@@ -239,7 +239,7 @@ def _stop_operators(profiler: Any) -> bytes:
 
 
 def describe() -> str:
-    """Return this worker's versions, and who profiles it, as JSON."""
+    """Return this worker's version of torch and which worker profiles it, as JSON."""
     busy = ""
     if _active is not None:
         left = _active.limit - (time.monotonic() - _active.began)
@@ -278,7 +278,7 @@ def stop(session: str) -> tuple[Any, ...] | None:
         session: as given to start().
 
     Returns:
-        The Recording as a plain tuple; None where that session does not record here.
+        The Recording as a plain tuple; None if this session does not record on this worker.
     """
     global _active
     with _lock:
@@ -302,4 +302,4 @@ def _since_epoch_ns() -> int:
         epoch = time.time_ns()
         after = time.perf_counter_ns()
         samples.append((after - before, epoch - (before + after) // 2))
-    return min(samples)[1]  # the one that was interrupted least
+    return min(samples)[1]  # the sample with the shortest time between the two readings

@@ -1,27 +1,38 @@
-"""What is recorded: one entry for each call at its caller, one for each execution at its callee.
+"""What is recorded: one entry for each call at its caller, one for each execution at its callee::
 
-Entries travel as plain tuples, so that a worker with an allow_list takes them.
+    recording = prof.recordings["worker0"]  # a Recording
+    for call in recording.calls:  # each a Call
+        print(call.to, call.function, (call.end_ns - call.begin_ns) / 1e3, "us")
+    for execution in recording.executions:  # each an Execution
+        print(execution.caller, execution.function, execution.execution_ns / 1e3, "us")
+
+Entries travel as plain tuples, because a worker with an allow_list refuses objects of our classes.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+__all__ = ["Call", "Execution", "Logged", "Recording", "tensor_bytes"]
+
 
 class Call(NamedTuple):
-    """A call as its caller sees it.
+    """A call as its caller sees it::
+
+        [call.function for call in recording.calls if call.error]  # calls that failed
 
     Attributes:
-        id: of the call in the whole group; 0 is none.
-        parent: id of the call during which it was made, 0 for none.
-        kind: "sync", "async", "remote", or "message": one that torch's C++ sends by itself.
+        id: of the call, unique in the group; 0 for none.
+        parent: id of the call whose function made this call; 0 for none.
+        kind: "sync", "async", "remote", or "message" for a message that torch's C++ sends by
+            itself.
         function: what is called, with its module; an operator as "aten::add".
         to: name of the callee.
-        begin_ns: of the caller's time.perf_counter_ns().
-        end_ns: as begin_ns; 0 where it had not ended when recording stopped.
+        begin_ns: on the caller's time.perf_counter_ns().
+        end_ns: as begin_ns; 0 where the call had not ended when recording stopped.
         sent_bytes: of a Python function the whole request, else the tensors among the arguments.
-        error: class of what it raised, '' for nothing; of a message "failed".
-        number: the agent's number for it; 0 where there is none.
+        error: class of the error that the call raised, '' for none; of a message "failed".
+        number: the agent's number of the call; 0 where there is none.
     """
 
     id: int
@@ -37,25 +48,27 @@ class Call(NamedTuple):
 
 
 class Execution(NamedTuple):
-    """The function of a call as it runs on the callee.
+    """The function of a call as it runs on the callee::
 
-    Of an operator, a TorchScript function or a message begin_ns is start_ns: it includes reading
-    the request, and the wait for the GIL where it needs one.
+        max(recording.executions, key=lambda execution: execution.queue_ns)  # waited longest
+
+    For an operator, a TorchScript function or a message begin_ns is start_ns, so the time includes
+    reading the request and waiting for the GIL.
 
     Attributes:
         id: of the call.
-        function: as Call's.
+        function: as in Call.
         caller: name of the caller.
-        begin_ns: of the callee's time.perf_counter_ns().
-        end_ns: as begin_ns; of an asynchronous function when its future was done; 0 where it had
-            not ended when recording stopped.
-        thread: native id of the thread that ran it; 0 where it is not known.
+        begin_ns: on the callee's time.perf_counter_ns().
+        end_ns: as begin_ns; of an asynchronous function when its future was done; 0 where the
+            function had not ended when recording stopped.
+        thread: native id of the thread that ran the function; 0 where it is not known.
         result_bytes: of a Python function the tensors in the result, 0 for an asynchronous one;
             else the whole answer.
-        error: class of what it raised, '' for nothing.
-        arrival_ns: when all of the request was there; as begin_ns. 0 where it is not known, on
+        error: class of the error that the function raised, '' for none.
+        arrival_ns: when the whole request had arrived; as begin_ns. 0 where it is not known, on
             TENSORPIPE; then start_ns and gil_wait_ns are 0 too.
-        start_ns: when a thread took it up: until then it was queued.
+        start_ns: when a thread took the request, which was queued until then.
         gil_wait_ns: how long that thread waited for the GIL, outside of the function.
     """
 
@@ -73,29 +86,31 @@ class Execution(NamedTuple):
 
     @property
     def queue_ns(self) -> int:
-        """How long it waited for a thread."""
+        """How long the request waited for a thread."""
         return self.start_ns - self.arrival_ns
 
     @property
     def execution_ns(self) -> int:
-        """How long it ran, without waits for the GIL before it."""
+        """How long the function ran, without the waits for the GIL before it."""
         waited = self.gil_wait_ns if self.begin_ns == self.start_ns else 0
         return self.end_ns - self.begin_ns - waited
 
 
 class Logged(NamedTuple):
-    """A call as the agent has logged it, at its caller or its callee (csrc/metrics/call_log.h).
+    """A call in the log of the caller's or the callee's agent (csrc/metrics/call_log.h).
 
     Attributes:
-        number: the caller's agent's number for it.
-        peer: name of the callee, or of the caller.
-        label: what was asked for; of what torch's C++ sends by itself the message's type.
-        begin_ns: caller: sent; callee: all of the request is there. As Call's.
-        start_ns: callee: a thread has taken it up.
-        end_ns: caller: answered, or failed; callee: its answer is made.
-        gil_wait_ns: callee: how long the thread waited for the GIL.
-        bytes: callee: of the answer.
-        failed: caller: with an error.
+        number: the number that the caller's agent gave to the call.
+        peer: at the caller the name of the callee, and the other way round.
+        label: what is called; of a message that torch's C++ sends by itself, its type.
+        begin_ns: at the caller when the request was sent; at the callee when all of it had arrived.
+            The clock is that of Call.begin_ns.
+        start_ns: at the callee, when a thread took the request.
+        end_ns: at the caller when the call had an answer or failed; at the callee when the answer
+            was made.
+        gil_wait_ns: at the callee, how long the thread waited for the GIL.
+        bytes: at the callee, size of the answer.
+        failed: at the caller, whether the call ended with an error.
     """
 
     number: int
@@ -110,19 +125,22 @@ class Logged(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What one worker recorded.
+    """What one worker recorded::
+
+        for name, recording in prof.recordings.items():
+            print(name, recording.host, len(recording.calls), "calls made")
 
     Attributes:
-        worker: its name.
-        host: where it runs.
+        worker: the name of the worker.
+        host: the host that it runs on.
         pid: its process.
-        calls: that it made.
-        executions: of calls that others, or itself, made to it.
-        dropped: entries above the limit that were not kept.
+        calls: the calls that it made.
+        executions: the calls that it served, its own calls to itself included.
+        dropped: number of entries that were not kept because of max_entries.
         epoch_ns: time.time_ns() minus time.perf_counter_ns(), at the end.
         operators: torch.profiler's Chrome trace, zlib-compressed JSON; b'' without one.
-        sent: what the agent has logged of calls that this worker made; none on TENSORPIPE.
-        served: as sent, of calls to it.
+        sent: the agent's log of the calls that this worker made; empty on TENSORPIPE.
+        served: the agent's log of the calls that this worker served; empty on TENSORPIPE.
     """
 
     worker: str
@@ -137,7 +155,7 @@ class Recording(NamedTuple):
     served: list[Logged]
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return it without our classes."""
+        """Return the recording as tuples and plain values."""
         plain = self._replace(
             calls=[tuple(call) for call in self.calls],  # type: ignore[misc]
             executions=[tuple(execution) for execution in self.executions],  # type: ignore[misc]
@@ -148,7 +166,7 @@ class Recording(NamedTuple):
 
     @staticmethod
     def from_plain(plain: tuple[Any, ...]) -> Recording:
-        """Return what to_plain() was made from."""
+        """Undo to_plain()."""
         made = Recording(*plain)
         return made._replace(
             calls=[Call(*call) for call in made.calls],

@@ -22,40 +22,51 @@ from torch_rpc_ext.profiler.table import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["profile"]
+
 logger = logging.getLogger(__name__)
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# To start or stop a worker's recording; torch.profiler takes seconds the first time.
-_TIMEOUT = 120.0
+# For starting or stopping a worker's recording, s; torch.profiler takes seconds the first time.
+_RECORDING_TIMEOUT = 120.0
+# For the question at the end whether a worker still answers, s.
+_ANSWER_TIMEOUT = 10.0
 _MAX_ENTRIES = 1_000_000
-_TIMEOUT = 10.0
 
 
 class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
     """Records the calls of the group's workers within a ``with`` block. A context manager.
 
-    Other workers go on as they are; what they record is fetched at the end. A worker that is lost
-    meanwhile, or does not answer then, is left out, with a warning.
+    ::
+
+        with profile(["worker0", "worker1"], operators=False) as prof:
+            train_step()
+        print(prof.summary())
+
+    The other workers go on with their work; their recordings are fetched at the end. A worker that
+    is lost meanwhile, or that does not answer at the end, is left out, with a warning.
 
     Args:
-        workers: names; None for all of the group. Calls to workers that are not among them are
-            sent as ever.
+        workers: names; None for all workers of the group. Calls to other workers are sent as they
+            are without a profiler.
         operators: also record the operators of all threads, with torch.profiler: on the CPU, and
             on CUDA devices where there are some.
-        limit: after so long a worker stops by itself and forgets, s: this one may have died.
-        max_entries: how many calls and how many executions a worker keeps; later ones are counted.
-        timeout: a worker that does not answer for so long at the end is left out, s: it is
-            stopped, or has no thread to spare. It goes on recording until its `limit`.
+        limit: after this time a worker stops by itself and drops its recording, s, because the
+            profiling worker may have died.
+        max_entries: how many calls and how many executions a worker keeps; of later ones it keeps
+            only the number.
+        timeout: how long to wait at the end for a worker's answer, s. A worker that is stopped or
+            has no free thread does not answer; it is left out, and records until its `limit`.
 
     Attributes:
         recordings: worker name -> Recording, after the block.
         clocks: worker name -> Clock; its error_ns says how exact times between workers are.
-        missing: worker name -> why there is no recording of it.
+        missing: worker name -> why there is no recording of that worker.
 
     Raises:
-        ValueError: a worker that is not in the group, or a number out of range.
-        RuntimeError: RPC is not initialized; workers with different versions of torch; a worker
-            that is being profiled already, or cannot be. The text names it.
+        ValueError: a worker is not in the group, or a number is out of range.
+        RuntimeError: RPC is not initialized; the workers have different versions of torch; a worker
+            is being profiled already, or cannot be profiled. The text names the worker.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         operators: bool = True,
         limit: float = 600.0,
         max_entries: int = _MAX_ENTRIES,
-        timeout: float = _TIMEOUT,
+        timeout: float = _ANSWER_TIMEOUT,
     ) -> None:
         if not limit > 0:
             raise ValueError(f"limit must be more than 0 s, got {limit!r}")
@@ -121,7 +132,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return [name for name in self._workers if name not in self.missing]
 
     def _leave_out_silent_ones(self) -> None:
-        """Ask all at once, so that several silent ones do not add up."""
+        """Move workers that do not answer to `missing`; all are asked at once, to wait once."""
         for name, answer in self._start_asking(recorder.now, timeout=self._timeout):
             try:
                 answer()
@@ -141,7 +152,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
                 self.clocks[name] = clocks.Clock(self._first[name], last)
 
     def _fetch(self) -> dict[str, Recording]:
-        """Stop the recordings, and return them by worker."""
+        """Stop the recordings; return worker name -> Recording."""
         fetched: dict[str, Recording] = {}
         for name, answer in self._start_asking(recorder.stop, self._session):
             try:
@@ -158,15 +169,15 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return fetched
 
     def table(self) -> list[Row]:
-        """Return one row for each function and callee, the one that took longest first."""
+        """Return one row for each function and callee, the row with the longest time first."""
         return table.rows(self.recordings)
 
     def summary(self, width: int | None = None) -> str:
-        """Return the table as text, with the errors of the clocks and who is missing below.
+        """Return the table as text, and below it the errors of the clocks and the missing workers.
 
         Args:
-            width: of the terminal, characters: a table that is wider is cut into parts, one below
-                the other. None: it is not cut.
+            width: of the terminal, characters: a wider table is cut into parts, one below the
+                other. None: the table is not cut.
         """
         worst = max((clock.error_ns for clock in self.clocks.values()), default=0)
         lines = [
@@ -189,7 +200,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         """Draw a timeline, for a notebook; needs matplotlib.
 
         Args:
-            path: where to save it too, e.g. "trace.png".
+            path: a file to save the picture to, such as "trace.png"; None for no file.
         """
         from torch_rpc_ext.profiler import picture
 
@@ -199,9 +210,13 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return figure
 
     def _start_asking(
-        self, function: Any, *arguments: Any, timeout: float = _TIMEOUT
+        self, function: Any, *arguments: Any, timeout: float = _RECORDING_TIMEOUT
     ) -> list[tuple[str, Callable[[], Any]]]:
-        """Call a function on all that are not missing at once; names, and what waits for them."""
+        """Call a function on all workers that are not missing.
+
+        Returns:
+            For each worker (name, function that waits for the answer and returns it).
+        """
         asked: list[tuple[str, Callable[[], Any]]] = []
         for name in self._present():
             try:
@@ -213,13 +228,17 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return asked
 
     def _ask(self, function: Any, *arguments: Any) -> dict[str, Any]:
-        """Call a function on all; the error of the first that fails names the worker."""
+        """Call a function on all workers; return name -> answer.
+
+        Raises:
+            RuntimeError: a worker failed; the text names the first that did.
+        """
         answers: dict[str, Any] = {}
         failed: RuntimeError | None = None
         for name, answer in self._start_asking(function, *arguments):
             try:
                 answers[name] = answer()
-            except Exception as problem:  # noqa: BLE001  an import error of the callee, say
+            except Exception as problem:  # noqa: BLE001  the callee lacks a module, say
                 text = f"worker {name} cannot be profiled: {failures.brief(problem)}"
                 failed = failed or RuntimeError(text).with_traceback(problem.__traceback__)
         if failed is not None:
@@ -227,7 +246,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         return answers
 
     def _abandon(self) -> None:
-        """Stop those that have begun."""
+        """Stop the recordings that have begun."""
         for name, answer in self._start_asking(recorder.stop, self._session):
             try:
                 answer()

@@ -10,15 +10,22 @@ import numpy
 
 from torch_rpc_ext.profiler.records import Call, Execution, Recording
 
+__all__ = ["Row", "rows", "text"]
+
 
 class Row(NamedTuple):
-    """One function on one worker. Times in seconds; None where nothing is known.
+    """The calls of one function on one worker. Times in seconds; None where nothing is known.
+
+    ::
+
+        for row in prof.table():  # each a Row
+            print(row.function, row.worker, row.calls, row.total_p50)
 
     Attributes:
         function: what was called.
         worker: name of the callee.
-        calls: how many, those that failed or had not ended included.
-        errors: how many failed.
+        calls: how many calls, those that failed or had not ended included.
+        errors: how many calls failed.
         sent_bytes: of all requests; of operators and TorchScript the tensors only.
         result_bytes: of all results, see Execution; None where the callee's side is not known.
         total_p50: of the caller's time, from the call to its result.

@@ -1,6 +1,18 @@
-"""Modules whose parts are on several workers, and pipelines over them. See docs/sharding.md.
+"""Modules whose parts are on several workers, and pipelines over them. See docs/sharding.md::
 
-It needs no agent of ours: public torch APIs only, so it works over TENSORPIPE as well.
+    model = sharding.shard(nn.Sequential(*layers), ["worker1", "worker2"])  # a ShardedModule
+    y = model(x)
+
+    pipeline = sharding.Pipeline(model, nn.functional.mse_loss, micro_batches=4)
+    try:
+        with dist_autograd.context() as context:
+            pipeline.forward_backward(x, target)
+    except sharding.StageError as error:
+        print(f"stage {error.stage} on {error.worker}: {error.__cause__}")
+    for stats in pipeline.stats:  # each a StageStats
+        print(stats.worker, stats.compute_s, stats.peak_micro_batches)
+
+This uses public torch APIs only, so it works over TENSORPIPE as well.
 """
 
 from __future__ import annotations

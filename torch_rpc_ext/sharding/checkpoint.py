@@ -1,10 +1,10 @@
 """Checkpoints of torch.distributed.checkpoint (DCP), written by the stages; no process group.
 
-DCP's planners and storage classes are public and know nothing of process groups: only
-dcp.save() does, for its two exchanges between ranks, the plans and the results. Here these two go
-over RPC, so that one ordinary checkpoint is made, each stage writes its own file of it, and no
-process ever holds the whole model. dcp.load() reads it, anywhere, and a stage reads its part of any
-checkpoint whose names are those of the whole module.
+DCP's planners and storage classes are public and need no process group; only dcp.save() needs one,
+to exchange the plans and the results between ranks. Here these are exchanged over RPC. So one
+ordinary checkpoint is made, each stage writes its own file of it, and no process ever holds the
+whole model. dcp.load() can read the checkpoint anywhere, and a stage can read its part of any
+checkpoint that has the names of the whole module.
 
 Source: torch.distributed.checkpoint.state_dict_saver._save_state_dict, planner.py, storage.py.
 """
@@ -16,11 +16,13 @@ from typing import Any
 
 from torch.distributed import checkpoint as _untyped_dcp
 
+__all__ = ["Coordinator", "StageWriter", "read"]
+
 dcp: Any = _untyped_dcp  # upstream's functions have no types
 
 
 class StageWriter:
-    """The two halves of what one stage writes."""
+    """Plans and writes the file of one stage."""
 
     def __init__(self, path: str) -> None:
         self._planner = dcp.DefaultSavePlanner()
@@ -28,7 +30,7 @@ class StageWriter:
 
     def plan(self, state: dict[str, Any]) -> Any:
         """Return what this stage would write, a SavePlan."""
-        # Only a coordinator plans what is no tensor, and each stage has its own such state.
+        # As a coordinator, because only that plans state that is no tensor; each stage has its own.
         self._planner.set_up_planner(state, self._storage.storage_meta(), is_coordinator=True)
         self._storage.set_up_storage_writer(True)
         return self._storage.prepare_local_plan(self._planner.create_local_plan())
@@ -41,7 +43,7 @@ class StageWriter:
 
 
 class Coordinator:
-    """What is done once for all stages: who writes which file, and the metadata at the end.
+    """Does what is needed once for all stages: which stage writes which file, and the metadata.
 
     Until the metadata is written the checkpoint does not exist for readers.
     """
@@ -51,7 +53,7 @@ class Coordinator:
         self._storage = dcp.FileSystemWriter(path, overwrite=False)
         self._storage.set_up_storage_writer(True)
         if overwrite:
-            # First of all: with it, what is half overwritten would pass for a checkpoint.
+            # Removed first: with the metadata, a half overwritten checkpoint would seem complete.
             (self._path / ".metadata").unlink(missing_ok=True)
         self._metadata: Any = None
 

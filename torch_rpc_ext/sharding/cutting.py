@@ -1,4 +1,4 @@
-"""Where to cut a module: into units that run one after another, and these into stages."""
+"""Cutting a module into units, which run one after another, and distributing these over stages."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+__all__ = ["Balance", "Partition", "cut", "is_chain", "run_chain", "split", "units"]
+
 Balance = Literal["parameters", "time"]
 #: Names of submodules per stage, or a number of units per stage.
 Partition = Sequence[Sequence[str]] | Sequence[int]
 
-_REPEATS = 3  # the quickest counts: others share the machine
+_REPEATS = 3  # the shortest time counts, because other programs share the machine
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether its forward is nn.Sequential's: its children one after another."""
+    """Return whether a module's forward is nn.Sequential's: its children one after another."""
     return type(module).forward is nn.Sequential.forward
 
 
 def units(module: nn.Module) -> list[str]:
-    """Return the dotted names of the smallest parts that it may be cut into, in their order.
+    """Return the dotted names of the smallest parts that a module may be cut into, in their order.
 
-    Children, where a plain nn.Sequential or an nn.ModuleList counts as its own children.
+    These are the children; a child that is a plain nn.Sequential or an nn.ModuleList is replaced by
+    its own children.
     """
     names = []
     for name, child in _children(module):
@@ -40,7 +43,7 @@ def units(module: nn.Module) -> list[str]:
 
 
 def run_chain(module: nn.Module, names: Sequence[str], value: Any) -> Any:
-    """Return what the named submodules make of the value, one after another."""
+    """Run the named submodules on the value, one after another; return the result."""
     for name in names:
         value = module.get_submodule(name)(value)
     return value
@@ -56,14 +59,14 @@ def cut(
     """Return the names of the submodules of each stage.
 
     Args:
-        module: the whole.
-        stages: how many.
-        partition: as given by the user; None for a balanced one.
-        balance: what to balance then.
+        module: the whole module.
+        stages: number of stages.
+        partition: as given by the user; None for a balanced partition.
+        balance: what to balance in that case.
         example: an input of the module, or None.
 
     Raises:
-        ValueError: it cannot be cut so; the text names the part that is wrong.
+        ValueError: the module cannot be cut like this; the text names the part that is wrong.
     """
     if stages < 1:
         raise ValueError("workers is empty: name at least one")
@@ -118,7 +121,7 @@ def split(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    # Also a second time the one that stands there twice, which named_children() leaves out.
+    # Not named_children(), which leaves out the second place of a child that is used twice.
     found = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in found if name and "." not in name]
 
@@ -274,7 +277,7 @@ def _seconds(module: nn.Module, names: list[str], example: Any) -> list[float]:
     """Time of forward and backward of each unit here, s."""
     seconds = []
     value = copy.deepcopy(example)
-    # Neither the user's buffers nor the random numbers to come are changed by measuring.
+    # Copies and a forked generator, so that measuring changes neither buffers nor random numbers.
     with torch.random.fork_rng(devices=[]):
         for name in names:
             unit = copy.deepcopy(module.get_submodule(name))

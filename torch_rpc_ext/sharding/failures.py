@@ -1,7 +1,7 @@
-"""What went wrong on a stage, as a value that every back end carries whole, and as the error.
+"""The failure of a stage: as a value that any back end carries unchanged, and as an exception.
 
-A remote exception keeps its text at best: back ends differ in what else they keep. So a stage
-returns a Failure instead of raising, stages hand it on, and the caller raises StageError from it.
+Of a remote exception only the text is sure to arrive on every back end. So a stage returns a
+Failure in place of raising, other stages pass the Failure on, and the caller raises a StageError.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 from torch_rpc_ext import errors
 
-#: raised: the stage's own code did. lost: its worker cannot be reached, or gave no answer in time.
-#: late: it was at work when the batch was given up. stopped: it was waiting for others then.
+__all__ = ["Failure", "Kind", "StageError", "first_cause"]
+
+#: raised: the stage's code raised. lost: its worker cannot be reached, or gave no answer in time.
+#: late, stopped: when the batch was given up the stage was at work (late) or waited for others.
 Kind = Literal["raised", "lost", "late", "stopped"]
+# From the most likely cause of the other failures to the least likely.
 _BY_WEIGHT: tuple[Kind, ...] = ("raised", "lost", "late", "stopped")
 
 
@@ -59,14 +62,14 @@ class Failure:
 
     @staticmethod
     def of(stage: int, worker: str, kind: Kind, error: BaseException) -> Failure:
-        """Return the failure that an error is."""
+        """Return the Failure for an error."""
         trace = "".join(traceback.format_exception(error))
         text = str(error).strip()
         what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         return Failure(stage, worker, kind, what, trace, _if_picklable(error))
 
     def error(self) -> StageError:
-        """Return what the caller raises, with its cause and the trace as a note."""
+        """Return the error that the caller raises, with the cause, and the trace as a note."""
         verb = "raised" if self.kind == "raised" else "gave no result:"
         error = StageError(
             f"stage {self.stage} on {self.worker} {verb} {self.what}",
@@ -80,14 +83,14 @@ class Failure:
 
 
 def first_cause(failures: list[Failure]) -> Failure:
-    """Return the failure that the others follow from: a user's error before a lost worker, and
-    both before who worked slowly or only waited. Not empty."""
+    """Return the failure that has probably caused the others: a user's error rather than a lost
+    worker, and both rather than a stage that was late or waited. `failures` is not empty."""
     return min(failures, key=lambda failure: _BY_WEIGHT.index(failure.kind))
 
 
 def _if_picklable(error: BaseException) -> BaseException | None:
     try:
         copied: Any = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  whatever the class does when it is pickled
+    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
         return None
     return copied if isinstance(copied, BaseException) else None

@@ -1,4 +1,4 @@
-"""Where the graph of a stage begins, and how its gradients get into distributed autograd."""
+"""The beginning of a stage's autograd graph, and the way of gradients into distributed autograd."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch.distributed import autograd as _untyped_autograd
 
+__all__ = ["deliver", "enter", "into_context"]
+
 dist_autograd: Any = _untyped_autograd  # upstream's functions have no types
 
-# Distributed autograd bears one backward per context and process, and two stages may share both.
+# Distributed autograd allows one backward at a time per context and process. Two stages of one
+# worker have both in common.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -20,7 +23,8 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        # Without the leaf's version counter: nothing that is kept of the leaf is its values.
+        # .data has a version counter of its own, so the first layer may change the values in place:
+        # no graph keeps the values of the leaf.
         return leaf.data
 
     @staticmethod
@@ -29,7 +33,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Delivery(torch.autograd.Function):
-    """A number whose gradients are given: brings them into the context, through upstream's API."""
+    """A number with given gradients: its backward puts them into the context by upstream's API."""
 
     @staticmethod
     def forward(

@@ -10,6 +10,8 @@ import torch
 
 from torch_rpc_ext.sharding.schedule import Action
 
+__all__ = ["Job", "Result", "Route", "StageStats"]
+
 
 @dataclass(frozen=True)
 class Route:
@@ -19,8 +21,8 @@ class Route:
         name: of the pipeline, unique in the group.
         workers: one per stage.
         loss: for the last stage; called with the output and the target of a micro-batch.
-        patience: how long to wait for a neighbour, s; 0 for ever. The caller ends a batch before,
-            unless it is gone.
+        patience: how long to wait for a neighbour, s; 0 for ever. A caller that lives gives the
+            batch up earlier.
     """
 
     name: str
@@ -52,12 +54,12 @@ class Job:
 
 @dataclass(frozen=True)
 class StageStats:
-    """How a stage has spent a batch.
+    """How a stage has spent a batch; see Pipeline.stats.
 
     Attributes:
-        stage: its index, from 0.
-        worker: its worker.
-        peak_micro_batches: the most micro-batches whose activations it held at a time.
+        stage: index of the stage, from 0.
+        worker: name of its worker.
+        peak_micro_batches: the most micro-batches whose activations the stage held at a time.
         compute_s: time in forwards and backwards, s.
         total_s: time from its first step to its last, waiting included, s.
     """

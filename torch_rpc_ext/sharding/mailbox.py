@@ -1,10 +1,12 @@
-"""Where a stage finds what its neighbours have sent for a batch."""
+"""The mailbox of a stage: its neighbours put the values of a batch there."""
 
 from __future__ import annotations
 
 import threading
 import time
 from typing import Any
+
+__all__ = ["Mailbox", "StoppedError"]
 
 
 class StoppedError(Exception):
@@ -14,8 +16,8 @@ class StoppedError(Exception):
 class Mailbox:
     """Values of numbered batches, each under a key, in any order of arrival.
 
-    Thread: any. One batch is open at a time; what comes for a later one is kept, what comes for an
-    earlier one is dropped.
+    Thread Safety: any thread. One batch is open at a time; values of later batches are kept, values
+    of earlier ones are dropped.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class Mailbox:
         self._stopped: dict[int, str] = {}
 
     def open(self, batch: int) -> None:
-        """Begin a batch; older ones are over."""
+        """Begin a batch and drop what is left of earlier ones."""
         with self._changed:
             self._batch = batch
             self._values = {k: v for k, v in self._values.items() if k[0] >= batch}
@@ -44,7 +46,7 @@ class Mailbox:
         Args:
             batch: the open one.
             key: of the value.
-            seconds: for how long; 0 for ever.
+            seconds: how long to wait; 0 for ever.
 
         Raises:
             StoppedError: stop() was called for the batch, or nothing came in time.
@@ -66,7 +68,7 @@ class Mailbox:
             return self._stopped.get(batch)
 
     def stop(self, batch: int, reason: str) -> None:
-        """Let who waits for values of the batch go."""
+        """End all waits for values of the batch."""
         with self._changed:
             if batch >= self._batch:
                 self._stopped[batch] = reason

@@ -17,11 +17,13 @@ from torch_rpc_ext.sharding import checkpoint, cutting, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.placement import Place, places
 
+__all__ = ["ShardedModule", "StageHandle", "context_id", "shard"]
+
 # Upstream's functions have no types.
 rpc: Any = _untyped_rpc
 dist_autograd: Any = _untyped_autograd
 
-# By how much a stage waits longer than the one before it, s.
+# How much longer a stage waits than the stage before it, s; see _patience().
 _STEP = 0.5
 
 
@@ -36,10 +38,10 @@ def shard(
 ) -> ShardedModule:
     """Copy the parts of a module to workers and return a module that runs them there.
 
-    The module must be a chain: its forward takes one value, and hands it from one submodule to the
-    next. That is so for an nn.Sequential; for another module it is checked on ``example``. The
-    parts are copies; the module itself is left as it is. Its own hooks are not copied, those of the
-    submodules on the stages are.
+    The module must be a chain: its forward takes one value and passes it from submodule to
+    submodule. An nn.Sequential is a chain; another module is checked with ``example``. The parts
+    are copies; the module itself is not changed. Hooks of the submodules are copied, hooks of the
+    module itself are not.
 
     Args:
         module: what to split.
@@ -79,14 +81,14 @@ def shard(
 
 @dataclass(frozen=True)
 class StageHandle:
-    """What the caller knows of a stage.
+    """A stage as the caller knows it.
 
     Attributes:
-        index: from 0.
+        index: of the stage, from 0.
         place: worker and device.
         names: of the submodules.
-        keys: of its state.
-        rref: of the stage.Stage.
+        keys: of the state.
+        rref: RRef of the stage.Stage.
     """
 
     index: int
@@ -105,10 +107,10 @@ class StageHandle:
             raise self.lost(error) from error
 
     def result(self, future: Any) -> Any:
-        """Return what start() has promised.
+        """Return the result of a method that start() has started.
 
         Raises:
-            StageError: it raised, or its worker is lost.
+            StageError: the stage raised, or its worker is lost.
         """
         try:
             result = future.wait()
@@ -119,16 +121,24 @@ class StageHandle:
         return result
 
     def lost(self, error: Exception) -> StageError:
-        """Return what to raise when a call to its worker has failed."""
+        """Return the error to raise when a call to the stage's worker has failed."""
         return Failure.of(self.index, self.place.worker, "lost", error).error()
 
 
 class ShardedModule(nn.Module):
     """A module whose parts are on several workers; made by shard().
 
-    forward() records gradients in the distributed autograd context of the caller; outside of one
-    it runs without. Values go from stage to stage, not through the caller. Tensors travel on the
-    CPU and are moved to the device of each stage there.
+    ::
+
+        model = sharding.shard(local, ["worker1", "worker2"])  # a ShardedModule
+        optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [model(x).sum()])
+            optimizer.step(context)
+
+    forward() records gradients in the distributed autograd context of the caller; outside of a
+    context it records none. Values go from stage to stage, not through the caller. They travel as
+    CPU tensors, and each stage moves them to its device.
 
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
@@ -157,11 +167,11 @@ class ShardedModule(nn.Module):
         """
         with_grad = torch.is_grad_enabled() and context_id() is not None
         given = tensors.for_the_wire(value)
-        made: list[Any] = []  # kept until the end: dropping an RRef drops what it stands for
+        made: list[Any] = []  # kept until the end: when an RRef goes, its value goes too
         for handle in self._stages:
             try:
-                # Fetching has a time-out, not this: an RRef whose creation has timed out is never
-                # let go, and shutdown() would wait for it.
+                # No time-out here, but one for fetching: an RRef whose creation has timed out is
+                # never deleted, and shutdown() would wait for it.
                 given = rpc.remote(
                     handle.place.worker,
                     stage.forward,
@@ -278,7 +288,7 @@ class ShardedModule(nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: an optimizer here would have nothing to do.
+        """Raise an error: the parameters are elsewhere, and an optimizer here would have none.
 
         Raises:
             RuntimeError: always.
@@ -294,9 +304,10 @@ class ShardedModule(nn.Module):
         )
 
     def _patience(self, stages_before: int) -> float:
-        """How long to wait for what comes from the last of so many stages, s; 0 for ever.
+        """Return how long to wait for the result of the last of so many stages, s; 0 for ever.
 
-        Longer from stage to stage, so that it is the neighbour of a stage that hangs who names it.
+        A later stage waits longer, so that the first error comes from the direct successor of the
+        stage that hangs, which names that stage.
         """
         return self._timeout + stages_before * _STEP if self._timeout > 0 else 0.0
 
@@ -327,8 +338,8 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # nn.Module.load_state_dict() calls this, for us or for a module that we are a part of, and
-        # raises or returns what is missing, unexpected, or wrong.
+        # nn.Module.load_state_dict() calls this, for this module or for one that contains it, and
+        # reports what is missing, unexpected or wrong.
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         expected: set[str] = set()
         for handle in self._stages:

@@ -21,6 +21,8 @@ from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
 from torch_rpc_ext.sharding.module import ShardedModule, context_id
 from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
 
+__all__ = ["Pipeline"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 # How long a stage may take to notice that its batch is over, s. One that does not is named.

@@ -9,12 +9,14 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.remote_device import _remote_device
 
+__all__ = ["Place", "places"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage is: the name of its worker, and a device there."""
+    """The place of a stage: the name of its worker, and a device of that worker."""
 
     worker: str
     device: str
@@ -24,10 +26,10 @@ class Place:
 
 
 def places(workers: Sequence[str]) -> list[Place]:
-    """Return what the texts say.
+    """Return the place that each text names.
 
     Raises:
-        TypeError: workers is one text, or holds something else.
+        TypeError: `workers` is a single text, or holds something that is no text.
         ValueError: a text cannot be read, or names a worker that is not in the group.
     """
     if isinstance(workers, str):

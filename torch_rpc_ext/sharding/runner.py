@@ -1,14 +1,14 @@
 """A stage at work in a pipeline. This file runs on the worker of the stage.
 
-A stage has one thread per batch, which goes through the steps of the schedule. Values come from
-the neighbours by small calls that only leave them in a mailbox, so no call waits for another, and
-a pipeline needs no free RPC thread but one.
+A stage has one thread per batch, which goes through the steps of the schedule. The neighbours send
+values by short calls that only put them into a mailbox. So no call waits for another, and one free
+RPC thread is enough for a pipeline.
 
-The backward of a micro-batch is one torch.autograd.grad() on the stage, and the gradient of its
-input goes to the stage before. Distributed autograd cannot do this: it runs one backward over all
-workers from the caller, so it could not begin before all forwards have ended, and it would keep the
-graphs of all micro-batches until then. Its context is used for what it is good at: in the end it
-gets the gradients of the parameters, where DistributedOptimizer finds them.
+The backward of a micro-batch is one torch.autograd.grad() on the stage; the gradient of the input
+goes to the stage before. Distributed autograd cannot do this: it runs one backward over all
+workers, so the backward could not begin before all forwards have ended, and the graphs of all
+micro-batches would be kept until then. At the end of the batch the gradients of the parameters are
+put into the distributed autograd context, where DistributedOptimizer finds them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
 from torch_rpc_ext.sharding.stage import Stage
 
+__all__ = ["StageRunner", "create", "find", "leave", "run", "runner_name", "stop"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# Found by name and not by RRef: neighbours that hold RRefs of each other would never be freed.
+# Neighbours find each other's runner by name. With RRefs to each other they would never be freed.
 _RUNNERS: weakref.WeakValueDictionary[str, StageRunner] = weakref.WeakValueDictionary()
 
 
 @dataclass
 class _Held:
-    """What is kept of a micro-batch between its forward and its backward."""
+    """The tensors that a stage keeps of a micro-batch between its forward and its backward."""
 
     inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
@@ -76,10 +78,10 @@ class StageRunner:
         _RUNNERS[runner_name(route.name, stage.index)] = self
 
     def run(self, job: Job) -> Result | Failure:
-        """Do the steps of a batch and leave the gradients in the context. Raises nothing.
+        """Do the steps of a batch and put the gradients into the context. Raises nothing.
 
         Returns:
-            The loss, None but on the last stage, and how the time was spent.
+            (loss, statistics); the loss is None on all stages but the last. Or a Failure.
         """
         if not self._busy.acquire(blocking=False):
             return self._failure("raised", RuntimeError("it is still busy with an earlier batch"))
@@ -95,7 +97,7 @@ class StageRunner:
         except BaseException as error:  # noqa: BLE001  the caller raises it
             return self._failure("raised", error)
         finally:
-            self.mailbox.open(job.batch + 1)  # lets go of what an unfinished batch has left there
+            self.mailbox.open(job.batch + 1)  # drops the values of an unfinished batch
             self._busy.release()
 
     def _run(self, job: Job) -> Result:
@@ -191,7 +193,7 @@ class StageRunner:
     def _gradients(
         self, batch: _Batch, held: _Held, gradients: list[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Add up the gradients of the parameters; return those of the inputs."""
+        """Add up the gradients of the parameters; return the gradients of the inputs."""
         pairs = [
             (output, None if gradient is None else gradient.to(output.device))
             for output, gradient in zip(held.outputs, gradients, strict=True)
@@ -221,7 +223,7 @@ class StageRunner:
         batch.sent.append((neighbour, future))
 
     def _check_sent(self, batch: _Batch, wait: bool) -> None:
-        """Raise where a neighbour did not take what was sent to it."""
+        """Raise if a neighbour did not take a value that was sent to it."""
         left = []
         for neighbour, future in batch.sent:
             if not wait and not future.done():
@@ -238,7 +240,7 @@ class StageRunner:
 
 
 def create(stage: Any, route: Route) -> Any:
-    """Return an RRef of a new runner of the stage, whose RRef is owned here."""
+    """Return an RRef of a new runner; `stage` is the RRef of its stage and owned by this worker."""
     return rpc.RRef(StageRunner(stage.local_value(), route))
 
 
@@ -259,7 +261,7 @@ def find(name: str) -> StageRunner | None:
 
 
 def leave(name: str, batch: int, key: Any, value: Any) -> None:
-    """Take a value for a runner of this worker."""
+    """Put a value into the mailbox of a runner of this worker."""
     runner = find(name)
     if runner is None:
         raise RuntimeError("its pipeline is gone")
@@ -284,7 +286,7 @@ class _AtWorkError(Exception):
 
 
 def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    # Not in place: a gradient may be the same tensor as another that is on its way to a neighbour.
+    # Not in place: the tensor may also be on its way to a neighbour, as another gradient.
     return gradient if total is None else total + gradient
 
 

@@ -4,14 +4,16 @@ GPipe: all forwards, then all backwards (Huang et al., 2019). 1F1B: as few forwa
 next stages busy, then one backward after each forward (Narayanan et al., 2019, without stale
 weights). Both need the same time; 1F1B holds the activations of fewer micro-batches.
 
-In both the backwards go in the order of the micro-batches, so that both add up gradients in the
-same order and give the same bits.
+In both the backwards run in the order of the micro-batches. So both add up gradients in the same
+order, and the results are equal to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
+
+__all__ = ["SCHEDULES", "Action", "Schedule", "gpipe", "one_forward_one_backward"]
 
 Schedule = Literal["gpipe", "1f1b"]
 
@@ -34,7 +36,7 @@ def one_forward_one_backward(stage: int, stages: int, count: int) -> list[Action
 
 
 def _interleaved(ahead: int, count: int) -> list[Action]:
-    """Let the forwards run ahead of the backwards by so many, then take turns."""
+    """Return `ahead` forwards, then a forward and a backward in turns, then the other backwards."""
     ahead = min(ahead, count)
     steps = [Action("forward", index) for index in range(ahead)]
     for index in range(count):

@@ -1,4 +1,4 @@
-"""A stage: the part of a module that one worker has. This file runs on that worker."""
+"""A stage, the part of a module that one worker has. This code runs on that worker."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from torch_rpc_ext.sharding import checkpoint, cutting, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 
+__all__ = ["Spec", "Stage", "call", "create", "forward", "part_of"]
+
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a stage is made from.
+    """The description from which a worker makes a stage.
 
     Attributes:
-        index: from 0.
-        place: its worker and device.
+        index: of the stage, from 0.
+        place: worker and device of the stage.
         module: holds the submodules of the stage under their names in the whole module.
         names: of these submodules, in the order in which they run.
     """
@@ -36,7 +38,10 @@ class Spec:
 
 
 class Stage:
-    """Owns: the submodules. Thread: any; as safe as the submodules are."""
+    """The submodules of a stage on their device.
+
+    Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.index, self.place, self.names = spec.index, spec.place, spec.names
@@ -54,7 +59,7 @@ class Stage:
         return [rpc.RRef(parameter) for parameter in self.module.parameters()]
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the state under the names of the whole module, on the CPU."""
+        """Return the state, with the names of the whole module, on the CPU."""
         state: Any = self.module.state_dict()
         for name, value in state.items():
             state[name] = tensors.for_the_wire(value)
@@ -62,7 +67,7 @@ class Stage:
         return found
 
     def load_state_dict(self, state: OrderedDict[str, Any], assign: bool) -> list[str]:
-        """Load what is there; return the names that are missing."""
+        """Load the stage's part of a state; return the names that are missing in it."""
         missing: list[str] = self.module.load_state_dict(
             state, strict=False, assign=assign
         ).missing_keys
@@ -81,23 +86,23 @@ class Stage:
         self.module.requires_grad_(requires_grad)
 
     def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As nn.Module.to; a device is one of this worker's."""
+        """As nn.Module.to; a device is a device of this worker."""
         self.module.to(*args, **kwargs)
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
 
     def plan_checkpoint(self, path: str) -> Any:
-        """First half of saving: return what this stage would write."""
+        """First half of saving: return the plan of what this stage would write."""
         self.saving = checkpoint.StageWriter(path)
         return self.saving.plan(self.module.state_dict())
 
     def write_checkpoint(self, plan: Any) -> Any:
-        """Second half of saving: write what the plan says; return where it is."""
+        """Second half of saving: write what the plan says; return DCP's results of writing."""
         assert self.saving is not None, "plan_checkpoint() comes first"
         writer, self.saving = self.saving, None
         return writer.write(plan)
 
     def read_checkpoint(self, path: str) -> None:
-        """Take the state from a checkpoint; other parts of it are not read."""
+        """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
         checkpoint.read(path, state)
         self.module.load_state_dict(state)
@@ -112,8 +117,13 @@ def create(spec: Spec) -> Any:
 
 
 def call(stage: Any, method: str, *args: Any) -> Any:
-    """Return what a method of the stage returns, or a Failure; ``stage`` is its RRef, owned
-    here."""
+    """Return what a method of the stage returns, or a Failure.
+
+    Args:
+        stage: RRef of the stage, owned by this worker.
+        method: name of a method of Stage.
+        *args: for the method.
+    """
     own: Stage = stage.local_value()
     try:
         return getattr(own, method)(*args)
@@ -125,7 +135,7 @@ def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
     """Run the stage; for rpc.remote(), so that the next stage fetches the result from here.
 
     Args:
-        stage: its RRef, owned here.
+        stage: RRef of the stage, owned by this worker.
         given: the value, or an RRef of what the stage before has returned.
         with_grad: whether the caller records gradients.
         timeout: for fetching the value, s; 0 for none.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+__all__ = ["batch_size", "detached", "for_the_wire", "micro_batches", "moved"]
+
 
 def moved(value: Any, device: str) -> Any:
     """Return the value with its tensors on the device."""
@@ -24,9 +26,10 @@ def detached(value: Any) -> Any:
 
 
 def micro_batches(value: Any, count: int) -> list[Any]:
-    """Return views of the value, cut along dimension 0 of each tensor; what is no tensor is in all.
+    """Return views of the value, cut along dimension 0 of each tensor, as torch.tensor_split cuts.
 
-    As torch.tensor_split does: the first ones hold one row more where it does not go even.
+    The first views hold one row more where the rows cannot be divided evenly. Values that are no
+    tensors are in all views.
     """
     leaves, form = pytree.tree_flatten(value)
     pieces = [
@@ -40,7 +43,7 @@ def batch_size(value: Any, name: str) -> int:
     """Return the length of dimension 0, which all tensors must share.
 
     Raises:
-        ValueError: they do not, or there is none; the text names the argument.
+        ValueError: lengths differ, or there is no tensor with a batch; the text names the argument.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     if not tensors or any(tensor.dim() == 0 for tensor in tensors):
