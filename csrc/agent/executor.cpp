@@ -102,7 +102,8 @@ void Executor::threadMain() {
   });
   bool joins = false;
   for (;;) {
-    // At the end all threads join in: the busy ones may wait for what is queued.
+    // At the end all threads join in: the busy ones may wait for what is
+    // queued.
     Work work = takeWork(joins || stopping_.load());
     if (work.task != nullptr) {
       const bool last = polling_.fetch_sub(1) == 1;

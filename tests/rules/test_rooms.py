@@ -59,13 +59,26 @@ def _all_but_python(folder: str, names: list[str]) -> list[str]:
 def test_nothing_imports_the_package_itself() -> None:
     """Its name has everything, so such an import could be a circle with any module. The modules of
     scripting/ are installed as torch_rpc_ext.scripting: above all of the package."""
-    wrong = re.compile(
-        r"^\s*(import torch_rpc_ext( as \w+)?$|from torch_rpc_ext import .*\bscripting\b"
-        r"|(from|import) torch_rpc_ext\.scripting\b)",
-        re.MULTILINE,
-    )
-    found = [str(path) for path in PACKAGE.rglob("*.py") if wrong.search(path.read_text())]
+    found = [
+        f"{path}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom) and _is_of_the_whole(node)
+    ]
     assert not found
+
+
+def _is_of_the_whole(node: ast.Import | ast.ImportFrom) -> bool:
+    names = {alias.name for alias in node.names}
+    if isinstance(node, ast.Import):
+        return any(name == "torch_rpc_ext" or _is_scripting(name) for name in names)
+    return _is_scripting(node.module or "") or (
+        node.module == "torch_rpc_ext" and "scripting" in names
+    )
+
+
+def _is_scripting(module: str) -> bool:
+    return f"{module}.".startswith("torch_rpc_ext.scripting.")
 
 
 def test_a_room_costs_nothing_to_enter() -> None:

@@ -1,9 +1,9 @@
 // OpenCalls alone: an answer that cannot be taken, because what takes it
 // throws, leaves the call to fail(), which ends the call once.
 
+#include "agent/open_calls.h"
 #include "agent/hello.h"
 #include "agent/membership.h"
-#include "agent/open_calls.h"
 #include "sanitize/stress.h"
 
 #include <chrono>
@@ -34,8 +34,7 @@ struct Fixture {
 
   agent::PendingCall call() {
     agent::PendingCall made;
-    made.future =
-        c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    made.future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     made.worker = "b";
     made.label = "f";
     calls.begin(made);
