@@ -9,17 +9,11 @@
 
 namespace torch_rpc_ext::agent {
 
-namespace {
-
-constexpr uint64_t kUnlimited = std::numeric_limits<uint64_t>::max();
-
-} // namespace
-
 // Shared by the Admission and all Rooms: a Room may outlive the Admission.
 class Admission::State : public std::enable_shared_from_this<State> {
  public:
-  // `ahead`: the share of one caller.
-  State(uint64_t budget, uint64_t ahead) : budget_(budget), ahead_(ahead) {}
+  explicit State(uint64_t budget)
+      : budget_(budget), ahead_(std::min(kAheadBytes, budget / 2)) {}
 
   void request(Caller caller, uint64_t bytes, Then then) {
     std::vector<Admitted> admitted;
@@ -215,10 +209,8 @@ void Admission::Room::release() {
 
 Admission::Admission(uint64_t budget)
     : state_(
-          budget == 0 ? std::make_shared<State>(kUnlimited, kUnlimited)
-                      : std::make_shared<State>(
-                            budget,
-                            std::min(kAheadBytes, budget / 2))) {}
+          std::make_shared<State>(
+              budget == 0 ? std::numeric_limits<uint64_t>::max() : budget)) {}
 
 void Admission::request(Caller caller, uint64_t bytes, Then then) {
   state_->request(caller, bytes, std::move(then));

@@ -97,19 +97,6 @@ def wait_for_requests(count: int, seconds: float = 40) -> dict[str, int]:
         time.sleep(0.05)
 
 
-def test_without_a_budget_nothing_waits() -> None:
-    unbounded = {**SMALL, "receive_budget": 0}
-    with Group(2, options=unbounded) as group:
-        group[0].run(check_alive, "worker1")
-        group[0].run(flood, "worker1", range(CALLS))
-        now = group[1].run(wait_for_requests, CALLS)
-        assert now["receive_waiting_requests"] == 0
-        # More than Admission::kAheadBytes, the share of one caller in a budget.
-        assert now["receive_held_bytes"] > 64 * MB
-        group[1].run(let_go)
-        group[0].run(check_answers, range(CALLS))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flood_waits_at_its_sender(way: dict[str, Any]) -> None:
     with Group(2, options={**SMALL, **way}) as group:
