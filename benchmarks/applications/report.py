@@ -31,8 +31,9 @@ def of_result(result: JobResult) -> Iterator[Record]:
     where = {"application": application.name, "job": job.name, "title": job.title}
     for key in application.shown(job):
         metric = application.metrics[key]
+        course = metric.is_course
         for way, rounds in result.rounds.items():
-            values = [one for figures in rounds for one in figures[key]]
+            values = [one for figures in rounds for one in figures.get(key, ())]
             if values:
                 yield {
                     "type": "result",
@@ -47,7 +48,8 @@ def of_result(result: JobResult) -> Iterator[Record]:
                     "mean": _rounded(fmean(values)),
                     "deviation": _rounded(pstdev(values)),
                     "samples": len(values),
-                    "rounds": [_rounded(median(one[key])) for one in rounds],
+                    "rounds": [_rounded(median(one[key])) for one in rounds if one.get(key)],
+                    **({"course": [_rounded(one) for one in rounds[0][key]]} if course else {}),
                 }
     for kind, reasons in (("failure", result.failures), ("skip", result.skips)):
         for way, why in reasons.items():

@@ -16,7 +16,13 @@ from benchmarks.applications import APPLICATIONS, lines, report, runner
 from benchmarks.applications.__main__ import main
 from benchmarks.applications.a3c import model as a3c
 from benchmarks.applications.dlrm import model as dlrm
-from benchmarks.applications.interface import DEFAULT_WAYS, SOCKETS_ONLY, Job
+from benchmarks.applications.gpt import model as gpt
+from benchmarks.applications.interface import (
+    DEFAULT_WAYS,
+    PIPELINING,
+    SOCKETS_ONLY,
+    Job,
+)
 from benchmarks.applications.runner import run, run_once, why_not
 
 needs_gymnasium = pytest.mark.skipif(
@@ -90,6 +96,48 @@ def test_dlrm_with_two_trainers() -> None:
     assert len(figures["step"]) == STEPS // 2 * 2
 
 
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        *[(f"{one}-2", way) for one in ("plain", "gpipe", "1f1b") for way in ("tensorpipe", "ucx")],
+        ("gpipe-2", PIPELINING),
+        ("1f1b-2", PIPELINING),
+    ],
+)
+def test_gpt_computes_what_one_process_computes(name: str, way: str) -> None:
+    job = job_of("gpt", name)
+    assert isinstance(job, gpt.GptJob)
+    local = gpt.Local(job)
+    wanted = [
+        local.step(*batch, gpt.rate(job, step)) for step, batch in enumerate(gpt.batches(job))
+    ]
+    there = run_once(APPLICATIONS["gpt"], job, way)
+    if way == PIPELINING:
+        assert there["losses"] == pytest.approx(wanted, rel=1e-4)
+    else:  # bit for bit
+        assert there["losses"] == wanted
+        assert there["held"] == [{"plain-2": 1, "gpipe-2": 4, "1f1b-2": 2}[name]]
+    assert len(there["tokens"]) == job.steps
+    assert 0 < there["memory"][0] <= there["memory_all"][0]
+
+
+def test_gpt_with_other_losses_is_a_failure() -> None:
+    job = job_of("gpt", "plain-2")
+    assert isinstance(job, gpt.GptJob)
+    with pytest.raises(RuntimeError, match="step 0 has loss 1.0, in one process 5"):
+        gpt.check([1.0], job, exactly=True)
+
+
+def test_gpt_is_resumed_after_a_death_to_the_same_losses() -> None:
+    """Within train_long(), which raises where the losses differ."""
+    job = job_of("gpt", "long")
+    assert isinstance(job, gpt.GptJob)
+    there = run_once(APPLICATIONS["gpt"], job, "ucx")
+    assert len(there["losses"]) == job.steps
+    assert there["after"][0] < there["before"][0]
+    assert there["noticed"][0] < there["back"][0]
+
+
 @needs_gymnasium
 def test_a3c_learns_with_three_actors() -> None:
     figures = run_once(APPLICATIONS["a3c"], job_of("a3c", "cartpole-learns"), "ucx")
@@ -158,5 +206,5 @@ def test_names_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             main(given)
     said = capsys.readouterr().err
-    assert "no application is named 'chess'; there are a3c, dlrm" in said
+    assert "no application is named 'chess'; there are a3c, gpt, dlrm" in said
     assert "no case is named chess; there are cartpole" in said
