@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from benchmarks.applications.a3c.application import A3c
 from benchmarks.applications.dlrm.application import Dlrm
+from benchmarks.applications.federated.application import Federated
 from benchmarks.applications.gpt.application import Gpt
 from benchmarks.applications.interface import Application
 
-APPLICATIONS: dict[str, Application] = {one.name: one for one in (A3c(), Gpt(), Dlrm())}
+APPLICATIONS: dict[str, Application] = {
+    one.name: one for one in (A3c(), Federated(), Gpt(), Dlrm())
+}
