@@ -190,6 +190,8 @@ def _lines(
                 panel.plot([place] * len(rounds), rounds, ".", color=colour, alpha=0.4)
         panel.set_title(f"{metric.title}{f', {unit}' if scale != 1 else ''}", fontsize="small")
         panel.set_xlabel(plot.label)
+        if isinstance(plot, Course):
+            panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(0, None)
         panel.grid(alpha=0.3)
     panels[0][0].legend(fontsize="small")
