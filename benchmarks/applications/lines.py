@@ -1,8 +1,9 @@
 """Counts lines of communication: ``python -m benchmarks.applications lines``.
 
-Whatever communicates stands in with_rpc.py, or in with_grpc.py and the .proto, and nothing else
-stands there. A line counts unless it is blank, a comment, or part of a docstring; imports, names
-of functions and closing brackets count. All files are in the project's format, 100 characters wide.
+Whatever communicates stands in with_rpc.py, in with_grpc.py and the .proto, or in
+with_pipelining.py, and nothing else stands there. A line counts unless it is blank, a comment, or
+part of a docstring; imports, names of functions and closing brackets count. All files are in the
+project's format, 100 characters wide.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ from pathlib import Path
 from benchmarks.applications.stubs import generate
 
 _HERE = Path(__file__).resolve().parent
+_ORDER = ("rpc", "grpc", "pipelining")
 
 
 def of_application(name: str) -> dict[str, int]:
     """Return the lines of an application: communication by way, computation, what protoc makes."""
     folder = _HERE / name
     proto = folder / f"{name}.proto"
-    communication = {
-        "rpc": of_python(folder / "with_rpc.py"),
-        "grpc": of_python(folder / "with_grpc.py") + of_proto(proto),
-    }
-    others = ("with_rpc.py", "with_grpc.py", "application.py", "__init__.py")
+    ways = {file.stem.removeprefix("with_"): file for file in sorted(folder.glob("with_*.py"))}
+    communication = {way: of_python(ways[way]) for way in sorted(ways, key=_ORDER.index)}
+    others = ("application.py", "__init__.py", *(file.name for file in ways.values()))
     computation = [file for file in folder.glob("*.py") if file.name not in others]
     found = {**communication, "computation": sum(map(of_python, computation))}
+    if "grpc" not in ways:
+        return found
+    found["grpc"] += of_proto(proto)
     try:
         generated = generate(name)
     except ImportError:

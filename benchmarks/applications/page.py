@@ -8,11 +8,25 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.applications import APPLICATIONS, lines, report
-from benchmarks.applications.interface import DEFAULT_WAYS, Application, Plot
+from benchmarks.applications.interface import (
+    BFLOAT16,
+    ENCRYPTED,
+    PIPELINING,
+    Application,
+    Course,
+    Plot,
+)
 from benchmarks.records import of_type
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-_COLOURS = {"ucx": "#c0392b", "tensorpipe": "#2c6fbb", "grpc": "#5a8f3c"}
+_COLOURS = {
+    "tensorpipe": "#2c6fbb",
+    "ucx": "#c0392b",
+    BFLOAT16: "#e67e22",
+    ENCRYPTED: "#7d3c98",
+    "grpc": "#5a8f3c",
+    PIPELINING: "#555555",
+}
 _NOTE = (
     "<!-- Written by `python -m benchmarks.applications report docs/evaluation.jsonl`: run the "
     "applications again, then run that. -->"
@@ -21,9 +35,10 @@ _HEAD = """\
 # The paper's applications
 
 The paper "PyTorch RPC: Distributed Deep Learning Built on Tensor-Optimized Remote Procedure Calls"
-(MLSys 2023) shows its work by applications. Here they run on three ways to communicate: TENSORPIPE,
-which the paper calls CPU RPC, this back end, and gRPC. The computation is the same code in all
-three, and the program on UCX is the program on TENSORPIPE. The three take turns in one run.
+(MLSys 2023) shows its work by applications. Here they run on several ways to communicate:
+TENSORPIPE, which the paper calls CPU RPC, this back end, and gRPC; GPT on upstream's pipelining
+instead of gRPC. The computation is the same code in all, and the program on UCX is the program on
+TENSORPIPE. They take turns in one run.
 
 The paper's figures are from the paper's machines, some with GPUs. They stand here so that ratios
 can be compared: a time of another machine says nothing about a time of this one.
@@ -40,8 +55,10 @@ make paper                                            # all, then writes this pa
 """
 _LINES = """\
 A line counts unless it is blank, a comment or part of a docstring; imports and closing brackets
-count. The files with_rpc.py and with_grpc.py (with the .proto) communicate and do nothing else.
+count. The files with_rpc.py, with_grpc.py (with the .proto) and with_pipelining.py communicate and
+do nothing else.
 """
+_SCALES = {"s": (1e3, "ms"), "B": (1e-6, "MB")}  # of the plots
 _LOADED = 0.05  # share of the machine from which on the page says that others used it
 
 
@@ -49,7 +66,7 @@ def write(stored: Sequence[Mapping[str, Any]], docs: Path) -> None:
     """Write evaluation.md, its plots, and beside them the figures that they are made from."""
     pictures = docs / "evaluation"
     pictures.mkdir(parents=True, exist_ok=True)
-    (docs / "evaluation.md").write_text(page(stored, _draw(stored, pictures)), encoding="utf-8")
+    (docs / "evaluation.md").write_text(page(stored, draw(stored, pictures)), encoding="utf-8")
     records.write(docs / "evaluation.jsonl", [dict(record) for record in stored])
 
 
@@ -127,7 +144,7 @@ def _nested(cell: str) -> str:
     return f"&nbsp;&nbsp;{cell.strip()}" if cell.startswith("  ") else cell
 
 
-def _draw(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, list[str]]:
+def draw(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, list[str]]:
     """Draw what a run has figures for; returns the names of the files by application."""
     made: dict[str, list[str]] = {}
     for name, application in APPLICATIONS.items():
@@ -135,7 +152,7 @@ def _draw(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, list[s
             results = [
                 one
                 for one in of_type(stored, "result")
-                if one["application"] == name and one["job"] in plot.places
+                if one["application"] == name and one["job"] in _jobs(plot)
             ]
             if results:
                 file = f"{name}{number or ''}.png"
@@ -144,8 +161,12 @@ def _draw(stored: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, list[s
     return made
 
 
+def _jobs(plot: Plot | Course) -> Sequence[str]:
+    return [plot.job] if isinstance(plot, Course) else list(plot.places)
+
+
 def _lines(
-    path: Path, application: Application, plot: Plot, results: Sequence[Mapping[str, Any]]
+    path: Path, application: Application, plot: Plot | Course, results: Sequence[Mapping[str, Any]]
 ) -> None:
     import matplotlib
 
@@ -155,17 +176,22 @@ def _lines(
     figure, panels = pyplot.subplots(1, len(plot.metrics), figsize=(9, 3), squeeze=False)
     for panel, key in zip(panels[0], plot.metrics, strict=True):
         metric = application.metrics[key]
-        scale, unit = (1e3, "ms") if metric.unit == "s" else (1.0, metric.unit)
-        for way in DEFAULT_WAYS:
+        scale, unit = _SCALES.get(metric.unit, (1.0, metric.unit))
+        for way, colour in _COLOURS.items():
             mine = [one for one in results if one["way"] == way and one["metric"] == key]
-            places = [plot.places[one["job"]] for one in mine]
-            medians = [one["median"] * scale for one in mine]
-            panel.plot(places, medians, "o-", color=_COLOURS[way], label=way, markersize=4)
-            for place, one in zip(places, mine, strict=True):
+            if not mine:
+                continue
+            places, figures = _points(plot, mine)
+            scaled = [one * scale for one in figures]
+            panel.plot(places, scaled, "o-", color=colour, label=way, markersize=4)
+            for one in mine if isinstance(plot, Plot) else ():
                 rounds = [figure * scale for figure in one["rounds"]]
-                panel.plot([place] * len(rounds), rounds, ".", color=_COLOURS[way], alpha=0.4)
-        panel.set_title(f"{metric.title}{f', {unit}' if unit == 'ms' else ''}", fontsize="small")
+                place = plot.places[one["job"]]
+                panel.plot([place] * len(rounds), rounds, ".", color=colour, alpha=0.4)
+        panel.set_title(f"{metric.title}{f', {unit}' if scale != 1 else ''}", fontsize="small")
         panel.set_xlabel(plot.label)
+        if isinstance(plot, Course):
+            panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(0, None)
         panel.grid(alpha=0.3)
     panels[0][0].legend(fontsize="small")
@@ -173,3 +199,13 @@ def _lines(
     # Without the version of the program that made it: the same figures give the same file.
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _points(
+    plot: Plot | Course, mine: Sequence[Mapping[str, Any]]
+) -> tuple[list[float], list[float]]:
+    """Return where a way's figures stand, and the figures."""
+    if isinstance(plot, Course):
+        course = list(mine[-1]["course"])
+        return [place + 1.0 for place in range(len(course))], course
+    return [plot.places[one["job"]] for one in mine], [one["median"] for one in mine]

@@ -29,10 +29,13 @@ def of_result(result: JobResult) -> Iterator[Record]:
     """Yield the records of a job."""
     application, job = result.application, result.job
     where = {"application": application.name, "job": job.name, "title": job.title}
-    for key in application.shown(job):
+    shown = application.shown(job)
+    drawn = [key for key, one in application.metrics.items() if one.is_course and key not in shown]
+    for key in (*shown, *drawn):
         metric = application.metrics[key]
+        course = metric.is_course
         for way, rounds in result.rounds.items():
-            values = [one for figures in rounds for one in figures[key]]
+            values = [one for figures in rounds for one in figures.get(key, ())]
             if values:
                 yield {
                     "type": "result",
@@ -41,13 +44,15 @@ def of_result(result: JobResult) -> Iterator[Record]:
                     "metric_title": metric.title,
                     "unit": metric.unit,
                     "is_spread": metric.is_spread,
+                    "is_shown": key in shown,
                     "paper": application.paper(job, key),
                     "way": way,
                     "median": _rounded(median(values)),
                     "mean": _rounded(fmean(values)),
                     "deviation": _rounded(pstdev(values)),
                     "samples": len(values),
-                    "rounds": [_rounded(median(one[key])) for one in rounds],
+                    "rounds": [_rounded(median(one[key])) for one in rounds if one.get(key)],
+                    **({"course": [_rounded(one) for one in rounds[0][key]]} if course else {}),
                 }
     for kind, reasons in (("failure", result.failures), ("skip", result.skips)):
         for way, why in reasons.items():
@@ -70,7 +75,7 @@ def rows(stored: Sequence[Mapping[str, Any]], application: str) -> Iterator[tupl
     """Yield a row for each case, with nothing but its title, and for each of its metrics."""
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for result in of_type(stored, "result"):
-        if result["application"] == application:
+        if result["application"] == application and result.get("is_shown", True):
             place = (result["title"], result["metric_title"], result["paper"])
             cells.setdefault(place, {})[result["way"]] = cell(result)
     last, present = "", ways(stored, application)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,9 +18,10 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from benchmarks.applications.interface import SOCKETS_ONLY, WAYS, Application, Figures, Job
+from benchmarks.applications.interface import WAYS, Application, Figures, Job
 from benchmarks.applications.stubs import generate
 from benchmarks.processes import Worker, WorkerFailed
+from tests.support import netns
 from tests.support.ports import free_port
 
 
@@ -62,7 +64,7 @@ def why_not(application: Application, job: Job, way: str) -> str:
         return f"{job.processes} processes need {_gib(needed)} of memory, {_gib(free)} are free"
     if way == "grpc":
         return _why_no_grpc(application)
-    if way == "ucx":
+    if WAYS[way][1] == "UCX":
         import torch_rpc_ext
 
         return str(torch_rpc_ext.info()["ucx"].get("error", ""))
@@ -78,19 +80,71 @@ def run_once(application: Application, job: Job, way: str) -> Figures:
 
     Raises:
         WorkerFailed: a process raised, ended or does not answer.
+        NotPossible: this machine forbids the network that the job needs.
     """
-    with tempfile.TemporaryDirectory(prefix="rpc_paper_") as folder:
-        meeting = os.path.join(folder, "meeting")
-        port, workers = free_port(), []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpc_paper_"))
+        star = None if job.network is None else stack.enter_context(_star(job))
+        group = _Group(application.name, job, way, os.path.join(folder, "meeting"), star)
         try:
-            for rank in range(job.processes):
-                name = f"{application.name}'s process {rank} on {way}"
-                workers.append(Worker(name, _Process, application.name, job, way, rank))
-                workers[-1].start("run", meeting, port)
-            return _first(workers)
+            figures = group.run()
         finally:
-            for worker in workers:
-                worker.close()
+            group.close()
+    delay = [] if star is None else [star.link.delay_ms / 1000]
+    return {**figures, "delay": delay}
+
+
+class _Group:
+    """Owns: the processes of a run."""
+
+    def __init__(
+        self, application: str, job: Job, way: str, meeting: str, star: netns.Star | None
+    ) -> None:
+        self.application, self.job, self.way, self.star = application, job, way, star
+        self.meeting, self.port = meeting, free_port()
+        self.workers: list[Worker] = []
+
+    def run(self) -> Figures:
+        """Start all and wait for all; returns what one of them returns, raises what any raises."""
+        figures: Figures = {}
+        waiting: dict[Any, tuple[int, int, Worker]] = {}
+        for rank in range(self.job.processes):
+            worker = self._start(rank, 0)
+            waiting[worker.pipe] = (rank, 0, worker)
+        while waiting:
+            ready = connection.wait(list(waiting), PATIENCE)
+            if not ready:
+                raise WorkerFailed(f"{len(waiting)} processes did not end in {PATIENCE:.0f} s")
+            for pipe in ready:
+                rank, life, worker = waiting.pop(pipe)
+                try:
+                    figures = worker.result() or figures
+                except WorkerFailed:
+                    if life > 0 or rank not in self.job.comes_back or worker.exitcode() is None:
+                        raise
+                    again = self._start(rank, life + 1)
+                    waiting[again.pipe] = (rank, life + 1, again)
+        return figures
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self.workers:
+            worker.close()
+
+    def _start(self, rank: int, life: int) -> Worker:
+        name = f"{self.application}'s process {rank} on {self.way}"
+        job, host = replace(self.job, life=life), None
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        if self.star is not None:
+            host = self.star.hosts[rank]
+            address = {"MASTER_ADDR": self.star.hosts[0].ipv4, "LINK": "eth0"}
+            interfaces = dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "eth0")
+            environment = {**environment, **address, **interfaces}
+        arguments = (self.application, job, self.way, rank)
+        worker = Worker(name, _Process, *arguments, host=host)
+        self.workers.append(worker)
+        worker.start("run", {**environment, "MEETING": self.meeting})
+        return worker
 
 
 class _Process:
@@ -99,20 +153,20 @@ class _Process:
     def __init__(self, application: str, job: Job, way: str, rank: int) -> None:
         self.application, self.job, self.way, self.rank = application, job, way, rank
 
-    def run(self, meeting: str, port: int) -> Figures | None:
+    def run(self, environment: dict[str, str]) -> Figures | None:
         """Be a process of the run, started as torchrun would."""
         import torch
 
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MEETING=meeting)
+        os.environ.update(environment)
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every goodbye
         # A takeover would compare a back end with itself.
         os.environ.pop("TORCH_RPC_BACKEND", None)
         # Upstream's init of TENSORPIPE warns about itself (pytorch issue 149393).
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         torch.set_num_threads(self.job.threads)
-        if self.way == SOCKETS_ONLY:
-            _without_shared_memory()
-        module, backend = WAYS[self.way]
+        module, backend, options = WAYS[self.way]
+        if options:
+            _with_options(backend, options)
         name = f"benchmarks.applications.{self.application}.{module}"
         application: Any = importlib.import_module(name)
         figures: Figures | None = application.run(self.rank, self.job, backend)
@@ -120,32 +174,33 @@ class _Process:
 
 
 def _of(job: Job, ways: Sequence[str]) -> list[str]:
-    return [way for way in WAYS if way in {*ways, *job.more_ways}]
+    chosen = set(ways) & set(job.ways)
+    return [way for way in WAYS if way in {*chosen, *job.more_ways}]
 
 
-def _without_shared_memory() -> None:
-    """Make TENSORPIPE use sockets in this process, whose program passes no options."""
+def _star(job: Job) -> contextlib.AbstractContextManager[netns.Star]:
+    assert job.network is not None
+    return netns.star(job.processes, job.network)
+
+
+def _with_options(backend: str, options: dict[str, Any]) -> None:
+    """Give this process, whose program passes no options, options of its back end."""
     import torch.distributed.rpc as rpc
 
-    options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"])
-    rpc.init_rpc = functools.partial(rpc.init_rpc, rpc_backend_options=options)
+    import torch_rpc_ext
+
+    kinds = {"UCX": torch_rpc_ext.UcxRpcBackendOptions, "TENSORPIPE": _tensorpipe_options}
+    made: Any = kinds[backend](**options)
+    rpc.init_rpc = functools.partial(rpc.init_rpc, rpc_backend_options=made)
 
 
-def _first(workers: Sequence[Worker]) -> Figures:
-    """Wait for all; returns what the first one returns, raises what any raises."""
-    figures: Figures = {}
-    waiting: dict[Any, Worker] = {worker.pipe: worker for worker in workers}
-    while waiting:
-        ready = connection.wait(list(waiting), PATIENCE)
-        if not ready:
-            raise WorkerFailed(f"{len(waiting)} processes did not end in {PATIENCE:.0f} s")
-        for pipe in ready:
-            worker = waiting.pop(pipe)
-            figures = worker.result() or figures
-    return figures
+def _tensorpipe_options(**options: Any) -> Any:
+    import torch.distributed.rpc as rpc
+
+    return rpc.TensorPipeRpcBackendOptions(**options)
 
 
-PATIENCE = 240.0  # s to wait for a process to end
+PATIENCE = 600.0  # s to wait for one of the processes to end
 
 
 def _run(application: Application, job: Job, ways: Sequence[str], progress: Any) -> JobResult:
@@ -164,6 +219,9 @@ def _run(application: Application, job: Job, ways: Sequence[str], progress: Any)
                 try:
                     figures = run_once(application, replace(job, seed=number), way)
                     result.rounds[way].append(figures)
+                except netns.NotPossible as reason:
+                    result.skips[way] = str(reason)
+                    progress.write(f"{application.name} {job.name}: {way} is left out: {reason}")
                 except WorkerFailed as failure:
                     result.failures[way] = " ".join(str(failure).split())
                     progress.write(f"{application.name} {job.name}: {failure}")

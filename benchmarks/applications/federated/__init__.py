@@ -1,0 +1,1 @@
+"""Federated learning: a server and clients that keep their data, over links of a network."""

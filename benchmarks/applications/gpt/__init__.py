@@ -1,0 +1,1 @@
+"""GPT: a decoder whose layers are on several workers, plainly or as a pipeline."""
