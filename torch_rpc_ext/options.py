@@ -251,8 +251,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         metadata=_about(
             "Memory for the tensors of requests that have been received and that no thread serves "
             "yet; more stay with their callers. By default an eighth of the machine's memory, or "
-            "of the cgroup's limit; 0 for no limit of all callers together: one caller has 64 MiB at "
-            "most in any case. See [faults.md](faults.md#load).",
+            "of the cgroup's limit; 0 for no limit of all callers together: one caller has at most "
+            "64 MiB in any case. See [faults.md](faults.md#load).",
             "bytes",
             default="see right (bytes)",
         ),
