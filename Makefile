@@ -126,9 +126,10 @@ wheel: $(STAMPS)/venv
 wheel-test: $(STAMPS)/venv
 	$(BIN)/python -m tests.release.try_wheel --torch "$(TORCH)"
 
-# This project with another torch, in build/compat/: make compat TORCH=torch==2.15.0.
+# This project with another torch, in build/compat/: make compat TORCH=torch==2.15.0. Less than all of it:
+# make compat TORCH=torch==2.15.0 COMPAT="--parts upstream".
 compat: $(STAMPS)/venv
-	$(BIN)/python -m tests.release.compat --torch "$(TORCH)"
+	$(BIN)/python -m tests.release.compat --torch "$(TORCH)" $(COMPAT)
 
 lint: $(STAMPS)/test $(STAMPS)/build
 	$(BIN)/python -m pytest tests/rules -q

@@ -1,8 +1,8 @@
 """`make compat TORCH=torch==2.15.0`: this project with another torch, in an environment of its own.
 
-A copy of what git tracks is built there. Then run: `import torch` with every warning an error,
-upstream's suites as that torch has them, and the process tests. One row of docs/compatibility.md is
-printed at the end.
+A copy of what git tracks is built there. Then run: `import torch` with every warning an error, and
+the parts below. One row of docs/compatibility.md is printed at the end. For less than that:
+`make compat TORCH=... COMPAT="--parts upstream brief --jobs 2"`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,34 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.release.environment import ROOT, clean, run
 
 WORK = ROOT / "build" / "compat"
-#: What a row says: its column, and the tests.
+
+
+@dataclass(frozen=True)
+class Part:
+    """A column of the table."""
+
+    title: str
+    arguments: tuple[str, ...]
+    #: Processes of pytest, where the command line does not say how many.
+    jobs: int
+
+
+_QUICK = ("-m", "not slow and not rare and not notebook", "--dist", "worksteal")
+#: What depends most on torch: calls, tensors, names of torch, TorchScript.
+_BRIEF = ("test_calls.py", "test_tensors.py", "test_torch_names.py", "test_scripting.py")
 PARTS = {
-    "upstream's suites": ["tests/upstream", "-n", "4"],
-    "process tests": [
-        *("tests/process", "-m", "not slow and not rare and not notebook"),
-        *("-n", "3", "--dist", "worksteal"),
-    ],
-    "other tests": ["tests/unit", "tests/fuzz", "tests/gpu", "-n", "2"],
+    "upstream": Part("upstream's suites", ("tests/upstream",), 4),
+    "process": Part("process tests", ("tests/process", *_QUICK), 3),
+    "brief": Part(
+        "of the process tests", (*(f"tests/process/{name}" for name in _BRIEF), *_QUICK), 3
+    ),
+    "other": Part("other tests", ("tests/unit", "tests/fuzz", "tests/gpu"), 2),
 }
 _SILENT = (
     "import torch, torch.distributed.rpc as rpc; print(torch.__version__, rpc.BackendType.UCX)"
@@ -66,6 +81,14 @@ def main() -> int:
     """Try it; the exit status is 1 where a test fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.release.compat")
     parser.add_argument("--torch", required=True, help="requirement, such as torch==2.15.0")
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        choices=PARTS,
+        default=["upstream", "process", "other"],
+        help="what is run after the build; without a name nothing",
+    )
+    parser.add_argument("--jobs", type=int, help="processes of pytest")
     given = parser.parse_args()
     started = time.monotonic()
     folder = WORK / given.torch
@@ -74,7 +97,10 @@ def main() -> int:
     python = folder / ".venv" / "bin" / "python"
     built = time.monotonic() - started
     run(python, "-W", "error", "-c", _SILENT, cwd=folder)
-    row = {part: tested(python, folder, arguments) for part, arguments in PARTS.items()}
+    row = {}
+    for part in (PARTS[name] for name in given.parts):
+        jobs = str(given.jobs or part.jobs)
+        row[part.title] = tested(python, folder, [*part.arguments, "-n", jobs])
     print(f"\n| {' | '.join(['torch', *row])} |")
     print(f"| {' | '.join([given.torch.removeprefix('torch=='), *row.values()])} |")
     minutes = (time.monotonic() - started) / 60
