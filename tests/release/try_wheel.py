@@ -66,9 +66,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.release.try_wheel")
     parser.add_argument("--torch", required=True, help="requirement, such as torch==2.13.0")
     given = parser.parse_args()
-    wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda each: each.stat().st_mtime)
+    this = "cp{}{}".format(*sys.version_info)
+    wheels = sorted((ROOT / "dist").glob(f"*-{this}-*.whl"), key=lambda each: each.stat().st_mtime)
     if not wheels:
-        sys.exit("there is no wheel in dist/: run `make wheel`")
+        sys.exit(f"there is no wheel for {this} in dist/: run `make wheel`")
     with tempfile.TemporaryDirectory(prefix="wheel_test_") as text:
         folder = Path(text)
         python = environment.make(folder / "venv", ["pip"], given.torch)

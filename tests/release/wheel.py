@@ -43,7 +43,8 @@ def build(torch: str, ucx: str) -> Path:
         ROOT / f".venv-wheel-{name}", [*TOOLS, ucx], torch and f"torch=={torch}"
     )
     into = WORK / name
-    run(python, "-m", "build", "--no-isolation", "-o", into, ".")
+    # Unchecked: `ucx` is the oldest, and not the one that pyproject.toml has builds use.
+    run(python, "-m", "build", "--no-isolation", "--skip-dependency-check", "-o", into, ".")
     for archive in into.glob("*.tar.gz"):
         shutil.copy(archive, DIST)
     return next(into.glob("*.whl"))
@@ -56,11 +57,16 @@ def last_commit() -> str:
     return done.stdout.strip() or str(int(time.time()))
 
 
-def merge(wheels: list[Path], python: Path) -> Path:
-    """Put the extension modules of all wheels into the first; the rest of them is the same."""
+def merge(wheels: list[Path], python: Path, folder: Path) -> Path:
+    """Put the extension modules of all wheels into the first; the rest of them is the same.
+
+    Args:
+        wheels: for one Python.
+        python: that has the package wheel.
+        folder: an empty one, for what is made.
+    """
     if len(wheels) == 1:
         return wheels[0]
-    folder = WORK / "merged"
     run(python, "-m", "wheel", "unpack", "-d", folder, wheels[0])
     tree = next(folder.iterdir())
     for wheel in wheels[1:]:
@@ -98,7 +104,7 @@ def main() -> int:
     torches = given.torch.split() or [""]
     wheels = [build(torch, given.ucx) for torch in torches]
     python = ROOT / f".venv-wheel-{torches[0] or 'own'}" / "bin" / "python"
-    made = repair(merge(wheels, python), python)
+    made = repair(merge(wheels, python, WORK / "merged"), python)
     print(f"{made.relative_to(ROOT)}: {made.stat().st_size / 1e6:.1f} MB", end=", ")
     print(f"{time.monotonic() - started:.0f} s")
     if WANTED not in made.name:
