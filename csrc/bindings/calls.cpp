@@ -16,11 +16,13 @@
 #include "bindings/bindings.h"
 #include "bindings/remote_exception.h"
 #include "bindings/rrefs.h"
+#include "compat/script_calls.h"
 
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/profiler.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/record_function_ops.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/utils.h>
 #include <torch/csrc/distributed/rpc/profiler/remote_profiler_manager.h>
 #include <torch/csrc/distributed/rpc/python_call.h>
@@ -33,6 +35,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -86,14 +89,13 @@ bool mayTake(
 // dispatcher, which upstream also tries first.
 Match match(
     const std::string& name,
+    const std::optional<std::string>& overload,
     const py::args& args,
     const py::kwargs& kwargs) {
-  const auto symbol = c10::Symbol::fromQualString(name);
-  if (!symbol.is_aten()) {
-    return {};
-  }
-  for (auto& op : jit::getAllOperatorsFor(symbol)) {
-    if (!op->isC10Op() || !mayTake(op->schema(), args, kwargs)) {
+  for (auto& op : jit::getAllOperatorsFor(c10::Symbol::fromQualString(name))) {
+    if (!op->isC10Op() ||
+        (overload && *overload != op->schema().overload_name()) ||
+        !mayTake(op->schema(), args, kwargs)) {
       continue;
     }
     try {
@@ -186,7 +188,10 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
     float timeoutSeconds,
     const py::args& args,
     const py::kwargs& kwargs) {
-  auto [op, stack] = match(name, args, kwargs);
+  if (!name.starts_with("aten::")) {
+    return nullptr;
+  }
+  auto [op, stack] = match(name, std::nullopt, args, kwargs);
   if (op == nullptr || !returnsOneTensor(*op)) {
     return nullptr;
   }
@@ -200,6 +205,47 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       timeoutSeconds);
   return std::make_shared<jit::PythonFutureWrapper>(
       futureOf(answer, c10::TensorType::get(), &resultOfScript));
+}
+
+// A call of an operator that is named: `torch.ops.name.op`, in any namespace.
+// Neither distributed autograd nor torch's profilers hear of it, because
+// upstream cannot read such a call inside of their messages; nor can the
+// message have tensors of devices, because upstream reads those messages.
+std::shared_ptr<jit::PythonFutureWrapper> invokeOperator(
+    const rpc::WorkerInfo& to,
+    const std::string& name,
+    const std::optional<std::string>& overload,
+    const py::tuple& args,
+    const py::dict& kwargs,
+    float timeoutSeconds) {
+  requireScriptArguments(args, kwargs);
+  auto [op, stack] =
+      match(name, overload, args.cast<py::args>(), kwargs.cast<py::kwargs>());
+  if (op == nullptr) {
+    throw py::type_error("no operator " + name + " takes these arguments");
+  }
+  if (op->schema().returns().size() != 1) {
+    throw py::type_error(
+        "a remote operator returns one value: " + toString(op->schema()));
+  }
+  const py::gil_scoped_release release;
+  const auto type = op->schema().returns()[0].type();
+  auto message =
+      compat::OperatorCall(std::move(op), std::move(stack)).toMessage();
+  using torch::distributed::autograd::DistAutogradContainer;
+  const bool records = DistAutogradContainer::getInstance().hasValidContext();
+  for (const auto& tensor : message->tensors()) {
+    TORCH_CHECK(
+        tensor.is_cpu() && !(records && tensor.requires_grad()),
+        "a remote operator takes tensors of the CPU, and within a context of "
+        "distributed autograd none that requires a gradient: call a function "
+        "that calls ",
+        name);
+  }
+  const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  const auto answer = agent->send(to, std::move(message), timeoutSeconds);
+  return std::make_shared<jit::PythonFutureWrapper>(
+      futureOf(answer, type, &resultOfScript));
 }
 
 // Tells torch's profilers of a call of a TorchScript function, under upstream's
@@ -321,6 +367,7 @@ void bindCalls(py::module_& module) {
   // The parameters have no names here: a name could clash with a keyword
   // argument of the operator.
   module.def("invoke_builtin", &invokeBuiltin);
+  module.def("invoke_operator", &invokeOperator);
   module.def(
       "invoke_script", &invokeScript, py::call_guard<py::gil_scoped_release>());
   module.def(

@@ -7,13 +7,24 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 namespace torch_rpc_ext::compat {
 
+// A call of any operator of the dispatcher: upstream's writes those of aten::
+// only. ScriptCallReader reads both; upstream's fromMessage() does not.
+class OperatorCall final : public torch::distributed::rpc::ScriptCall {
+ public:
+  using ScriptCall::ScriptCall;
+
+ private:
+  void toIValues(std::vector<at::IValue>& values) const override;
+};
+
 // Reads a ScriptCall from a message, as ScriptCall::fromMessage() does, but
-// faster. For a builtin operator, fromMessage() parses the schema and prints
-// those of all overloads each time, which takes 4 to 5 us, a tenth of such a
-// call. This class does so once for each schema.
+// faster, and OperatorCalls. For a builtin operator, fromMessage() parses the
+// schema and prints those of all overloads each time, which takes 4 to 5 us, a
+// tenth of such a call. This class does so once for each schema.
 //
 // Owns: a table of the operators it has read.
 // Thread: any.
@@ -33,6 +44,11 @@ class ScriptCallReader {
   };
 
   OperatorPtr find(const std::string& schema);
+  // Of an OperatorCall, whose arguments are checked: upstream checks none.
+  ScriptCallPtr readOperator(
+      const std::string& schema,
+      std::vector<at::IValue>&& arguments);
+  void keep(const std::string& schema, OperatorPtr op);
 
   std::mutex mutex_;
   // Cannot grow without limit: only operators that exist get in.

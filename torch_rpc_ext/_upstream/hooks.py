@@ -12,6 +12,8 @@ They are installed while our agent runs and removed when it ends; other agents g
 - api._invoke_rpc_builtin, _python_udf: in upstream the future of a call holds a tensor as a Python
   object, so completing the future takes the GIL. Here the future holds a tensor
   (csrc/bindings/calls.cpp).
+- api._invoke_rpc: in upstream torch.ops.name.op cannot be called, because it cannot be pickled. Here
+  it is a call by the operator's schema, without the GIL at the callee (csrc/bindings/calls.cpp).
 - api._invoke_remote_builtin, _torchscript, _python_udf: in upstream an RRef whose creation fails at
   once raises a RuntimeError with the error's text, and an RRef whose creation fails later marks
   another RRef as failed (csrc/compat/torch_compat.h). Here the error keeps its class, and the right
@@ -62,6 +64,8 @@ native_rpc: Any = _untyped_native_rpc
 _SYNC = api.RPCExecMode.SYNC
 _UNSET: float = api.UNSET_RPC_TIMEOUT
 _find_builtin: Any = torch.jit._builtins._find_builtin
+# torch.ops.name.op and torch.ops.name.op.overload.
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 # Function of api -> index of the time-out among its arguments.
 _REMOTES = {
@@ -178,7 +182,7 @@ def _invoke_rpc(
         # of another call are pickled. It stands within the `try`, because the handler of a signal
         # may raise between any two lines.
         before = set_synchronous(rpc_type is _SYNC)
-        if api._get_should_profile():
+        if api._get_should_profile() and not isinstance(func, _OPERATORS):
             invoke = _originals.get("invoke_rpc", api._invoke_rpc)
             future = invoke(to, func, rpc_type, args, kwargs, rpc_timeout)
         else:
@@ -239,6 +243,16 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     name = _find_builtin(func)
     if name is not None:
         return api._invoke_rpc_builtin(api._to_worker_info(to), name, timeout, *args, **kwargs)
+    if isinstance(func, _OPERATORS):
+        namespace, operator, *overload = str(func).split(".")
+        return loader.load().invoke_operator(
+            api._to_worker_info(to),
+            f"{namespace}::{operator}",
+            None if not overload else overload[0].removeprefix("default"),
+            args,
+            kwargs,
+            timeout,
+        )
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     if is_async and isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):
         func = func._wrapped_async_rpc_function
