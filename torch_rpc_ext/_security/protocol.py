@@ -398,7 +398,7 @@ def _new_script_optimizer(
 def _new_functional_optimizer(
     allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Serve what torch 2.15 and later call in place of _new_script_optimizer()."""
+    """Serve what torch 2.14 and later call in place of _new_script_optimizer()."""
     optimizer: Any = importlib.import_module(_OPTIMIZER)
     _check_rrefs(rrefs)
     make = optimizer._new_functional_local_optimizer

@@ -12,8 +12,8 @@ They are installed while our agent runs and removed when it ends; other agents g
 - api._invoke_rpc_builtin, _python_udf: in upstream the future of a call holds a tensor as a Python
   object, so completing the future takes the GIL. Here the future holds a tensor
   (csrc/bindings/calls.cpp).
-- api._invoke_rpc: in upstream torch.ops.name.op cannot be called, because it cannot be pickled. Here
-  it is a call by the operator's schema, without the GIL at the callee (csrc/bindings/calls.cpp).
+- api._invoke_rpc: in upstream torch.ops.name.op cannot be called, as it cannot be pickled. Here
+  that is a call by the operator's schema, without the GIL at the callee (csrc/bindings/calls.cpp).
 - api._invoke_remote_builtin, _torchscript, _python_udf: in upstream an RRef whose creation fails at
   once raises a RuntimeError with the error's text, and an RRef whose creation fails later marks
   another RRef as failed (csrc/compat/torch_compat.h). Here the error keeps its class, and the right

@@ -101,7 +101,7 @@ DONE_WITHOUT = (
     "torch.distributed.rpc.api._broadcast_to_followers",
     "torch.distributed.rpc.api._gather_to_leader",
     # With the option allow_list, RemoteModule and DistributedOptimizer fail without them. The
-    # functional optimizers came with torch 2.15, in place of the scripted ones.
+    # functional optimizers came with torch 2.14, in place of the scripted ones.
     "torch.distributed.nn.api.remote_module._create_module",
     "torch.distributed.nn.api.remote_module._create_module_with_interface",
     "torch.distributed.nn.api.remote_module._instantiate_template",
