@@ -22,7 +22,6 @@
 # - to read the stored results: figures, plots, lines of communication
 
 # %%
-import os
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,7 @@ from benchmarks.applications import APPLICATIONS, idle, lines, page, report
 from benchmarks.applications.gpt import model as gpt
 from benchmarks.applications.runner import run_once, why_not
 
-SMALL = "TUTORIAL_SMALL" in os.environ
+SMALL = False  # True: smaller sizes, for a first look
 torch.set_num_threads(1)  # as the applications' processes have: sums in the same order
 
 # %% [markdown]
