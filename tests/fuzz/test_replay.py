@@ -16,7 +16,7 @@ import pytest
 from tests.fuzz import registry
 from tests.support import cxx
 
-pytestmark = cxx.COMPILES
+pytestmark = pytest.mark.timeout(cxx.TIMEOUT)
 
 
 @pytest.fixture(scope="module")

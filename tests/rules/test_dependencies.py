@@ -13,6 +13,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tests.support import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,3 +76,17 @@ def test_the_readme_and_the_gpu_machines_list_name_all() -> None:
     assert set(line.split()) >= INSTALLED
     for needs in gpu.NEEDS.values():
         assert set(needs.values()) >= INSTALLED
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "benchmarks.__main__",
+        "benchmarks.applications.__main__",
+        "tests.fuzz.__main__",
+    ],
+)
+def test_what_runs_without_the_test_extra_needs_no_pytest(module: str) -> None:
+    """`make fuzz`, `make bench` and `make paper` do not install the extra."""
+    code = f"import sys; sys.modules['pytest'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

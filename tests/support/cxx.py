@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 INCLUDES = ("-std=c++20", f"-I{CSRC}", f"-I{ROOT / 'tests'}")
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+#: The time-out of a test that calls build(), s: on a busy machine the compiler takes longer than
+#: other tests may.
+TIMEOUT = 1200
 
 _RULES = """
 rule compile
@@ -27,10 +29,6 @@ rule compile
 rule link
   command = $compiler $flags $in -o $out $libraries
 """
-
-
-#: For a test that calls build(): on a busy machine the compiler takes longer than a test may.
-COMPILES = pytest.mark.timeout(1200)
 
 
 def build(

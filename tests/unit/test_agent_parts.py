@@ -32,7 +32,7 @@ OPEN_CALLS = (
 PROGRAMS = {"group": (GROUP, BASE), "open_calls": (OPEN_CALLS, (*BASE, "poller", "timer"))}
 
 
-@cxx.COMPILES
+@pytest.mark.timeout(cxx.TIMEOUT)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_part_alone(name: str) -> None:
     libraries = Path(torch.__file__).parent / "lib"

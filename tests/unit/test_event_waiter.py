@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils import cpp_extension
 
@@ -16,7 +17,7 @@ BUILD = cxx.ROOT / "build" / "unit"
 SOURCES = ["agent/device/event_waiter.cpp", "base/boundary.cpp", "base/log.cpp"]
 
 
-@cxx.COMPILES
+@pytest.mark.timeout(cxx.TIMEOUT)
 def test_event_waiter() -> None:
     libraries = Path(torch.__file__).parent / "lib"
     built = cxx.build(

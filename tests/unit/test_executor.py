@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.sanitize.programs import compiler
 from tests.support import cxx
 
@@ -19,7 +21,7 @@ SOURCES = (
 )
 
 
-@cxx.COMPILES
+@pytest.mark.timeout(cxx.TIMEOUT)
 def test_stop_runs_what_busy_threads_wait_for() -> None:
     built = cxx.build(
         BUILD,

@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.sanitize.programs import compiler
 from tests.support import cxx
 from torch_rpc_ext._native import build, loader
@@ -15,7 +17,7 @@ BUILD = cxx.ROOT / "build" / "unit_goodbye"
 CORE = Path(loader.__file__).resolve().parents[1] / build.CORE_LIBRARY
 
 
-@cxx.COMPILES
+@pytest.mark.timeout(cxx.TIMEOUT)
 def test_a_goodbye_amid_the_handshake() -> None:
     ucx = build.ucx_root()
     assert ucx is not None

@@ -13,26 +13,6 @@ from typing import Any
 from llvmlite import ir
 from numba.cuda import extending, types
 
-__all__ = [
-    "Function",
-    "atomic_add8",
-    "device",
-    "divide",
-    "intrinsic",
-    "load1",
-    "load2",
-    "load4",
-    "load8",
-    "load16",
-    "shift_right",
-    "store1",
-    "store2",
-    "store4",
-    "store8",
-    "store16",
-    "wrap",
-]
-
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _PAIR = ir.VectorType(_I64, 2)

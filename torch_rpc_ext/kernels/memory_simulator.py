@@ -10,25 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = [
-    "Function",
-    "atomic_add8",
-    "device",
-    "divide",
-    "load1",
-    "load2",
-    "load4",
-    "load8",
-    "load16",
-    "shift_right",
-    "store1",
-    "store2",
-    "store4",
-    "store8",
-    "store16",
-    "wrap",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _BITS = (1 << 64) - 1
