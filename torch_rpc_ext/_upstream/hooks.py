@@ -30,22 +30,28 @@ They are installed while our agent runs and removed when it ends; other agents g
   issue 86525); here it stays in the graph. A compressed sparse tensor (CSR, CSC, BSR, BSC), whose
   storage upstream's C++ cannot get, travels here as its parts. Passing on an RRef whose owner has
   died and come back is an error here; in upstream the receiver waits without an end.
+- instantiator._do_instantiate_remote_module_template: upstream's RemoteModule with an interface
+  asks its worker twice at once for the module of generated functions. In upstream the second
+  request gets that module while the first still compiles the functions, and forward() may find none
+  ("attempted to get undefined function _remote_forward"). Here the second waits for the first.
 - internal._unpickler, deserialize, _run_function, only with the option allow_list: they check what
   a pickle names and what is called.
 
-Source: torch/distributed/rpc/api.py, internal.py.
+Source: torch/distributed/rpc/api.py, internal.py; torch/distributed/nn/jit/instantiator.py.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.nn.jit import instantiator as _untyped_instantiator
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
@@ -58,6 +64,7 @@ logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
 api: Any = _untyped_api
 internal: Any = _untyped_internal
+instantiator: Any = _untyped_instantiator
 rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
@@ -73,6 +80,10 @@ _REMOTES = {
     "_invoke_remote_torchscript": 2,
     "_invoke_remote_python_udf": 3,
 }
+
+# Held while functions of a RemoteModule are generated. An RLock, because that imports the module of
+# the interface, which may do anything.
+_generating = threading.RLock()
 
 _originals: dict[str, Callable[..., Any]] = {}
 # The agent of the running session.
@@ -117,6 +128,8 @@ def install(
         _invoke_remote_torchscript, _REMOTES["_invoke_remote_torchscript"]
     )
     rpc.RRef.__init__ = _make_rref
+    _originals["instantiate"] = instantiator._do_instantiate_remote_module_template
+    instantiator._do_instantiate_remote_module_template = _one_at_a_time(_originals["instantiate"])
     # torch's C++ looks these two up by name when a session first needs them.
     internal._run_function = exceptions.run_function
     internal._handle_exception = exceptions.handle_exception
@@ -144,6 +157,7 @@ def uninstall() -> None:
     rpc._set_rpc_timeout = _originals.pop("set_rpc_timeout")
     for name in _REMOTES:
         setattr(api, name, _originals.pop(name))
+    instantiator._do_instantiate_remote_module_template = _originals.pop("instantiate")
     del rpc.RRef.__init__  # so that PyRRef's is found again
     internal._run_function = _originals.pop("run_function")
     internal._handle_exception = _originals.pop("handle_exception")
@@ -279,6 +293,15 @@ def _invoke_rpc_torchscript(
         function = torch._jit_internal._qualified_name(function)
     invoke = _originals.get("invoke_rpc_torchscript", api._invoke_rpc_torchscript)
     return invoke(to, function, args, kwargs, timeout, is_async)
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _generating:
+            return function(*args, **kwargs)
+
+    return locked
 
 
 def _make_rref(self: Any, value: Any, type_hint: Any = None) -> None:
