@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# str(tensor) imports this when torch first runs it.
+from torch._subclasses import schema_check_mode as _schema_check_mode
 from torch.distributed.nn.api import remote_module as _remote_module
 from torch.distributed.optim import optimizer as _optimizer
 
@@ -31,7 +34,7 @@ from tests.fuzz import bait
 from torch_rpc_ext._group import dynamic, returning
 from torch_rpc_ext.aio import _batch, _server
 
-_ON_DEMAND = (dynamic, returning, _batch, _server)
+_ON_DEMAND = (dynamic, returning, _batch, _server, _schema_check_mode)
 
 _WATCHED = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "marshal.", "code.")
 _WATCHED_NAMES = ("open", "exec", "compile", "import", "cpython.run_command")
