@@ -244,6 +244,14 @@ def footprint() -> dict[str, float]:
     }
 
 
+def peers() -> list[dict[str, Any]]:
+    """The state of the connections to all other workers."""
+    import torch_rpc_ext
+
+    known: list[dict[str, Any]] = torch_rpc_ext.info()["agent"]["peers"]
+    return known
+
+
 def descriptors() -> dict[str, int]:
     """The number of open descriptors of this process, by kind."""
     found: Counter[str] = Counter()
