@@ -131,8 +131,11 @@ base::Error Peers::onAccept(
   lost_.erase(peer.value().name);
   unreachable_.erase(id);
   // This worker's calls use the connection too, unless there is one that works.
+  // An attempt of this worker's may wait long, for a way that is cut; the peer
+  // may use that attempt yet, so it goes on.
   auto& own = connections_[id];
-  if (own == nullptr || own->closed()) {
+  if (own == nullptr || own->closed() ||
+      own->peer() == transport::PeerState::kConnecting) {
     own = connection;
   }
   return {};
@@ -289,7 +292,8 @@ std::map<std::string, transport::PathInfo> Peers::paths() const {
   }
   std::map<std::string, transport::PathInfo> paths;
   for (const auto& [name, connection] : connections) {
-    paths[name] = connection->path();
+    auto& path = paths[name] = connection->path();
+    path.state = transport::toString(connection->peer());
   }
   return paths;
 }

@@ -149,6 +149,7 @@ std::vector<std::map<std::string, std::string>> describePeers(UcxAgent& agent) {
     const auto devices = agent.devices().describe(name);
     peers.push_back(
         {{"worker", name},
+         {"state", path.state},
          {"control", path.control},
          {"bulk", path.bulk},
          {"why", path.why},

@@ -77,6 +77,7 @@ struct Adopted {
 
 // What a Connection is made of, for people: info(), logs, metrics.
 struct PathInfo {
+  std::string state; // of the peer: "connecting", "open", ...
   std::string control; // e.g. "shared memory (posix)", "tcp (eth0)"
   std::string bulk; // e.g. "shared memory, else cma", "ucx: tcp (eth0)"
   std::string why; // why not something faster; empty when nothing is

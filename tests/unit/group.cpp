@@ -145,6 +145,24 @@ void testBrokenWayIsNoExit() {
   require(f.next() == WorkerEvents::Kind::kReturned, "it is back");
 }
 
+void testAnOpenConnectionServesBeforeOneThatConnects() {
+  Fixture f;
+  const auto& peers = f.group.peers();
+  const auto attempt = f.group.peers().connection(1);
+  require(attempt == f.remote->last, "this worker connects");
+  f.remote->last->state = PeerState::kConnecting;
+  base::Error error;
+  const auto first = f.accept(0, error);
+  require(
+      f.group.peers().connection(1) == first,
+      "calls do not wait for the attempt");
+  f.accept(0, error);
+  require(
+      f.group.peers().connection(1) == first, "the first stays as it is open");
+  require(!attempt->closed(), "the peer may be using the attempt");
+  require(peers.paths().at("b").state == "open", "what calls to b now go over");
+}
+
 void testSuccessorEndsFormerLife() {
   Fixture f;
   base::Error error;
@@ -188,6 +206,7 @@ void testLeaves() {
 int main() {
   testConnectsOnceAndNoticesDeath();
   testBrokenWayIsNoExit();
+  testAnOpenConnectionServesBeforeOneThatConnects();
   testSuccessorEndsFormerLife();
   testStrangersAreRefused();
   testLeaves();

@@ -23,7 +23,8 @@ def info() -> dict[str, Any]:
         A dict that JSON can hold: ``versions``, ``ucx`` (the library in use and why, or
         ``error``), ``environment``, ``takeover``, and ``agent``: None, or name, rank, world
         size, interface with reason, the agent's own description, and for each peer the
-        transports in use for control and bulk, and why.
+        state of the connection (such as ``open``), the transports in use for control and bulk,
+        and why.
     """
     return {
         "versions": versions(),
