@@ -61,6 +61,11 @@ std::string whyUntaken(const PendingCall& call) {
           "before it serves what it has";
 }
 
+bool isLate(const PendingCall& call) {
+  return call.timeout.count() > 0 &&
+      PendingCall::Clock::now() >= call.sentAt + call.timeout;
+}
+
 template <typename F>
 void sayWhatWasRaised(const PendingCall& call, F&& complete) {
   try {
@@ -187,6 +192,13 @@ void OpenCalls::finish(
     }
     raised = kind ? std::make_exception_ptr(RpcError(*kind, call.worker, text))
                   : std::make_exception_ptr(std::runtime_error(text));
+  }
+  if (raised != nullptr && isLate(call)) {
+    // The callee gives a call up when its caller does, and its answer may come
+    // before the timer here has run.
+    metrics::add(counters_.callsTimedOut, 1);
+    fail(std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+    return;
   }
   if (raised != nullptr) {
     failed(call, std::move(raised));

@@ -1,5 +1,4 @@
-// OpenCalls alone: an answer that cannot be taken, because what takes it
-// throws, leaves the call to fail(), which ends the call once.
+// OpenCalls alone: how the answer to a call ends that call.
 
 #include "agent/open_calls.h"
 #include "agent/hello.h"
@@ -24,13 +23,16 @@ struct Fixture {
   metrics::Counters counters;
   agent::Membership membership;
   agent::Peers peers{membership, {}, nullptr, nullptr};
+  bool throws = true;
   // Throws what is no std::exception: those finish() takes for the answer.
   OpenCalls calls{
       options,
       executor,
       counters,
       peers,
-      [](const rpc::Message&) -> std::exception_ptr { throw 1; }};
+      [this](const rpc::Message&) -> std::exception_ptr {
+        return throws ? throw 1 : nullptr;
+      }};
 
   agent::PendingCall call() {
     agent::PendingCall made;
@@ -42,11 +44,10 @@ struct Fixture {
   }
 };
 
-c10::intrusive_ptr<rpc::Message> answer() {
+c10::intrusive_ptr<rpc::Message> answer(
+    rpc::MessageType type = rpc::MessageType::SCRIPT_RET) {
   return c10::make_intrusive<rpc::Message>(
-      std::vector<char>{},
-      std::vector<at::Tensor>{},
-      rpc::MessageType::SCRIPT_RET);
+      std::vector<char>{}, std::vector<at::Tensor>{}, type);
 }
 
 void testAnAnswerThatCannotBeTaken() {
@@ -78,9 +79,39 @@ void testWhatThrowsBeforeAFailure() {
       "shutdown does not wait for it");
 }
 
+// The callee gives up a call when the time of the caller has passed. Its answer
+// may come before this worker's timer has run.
+void testAnErrorAfterTheTimeOutIsTheTimeOut() {
+  Fixture f;
+  f.throws = false;
+  const auto endOf = [&](std::chrono::seconds age, rpc::MessageType type) {
+    agent::PendingCall call = f.call();
+    const auto future = call.future;
+    call.timeout = std::chrono::milliseconds(1000);
+    call.sentAt = agent::PendingCall::Clock::now() - age;
+    f.calls.finish(call, answer(type));
+    return future->hasError() ? future->tryRetrieveErrorMessage() : "a value";
+  };
+  using std::chrono::seconds;
+  const std::string late = endOf(seconds(2), rpc::MessageType::EXCEPTION);
+  require(
+      late.find("set timeout (1000 ms)") != std::string::npos &&
+          late.find("f on worker \"b\"") != std::string::npos,
+      "the time-out, as always");
+  require(
+      endOf(seconds(-60), rpc::MessageType::EXCEPTION).find("timeout") ==
+          std::string::npos,
+      "in time the error is the callee's");
+  require(
+      endOf(seconds(2), rpc::MessageType::SCRIPT_RET) == "a value",
+      "a value is welcome late, too");
+  require(f.counters.callsTimedOut.load() == 1, "one time-out");
+}
+
 } // namespace
 
 int main() {
+  testAnErrorAfterTheTimeOutIsTheTimeOut();
   testAnAnswerThatCannotBeTaken();
   testWhatThrowsBeforeAFailure();
   return 0;
