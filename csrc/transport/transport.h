@@ -89,7 +89,7 @@ struct PathInfo {
 
 // A frame whose head has arrived and whose bulk has not. If the Incoming is
 // destroyed without receive() or refuse(), the sender's callback gets kRefused.
-// Thread: any, but only one at a time.
+// Thread: any, but only one thread at a time.
 class Incoming {
  public:
   virtual ~Incoming() = default;
@@ -161,18 +161,18 @@ class Connection {
     return isOver(peer());
   }
 
-  // The peer can map shared memory of this process (BulkSpan::region).
+  // Whether the peer can map shared memory of this process (BulkSpan::region).
   virtual bool sharesMemory() const {
     return false;
   }
 
-  // Bulk leaves piece by piece, so it may still be filled while its first
-  // pieces leave (BulkSpan::filling).
+  // Whether bulk leaves piece by piece, so that the last pieces may still be
+  // filled while the first leave (BulkSpan::filling).
   virtual bool sendsPieces() const {
     return false;
   }
 
-  // Both ends of the connection are in this process.
+  // Whether both ends of the connection are in this process.
   virtual bool loopsBack() const {
     return false;
   }

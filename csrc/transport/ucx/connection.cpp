@@ -191,7 +191,7 @@ void UcxConnection::sendActive(
     onSent(locked, UCS_PTR_STATUS(request));
     return;
   }
-  (void)send.release(); // UCX calls it, and sentLast() deletes it
+  (void)send.release(); // sentLast() deletes this object
   locked.needProgress();
 }
 

@@ -218,7 +218,7 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
       self->context_->endpointClosed(after);
       return;
     }
-    (void)closing.release(); // UCX calls it, and sentLast() deletes it
+    (void)closing.release(); // sentLast() deletes this object
     after.needProgress();
   });
 }

@@ -14,7 +14,7 @@ namespace torch_rpc_ext::transport::ucx {
 // Seals and opens the messages of one encrypted connection. Each message has a
 // number, which is its nonce. A number that comes a second time is refused, and
 // so is a number that is too old to tell.
-// Thread: one at a time.
+// Thread: any, but only one thread at a time.
 class SecureChannel {
  public:
   SecureChannel(const SessionKeys& keys, bool opener);

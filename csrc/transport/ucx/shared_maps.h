@@ -13,12 +13,13 @@ namespace torch_rpc_ext::transport::ucx {
 // Regions of other processes' shared memory that are mapped here, kept for
 // their next use, because the pages of a new map have to be faulted in again.
 //
-// Owns: the maps that nobody uses; a map in use belongs to its users. map()
-//   gives a region that is still in use from the map that it has: the region's
-//   owner may have it back, and lend it again, before this process has let go
-//   of the memory that it returned.
+// A region can come again while it is in use here, because this process may
+// have returned the region without having let go of it. Then map() gives the
+// same map again.
+//
+// Owns: the maps that nobody uses; a map in use belongs to its users.
 // Thread: any.
-// Outlives: nothing; maps in use outlive it.
+// Outlives: nothing; maps in use outlive this object.
 class SharedMaps {
  public:
   SharedMaps();
