@@ -9,18 +9,20 @@
 
 namespace torch_rpc_ext::transport {
 
-// A Filling whose writer says how far it is.
+// A Filling whose writer reports how far it has written.
 //
-// Owns: what waits.
-// Thread: any; the writer one at a time.
+// Owns: the callbacks that wait for bytes.
+// Thread: any; for the writer's methods, one thread at a time.
 class FillLevel : public Filling {
  public:
   void whenFilled(uint64_t bytes, Callback then) override;
 
  protected:
-  // The first `bytes` are there. Runs what waits for them.
+  // The writer has written the first `bytes`. Runs the callbacks that wait for
+  // them.
   void reached(uint64_t bytes);
-  // There will be no more. Runs all that waits for more, with the error.
+  // The writer will write no more. Runs all callbacks that wait for more, with
+  // the error.
   void failed(const base::Error& error);
 
  private:

@@ -4,19 +4,20 @@
 
 namespace torch_rpc_ext::transport {
 
-// What is known of the worker at the other end of a connection. All who ask
-// whether a peer is there, has left or has died ask for this, and nothing else
-// (transport/ucx/peer_watch.h decides it).
+// What is known of the worker at the other end of a connection. All code that
+// has to know whether a peer is there, has left or has died asks for this state
+// and for nothing else, so there is one verdict (transport/ucx/peer_watch.h
+// makes it).
 enum class PeerState : uint8_t {
   kConnecting,
   kOpen,
-  // The way to it is lost, and its process, which is of this host, has not been
-  // seen to end: it is waited for, a moment, before the verdict.
+  // The way to the peer is lost, but its process, which runs on this host, has
+  // not been seen to end. The verdict waits a moment for that end.
   kDoubted,
-  // From here on the connection is over.
-  kLeft, // it said goodbye
-  kBroken, // the way to it is lost; its process may live
-  kDead, // its process has ended
+  // In all the following states the connection is over.
+  kLeft, // the peer said goodbye
+  kBroken, // the way to the peer is lost; its process may live
+  kDead, // the peer's process has ended
   kClosed, // this worker closed the connection
 };
 

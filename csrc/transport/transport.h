@@ -1,17 +1,17 @@
 #pragma once
 
-// The face of a transport: a Context moves opaque frames and bulk buffers
-// between itself and other Contexts of the same kind. It knows no torch, no
-// wire format and no keys.
+// The interfaces of a transport. A Context moves opaque frames and bulk buffers
+// between itself and other Contexts of the same kind. A transport knows no
+// torch, no wire format and no keys.
 //
 // The asynchronous contract, for every transport:
 //  - a callback fires exactly once, also on error and on close;
-//  - callbacks and Handler methods run without any lock of the transport held
-//    (except onAccept() and onConnected(), which must be quick), on a thread
-//    that polls the Poller, on the TaskRunner, or on the thread that called
-//    into the transport; they may run concurrently;
-//  - bulk memory that is passed to send() or receive() belongs to the
-//    transport until the callback has fired;
+//  - callbacks and Handler methods run without any lock of the transport held,
+//    except introduction(), onAccept() and onConnected(), which must be quick.
+//    They run on a thread that polls the Poller, on the TaskRunner, or on the
+//    thread that called into the transport, and may run concurrently;
+//  - bulk memory that is passed to send() or receive() belongs to the transport
+//    until the callback has fired;
 //  - the first error wins; after onClosed() a Connection delivers nothing.
 
 #include "base/buffer.h"
@@ -32,60 +32,64 @@ namespace torch_rpc_ext::transport {
 
 using Callback = std::function<void(const base::Error&)>;
 
-// Bulk that is still being written when it is handed to send(): in order, and
-// not by the transport.
+// Says how far a bulk buffer is filled, for bulk that is still being written
+// when it is handed to send(). The bytes are written in order, and not by the
+// transport.
 // Thread: any.
 class Filling {
  public:
   virtual ~Filling() = default;
 
-  // Runs `then` once the first `bytes` of it are there, or with the error that
-  // keeps them from it: at once, or later on a thread that must not be kept.
+  // Runs `then` once the first `bytes` are written, or with the error that
+  // keeps them from being written. `then` runs at once, or later on a thread of
+  // the writer, which it must not keep busy.
   virtual void whenFilled(uint64_t bytes, Callback then) = 0;
 };
 
-// A bulk buffer to be sent. One with a region the receiver may keep, and write
-// to, instead of copying it: the sender will not look at it again before it has
-// it back.
+// A bulk buffer to be sent. If the buffer has a region, the receiver may keep
+// the memory, and write to it, instead of copying it: the sender does not look
+// at the memory again before the receiver has given it back.
 struct BulkSpan : base::ConstSpan {
   memory::SharedRegion region = {};
-  // Keeps the region: the receiver may give it back (`returned`), and then it
-  // is used here on. It is discarded when a child of the receiver's has it too.
+  // Keeps the region mapped, because this process uses the memory again when
+  // the receiver gives it back (`returned`). The transport discards the region
+  // when a forked child of the receiver may still read it.
   std::shared_ptr<memory::SharedMap> owner = nullptr;
-  // The region is one of the receiver's own, which it has sent over this
-  // connection.
+  // The region belongs to the receiver, which has sent it to this process over
+  // this connection.
   bool returned = false;
-  // Null: all of it is there. Else its byte i is once the first
-  // `fillingOffset` + i + 1 of the filling are. Only for a connection that
-  // sendsPieces(). The callback of send() gets the error of a filling that
-  // fails, and so does the receiver.
+  // Null: all bytes of the buffer are there. Otherwise byte i of the buffer is
+  // there once the first `fillingOffset` + i + 1 bytes of the filling are
+  // written. Only for a connection that sendsPieces(). When a filling fails,
+  // the callback of send() gets the error, and so does the receiver.
   std::shared_ptr<Filling> filling = nullptr;
   uint64_t fillingOffset = 0;
 };
 
 class Connection;
 
-// Memory of the sender's that is used here.
+// Memory of the sender that the receiver uses in place.
 struct Adopted {
-  // Null: there is none, it has to be copied.
+  // Null: the bulk cannot be used in place and has to be copied.
   std::shared_ptr<memory::SharedMap> memory;
-  // What it can be returned by (BulkSpan::returned), and over which connection.
-  // 0: it is this process's own again.
+  // The id by which this process can return the memory (BulkSpan::returned),
+  // and the connection over which it can. 0: the memory belongs to this
+  // process, which has got it back.
   uint64_t region = 0;
   std::weak_ptr<Connection> home = {};
 };
 
-// What a Connection is made of, for people: info(), logs, metrics.
+// The path that a Connection uses, as text for people: info(), logs, metrics.
 struct PathInfo {
   std::string state; // of the peer: "connecting", "open", ...
   std::string control; // e.g. "shared memory (posix)", "tcp (eth0)"
   std::string bulk; // e.g. "shared memory, else cma", "ucx: tcp (eth0)"
-  std::string why; // why not something faster; empty when nothing is
+  std::string why; // why no faster path is used; empty if there is none
 };
 
-// A frame whose head has arrived and whose bulk has not. Destroying it without
-// receive() refuses the bulk: the sender's callback gets kRefused.
-// Thread: any, one at a time.
+// A frame whose head has arrived and whose bulk has not. If the Incoming is
+// destroyed without receive() or refuse(), the sender's callback gets kRefused.
+// Thread: any, but only one thread at a time.
 class Incoming {
  public:
   virtual ~Incoming() = default;
@@ -93,8 +97,8 @@ class Incoming {
   virtual base::ConstSpan head() const = 0;
   virtual const std::vector<uint64_t>& bulkSizes() const = 0;
 
-  // Those of their bytes that take memory here: not of what adopt() is likely
-  // to find.
+  // How many bytes of the bulk need memory of this process. Bulk that adopt()
+  // is likely to use in place does not count.
   virtual uint64_t bytesToCopy() const {
     uint64_t bytes = 0;
     for (const uint64_t size : bulkSizes()) {
@@ -103,23 +107,24 @@ class Incoming {
     return bytes;
   }
 
-  // Does not take the bulk; the sender's callback gets kRefused with the text.
+  // Refuses the bulk; the sender's callback gets `why`.
   virtual void refuse(const base::Error& why) = 0;
 
-  // The memory of bulk buffer `index` itself, when the sender gives it away and
-  // this process can have it. The sender has it back when the last reference
-  // dies, on any thread. Before receive().
+  // The memory of bulk buffer `index` itself, if the sender offers it and this
+  // process can map it. The sender gets the memory back when the last reference
+  // to it dies, on any thread. To be called before receive().
   virtual Adopted adopt(size_t /*index*/) {
     return {};
   }
 
-  // A part of `into` that is there before the rest is.
+  // Is called with a part of `into` whose bytes have arrived before the rest.
   using Arrived = std::function<void(base::MutableSpan part)>;
 
-  // Moves the bulk into `into` (same count and sizes as bulkSizes(), null data
-  // for what was adopted). At most once. The callback may fire before the call
-  // returns. `arrived`, which may be null, hears of parts where the transport
-  // brings bulk in parts: not of all, and maybe still after the callback.
+  // Moves the bulk into `into`, which has the count and the sizes of
+  // bulkSizes(), with null data for buffers that were adopted. To be called at
+  // most once. The callback may fire before the call returns. `arrived`, which
+  // may be null, is called for parts where the transport brings bulk in parts:
+  // not for all of them, and maybe still after the callback.
   virtual void receive(
       std::vector<base::MutableSpan> into,
       Callback callback,
@@ -131,42 +136,43 @@ class Connection {
  public:
   virtual ~Connection() = default;
 
-  // Sends `head` (owned) with `bulk` (borrowed until the callback fires; after
-  // an error the peer may still use what has a region). Never blocks. Frames
-  // sent before the connection is open are kept until it is.
+  // Sends `head`, which the transport owns from now on, with `bulk`, which it
+  // borrows until the callback fires; after an error the peer may still use
+  // memory that has a region. Never blocks. Frames that are sent before the
+  // connection is open are kept until it is.
   virtual void
   send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback) = 0;
 
-  // Ends the connection after what was sent has left; idempotent. The peer
-  // sees kShutDown.
+  // Ends the connection after all frames that were sent have left; idempotent.
+  // The peer sees kShutDown.
   virtual void close() = 0;
 
-  // Ends the connection as one that broke: the group takes the peer for dead,
-  // or another has its name.
+  // Ends the connection as if it had broken, because the group takes the peer
+  // for dead, or because another worker has taken over the peer's name.
   virtual void lose(const base::Error& /*why*/) {
     close();
   }
 
-  // What is known of the other end. Who holds a connection that is over has to
-  // connect anew.
+  // What is known of the other end. A connection that is over does not open
+  // again: its user has to make a new one.
   virtual PeerState peer() const = 0;
 
   bool closed() const {
     return isOver(peer());
   }
 
-  // The peer can map shared memory of this process (BulkSpan::region).
+  // Whether the peer can map shared memory of this process (BulkSpan::region).
   virtual bool sharesMemory() const {
     return false;
   }
 
-  // Bulk leaves piece by piece, and may be filled meanwhile
-  // (BulkSpan::filling).
+  // Whether bulk leaves piece by piece, so that the last pieces may still be
+  // filled while the first leave (BulkSpan::filling).
   virtual bool sendsPieces() const {
     return false;
   }
 
-  // Both ends are in this process.
+  // Whether both ends of the connection are in this process.
   virtual bool loopsBack() const {
     return false;
   }
@@ -181,16 +187,18 @@ class Handler {
  public:
   virtual ~Handler() = default;
 
-  // What a peer that connects gets as the answer to its `hello`.
+  // The text that a peer gets as the answer to the `hello` with which it
+  // connects.
   virtual std::string introduction() = 0;
 
-  // A peer has connected, has proved that it may, and says `hello`. An error
-  // refuses it; the peer will see the text.
+  // A peer has connected, has proved that it may, and says `hello`. If this
+  // returns an error, the peer is refused and will see the text.
   virtual base::Error onAccept(
       const ConnectionPtr& connection,
       const std::string& hello) = 0;
 
-  // The peer accepted our connect() and answered with `hello`.
+  // The peer has accepted our connect() and has answered with `hello`. If this
+  // returns an error, the connection ends.
   virtual base::Error onConnected(
       const ConnectionPtr& connection,
       const std::string& hello) = 0;
@@ -199,7 +207,8 @@ class Handler {
       const ConnectionPtr& connection,
       std::unique_ptr<Incoming> incoming) = 0;
 
-  // The last word about a connection: kShutDown when the peer closed it.
+  // The last call about a connection. The error is kShutDown when the peer
+  // closed the connection.
   virtual void onClosed(
       const ConnectionPtr& connection,
       const base::Error& error) = 0;
@@ -210,35 +219,37 @@ class Context {
  public:
   virtual ~Context() = default;
 
-  // What others pass to connect(): opaque bytes, valid until stop().
+  // The bytes that other workers pass to connect(): opaque, valid until stop().
   virtual std::string address() const = 0;
 
-  // What peers must know to connect, and this one to be let in. Before the
-  // first connection.
+  // Sets the secret that peers must know to connect, and that this worker must
+  // know to be let in. To be called before the first connection.
   virtual void setSecret(const std::string& /*secret*/) {}
 
-  // Begins to deliver to `handler`. Both outlive stop().
+  // Begins to deliver to `handler`. All three arguments outlive stop().
   virtual void
   start(base::Poller& poller, base::TaskRunner& runner, Handler& handler) = 0;
 
-  // Returns at once; failure is reported through onClosed().
+  // Returns at once; a failure is reported through onClosed().
   virtual ConnectionPtr connect(
       const std::string& address,
       const std::string& hello) = 0;
 
-  // Gives memory back that has not been used for `age`. Returns whether there
-  // is more, that may be unused later.
+  // Gives back memory that has not been used for `age`. Returns whether there
+  // is more memory that may become unused later.
   virtual bool trim(std::chrono::steady_clock::duration /*age*/) {
     return false;
   }
 
-  // Closes all connections, waits a bounded time for what was sent to leave,
-  // fires all callbacks. No Handler method runs after it returns: it waits for
-  // the threads that are inside of one, or of a callback, and keeps others
-  // out. So the caller must hold nothing that these wait for. Where the caller
-  // is itself inside of a Handler method or of a callback (not of onAccept() or
-  // onConnected()), stop() does not wait for that one, and returns at once if
-  // another thread stops the context already. Idempotent.
+  // Closes all connections, waits a bounded time for frames that were sent to
+  // leave, and fires all callbacks. No Handler method runs after stop()
+  // returns: stop() waits for the threads that are inside of a Handler method
+  // or of a callback, and lets no other thread in. So the caller must hold no
+  // lock that these threads wait for. If the caller itself is inside of a
+  // Handler method or of a callback (but not of introduction(), onAccept() or
+  // onConnected()), stop() does not wait for this method or callback, and
+  // returns at once if another thread is already stopping the context.
+  // Idempotent.
   virtual void stop() = 0;
 };
 

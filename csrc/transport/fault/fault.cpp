@@ -16,7 +16,8 @@ namespace torch_rpc_ext::transport::fault {
 
 namespace {
 
-// Runs things later, on a thread of its own; what is left at stop() at once.
+// Runs tasks later, on a thread of its own. stop() runs the tasks that still
+// wait at once.
 class Delayer {
  public:
   ~Delayer() {
@@ -151,12 +152,12 @@ class FaultConnection final
         inner_->close();
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
-      case Fault::Kind::kLose: // at this end only
+      case Fault::Kind::kLose: // the connection breaks at this end only
         inner_->lose({base::ErrorKind::kPeerLost, fault.message});
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
       case Fault::Kind::kForge:
-        // As a peer that returns memory which it has never been sent.
+        // Imitates a peer that returns memory which nobody has sent to it.
         for (BulkSpan& span : bulk) {
           span.region.id = 1;
           span.returned = true;
@@ -169,8 +170,9 @@ class FaultConnection final
     }
   }
 
-  // With one bit of the bulk changed, or of the last byte of the head where
-  // there is no bulk. The bulk is the sender's: a copy of it is sent.
+  // Changes one bit of the last bulk buffer or, without bulk, of the last byte
+  // of the head. The bulk memory belongs to the sender, so a changed copy is
+  // sent.
   void sendCorrupted(
       base::Buffer head,
       std::vector<BulkSpan> bulk,
@@ -200,8 +202,9 @@ class FaultConnection final
   Delayer& delayer_;
 };
 
-// Stands between the inner transport and the owner, on both sides, and
-// translates connections.
+// Stands between the inner transport and its owner: passes the owner's calls
+// down and the inner transport's Handler calls up, and shows the owner a
+// FaultConnection in place of each inner connection.
 class FaultContext final : public Context, public Handler {
  public:
   FaultContext(std::shared_ptr<Context> inner, Rule rule)

@@ -12,7 +12,8 @@ namespace {
 
 class LoopbackContext;
 
-// The frame itself: what UCX would put into another process's memory.
+// Holds the sent frame itself. With UCX, the frame would arrive in another
+// process's memory.
 class LoopbackIncoming final : public Incoming {
  public:
   LoopbackIncoming(
@@ -130,15 +131,17 @@ class LoopbackContext final
               }));
     }
   }
-  // Calls `use` with the handler, for which stop() waits; not once stopped.
+  // Calls `use` with the handler, unless the context has stopped. stop() waits
+  // until `use` has returned.
   template <typename F>
   void withHandler(F&& use) {
     const base::Gate::Inside inside(gate_);
-    if (inside.counted() && handler_ != nullptr) { // once started
+    if (inside.counted() && handler_ != nullptr) { // null before start()
       use(*handler_);
     }
   }
-  // Whether stop() will end the connection; not once it has begun.
+  // Keeps the connection for stop() to end. Returns false once stop() has
+  // begun.
   bool keep(const std::shared_ptr<LoopbackConnection>& connection) {
     std::lock_guard lock(mutex_);
     return !stopping_ && connections_.insert(connection).second;
@@ -149,9 +152,9 @@ class LoopbackContext final
   }
 
  private:
-  base::Gate gate_; // around the Handler
+  base::Gate gate_; // entered for each call of the Handler
   std::mutex mutex_;
-  base::TaskRunner* runner_ = nullptr; // null once stopped
+  base::TaskRunner* runner_ = nullptr; // null before start() and after stop()
   Handler* handler_ = nullptr;
   bool stopping_ = false;
   std::unordered_set<std::shared_ptr<LoopbackConnection>> connections_;
@@ -191,8 +194,8 @@ ConnectionPtr LoopbackContext::connect(
   auto connection = std::make_shared<LoopbackConnection>(shared_from_this());
   base::Error error{base::ErrorKind::kShutDown, "this worker shuts down"};
   if (keep(connection)) {
-    // Now: a frame that is sent next may be delivered before what is done
-    // later.
+    // onAccept() runs now and not with later(), because a frame that the caller
+    // sends next may otherwise be delivered first.
     withHandler(
         [&](Handler& handler) { error = handler.onAccept(connection, hello); });
   }

@@ -6,8 +6,8 @@
 
 namespace torch_rpc_ext::transport::loopback {
 
-// A context that reaches itself and nobody else: how a worker calls itself.
-// Both ends of a connection are one object.
+// A context that reaches only itself: it carries the calls of a worker to
+// itself. Both ends of a connection are one object.
 std::shared_ptr<Context> makeContext();
 
 } // namespace torch_rpc_ext::transport::loopback

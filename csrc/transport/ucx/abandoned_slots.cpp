@@ -21,7 +21,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// UCX's queue as of 1.22, with its default sizes (POSIX_FIFO_SIZE,
+// UCX's queue as of version 1.22, with the default sizes (POSIX_FIFO_SIZE,
 // POSIX_FIFO_ELEM_SIZE).
 // Source: uct_mm_fifo_ctl_t and uct_mm_fifo_element_t in UCX's mm_iface.h
 struct Control {
@@ -29,7 +29,7 @@ struct Control {
   uint32_t wakeAddressLength;
   std::array<char, 110> wakeAddress; // a struct sockaddr_un
   std::array<char, 6> padding1;
-  uint64_t tail; // all before it have been read, and maybe more
+  uint64_t tail; // all slots before tail have been read, maybe more
   int32_t process; // the receiver
   std::array<char, 52> padding2;
 };
@@ -37,7 +37,7 @@ static_assert(offsetof(Control, tail) == 128 && sizeof(Control) == 192);
 
 struct Slot {
   uint8_t flags;
-  uint8_t message; // what kind
+  uint8_t message; // the kind of the message
   uint16_t length;
   std::array<char, 124> rest;
 };
@@ -48,32 +48,35 @@ struct Content {
   Control control;
   std::array<Slot, kSlots> slots;
 };
-constexpr uint64_t kMappedBytes = 9 * 4096; // whole pages, for the alignment
+constexpr uint64_t kMappedBytes = 9 * 4096; // sizeof(Content) in whole pages
 
-// Of `head`: the receiver has read all, and sleeps until it is woken.
+// A bit of `head`: the receiver has read all messages, and sleeps until it is
+// woken.
 constexpr uint64_t kAsleepBit = uint64_t{1} << 63;
-constexpr uint8_t kFullBit = 1; // its meaning changes with each lap
+constexpr uint8_t kFullBit = 1; // full: set in odd laps, clear in even laps
 constexpr uint8_t kInline = 2;
-// UCX numbers its kinds from 1, and drops what it does not know.
+// UCX numbers its kinds of messages from 1, and drops unknown kinds.
 constexpr uint8_t kNoMessage = 0;
 
 constexpr std::chrono::milliseconds kLookEvery{1000};
-constexpr std::chrono::milliseconds kLookAgainAfter{100}; // at a taken slot
-// On a busy machine a sender that lives may have no core during so many looks
-// at its slot.
+constexpr std::chrono::milliseconds kLookAgainAfter{100}; // if a slot is taken
+// The search for writers begins after so many looks. A sender that lives has
+// mostly filled its slot by then, except on a busy machine, where it may have
+// had no core.
 constexpr int kLooksBeforeSearch = 3;
-// After so many looks at a slot that its sender has taken and not filled, the
-// log says so.
+// After so many looks at a slot that is taken and not full, the log says so.
 constexpr int kLooksBeforeWord = 100;
-// To fill a slot takes microseconds, a tick is 10 ms.
+// A thread that has computed for so long is not filling the slot any more: that
+// takes microseconds, and a tick is 10 ms.
 constexpr uint64_t kTicksOfWriting = 2;
 
 uint8_t fullMark(uint64_t slot) {
   return (slot / kSlots) & kFullBit;
 }
 
-// Not by a pointer: a queue of somebody else's UCX in this process may be
-// unmapped at any time.
+// Reads and writes this process's memory without pointers, because the queue
+// may belong to another user of UCX in this process, who may unmap it at any
+// time.
 class OwnMemory {
  public:
   OwnMemory() : fd_(open("/proc/self/mem", O_RDWR | O_CLOEXEC)) {}
@@ -103,7 +106,7 @@ std::optional<uint64_t> takenSlot(const Content& queue) {
   const uint64_t head = queue.control.head & ~kAsleepBit;
   const uint64_t tail = queue.control.tail;
   if (head - tail > kSlots) {
-    return std::nullopt; // read while it changed
+    return std::nullopt; // the queue changed while it was read
   }
   for (uint64_t slot = tail; slot != head; ++slot) {
     if ((queue.slots[slot % kSlots].flags & kFullBit) != fullMark(slot)) {
@@ -147,8 +150,8 @@ bool hasWakeAddress(const Control& control) {
       control.wakeAddressLength <= control.wakeAddress.size();
 }
 
-// As a sender does, one time too many at worst. UCX heeds it in a thread of its
-// own as long as the receiver has no connection.
+// Wakes the receiver as a sender does; a needless wake-up does no harm. While
+// the receiver has no connection, a thread of UCX's own takes the wake-up.
 void wake(const Control& control) {
   const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd >= 0) {
@@ -169,7 +172,7 @@ struct ThreadState {
   uint64_t ticks = 0;
 };
 
-// Nothing of a thread that has ended. Source: proc(5), /proc/pid/stat
+// Nullopt if the thread has ended. Source: proc(5), /proc/pid/stat
 std::optional<ThreadState> stateOf(pid_t process, pid_t thread) {
   std::ifstream file(
       "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) +
@@ -178,7 +181,7 @@ std::optional<ThreadState> stateOf(pid_t process, pid_t thread) {
   if (!std::getline(file, text, '\0')) {
     return std::nullopt;
   }
-  // The name, in parentheses, may hold anything, also the end of a line.
+  // The name, in parentheses, may contain anything, also the end of a line.
   std::istringstream fields(text.substr(text.rfind(')') + 1));
   ThreadState found;
   fields >> found.state;
@@ -217,7 +220,8 @@ AbandonedSlots::AbandonedSlots(
     base::TaskRunner& runner,
     std::function<void()> progress)
     : runner_(runner), progress_(std::move(progress)), timer_(poller, [this] {
-        // Not on the thread that polls: it may have to look at all processes.
+        // Not on the thread that polls, because look() may have to look at all
+        // processes of the host.
         runner_.submit(base::makeTask([this] { look(); }));
       }) {
   timer_.set(base::Timer::Clock::now() + kLookEvery);
@@ -280,7 +284,8 @@ void AbandonedSlots::look() {
 }
 
 bool AbandonedSlots::lookAt(Queue& queue) {
-  // Before the queue is read: who is still writing now may be done by then.
+  // Before the queue is read: if a thread has now stopped writing, the queue
+  // read below shows what it wrote.
   std::erase_if(queue.writers, [](const Writer& writer) {
     const auto state = stateOf(writer.process, writer.thread);
     return !state || isAsleep(state->state) ||
@@ -293,7 +298,8 @@ bool AbandonedSlots::lookAt(Queue& queue) {
       (content.control.head & kAsleepBit) == 0 &&
       memory.read(queue.address, &content, sizeof(Content))) {
     slot = takenSlot(content);
-    // What is full may have come without a wake-up.
+    // The sender of a full slot may have been killed before it woke the
+    // receiver.
     wake(content.control);
     progress_();
   }
@@ -328,7 +334,8 @@ bool AbandonedSlots::freeSlot(const Queue& queue) {
   slot.flags = kInline | fullMark(queue.slot);
   slot.message = kNoMessage;
   const OwnMemory memory;
-  // The mark last.
+  // The mark is written last, because UCX reads the slot as soon as it is
+  // marked.
   const bool done = memory.write(
                         address + offsetof(Slot, message),
                         &slot.message,

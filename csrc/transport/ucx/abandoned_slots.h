@@ -15,19 +15,20 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Frees what a sender leaves behind that is killed while it writes.
+// Frees the slot that a sender leaves behind when it is killed while it writes.
 //
 // In UCX's shared memory all senders of a host share one queue of the receiver.
 // A sender takes the next slot, writes into it, marks it as full, and wakes the
-// receiver if that sleeps. The receiver reads the slots in their order: one
-// that was taken and is never marked keeps it from hearing anybody of its host,
-// for ever; UCX has no remedy. Here such a slot is marked as a message that UCX
-// drops, once it is certain that nobody is writing into it any more: each
-// thread of each process that has the queue mapped has slept, or computed for a
-// while, since the slot was found, which a thread amid those few instructions
-// does not. And a receiver that was not woken is.
+// receiver if the receiver sleeps. The receiver reads the slots in order. So a
+// slot that was taken and is never marked keeps the receiver from hearing any
+// sender of its host, for ever; UCX has no remedy. Here such a slot is marked
+// as a message that UCX drops, once it is certain that no thread is writing
+// into it any more: since the search for writers, each thread of each process
+// that has the queue mapped has ended, slept, or computed for a while. A thread
+// amid those few instructions does none of these. A sender may also be killed
+// right before it wakes the receiver, so the receiver is woken here, too.
 //
-// The queue is UCX's own, and so is its layout: one that does not look as
+// The queue is UCX's own, and so is its layout: a queue that does not look as
 // expected is left alone (docs/decisions/0017-abandoned-slots.md).
 //
 // Owns: a timer.
@@ -35,41 +36,42 @@ namespace torch_rpc_ext::transport::ucx {
 // Outlives: nothing that it is given.
 class AbandonedSlots {
  public:
-  // `progress` has the receiver look at its queue.
+  // `progress` makes the receiver look at its queue.
   AbandonedSlots(
       base::Poller& poller,
       base::TaskRunner& runner,
       std::function<void()> progress);
 
-  // There is one more UCX worker in this process.
+  // To be called when this process has a further UCX worker, which has a queue
+  // of its own.
   void workerAdded() {
     searched_ = false;
   }
-  // Somebody may have died.
+  // To be called when a peer may have died: looks at the queues at once.
   void lookSoon();
   void stop();
 
  private:
-  // A thread that may be writing into the slot.
+  // A thread of another process that may be writing into the slot.
   struct Writer {
     pid_t process;
     pid_t thread;
-    uint64_t ticks; // of CPU time, when the slot was found
+    uint64_t ticks; // of CPU time, when writersTo() found the thread
   };
   struct Queue {
     uint64_t address;
     std::string file; // device and inode, as in /proc/PID/maps
-    uint64_t slot = 0; // that was taken and is not full, the first one
-    int looks = 0; // that have found it so
+    uint64_t slot = 0; // the first that was taken and is not full
+    int looks = 0; // how many in a row have found this slot so
     std::vector<Writer> writers = {};
   };
 
   static std::vector<Queue> queuesOfThisProcess();
   static std::vector<Writer> writersTo(const Queue& queue);
-  // False: it cannot be.
+  // Returns false if the slot cannot be freed.
   static bool freeSlot(const Queue& queue);
   void look();
-  // False: there is no use in looking again.
+  // Returns false if there is no use in looking again.
   bool lookAt(Queue& queue);
 
   base::TaskRunner& runner_;

@@ -12,10 +12,10 @@ struct BulkChannel::Group {
   BulkChannel* channel = nullptr;
   uint64_t id = 0;
   Callback callback;
-  size_t left = 0; // chunks
-  std::vector<void*> requests; // of receives, for cancel()
+  size_t left = 0; // chunks not yet ended, plus 1 until all are posted
+  std::vector<void*> requests; // of a receive(), for cancel()
   uint64_t firstTag = 0;
-  std::vector<base::MutableSpan> chunks; // of receives, by tag
+  std::vector<base::MutableSpan> chunks; // of a receive(), by tag
   Incoming::Arrived arrived;
   base::Error error;
 
@@ -55,7 +55,8 @@ BulkChannel::BulkChannel(
     base::Poller& poller)
     : worker_(std::move(worker)),
       address_(worker_->address()),
-      // Not to be guessed by somebody who wants to fill our buffers.
+      // Random, so that a stranger who wants to fill our buffers cannot guess
+      // the tags.
       nextTag_(
           (static_cast<uint64_t>(std::random_device{}()) << 32) |
           std::random_device{}()) {
@@ -81,7 +82,7 @@ uint64_t BulkChannel::receive(
     group->id = id;
     group->callback = std::move(callback);
     group->arrived = std::move(arrived);
-    group->left = 1; // held until all are posted
+    group->left = 1; // so that the group lives until all are posted
     group->firstTag = tag;
     if (stopped_) {
       group->error = {base::ErrorKind::kShutDown, "the transport has ended"};
@@ -134,7 +135,8 @@ void BulkChannel::cancel(uint64_t id, base::Error why) {
     if (!it->second->error) {
       it->second->error = why;
     }
-    // Each cancelled request still completes, see Group::received().
+    // Each cancelled request still completes, see Group::received(). A
+    // completion changes `requests`, so this is a copy.
     const auto requests = it->second->requests;
     for (void* request : requests) {
       ucp_request_cancel(locked.get(), request);
@@ -211,7 +213,8 @@ void BulkChannel::stop() {
   worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 50);
   worker_->runLocked([&](BulkLocked& locked) {
     stopped_ = true;
-    // UCX still holds these; their owners must not wait for it.
+    // UCX has not ended these groups yet. Their callbacks fire now, because
+    // their owners must not wait for UCX.
     for (auto& [id, group] : groups_) {
       locked.defer([callback = std::exchange(group->callback, nullptr)] {
         callback({base::ErrorKind::kShutDown, "the transport has ended"});
@@ -250,7 +253,8 @@ void BulkChannel::dropEndpoint(
     BulkLocked& locked,
     ucp_ep_h ep,
     ucs_status_t /*status*/) {
-  // UCX fails the sends itself; a later send opens a new endpoint.
+  // UCX itself ends the sends of this endpoint with errors. A later send opens
+  // a new endpoint.
   std::erase_if(
       endpoints_, [ep](const auto& entry) { return entry.second == ep; });
   locked.postAfter([ep](BulkLocked&) {
@@ -280,7 +284,8 @@ void BulkChannel::chunkArrived(
   }
 }
 
-// What threw was before the chunk was counted, see chunkDone().
+// The exception came before the chunk was counted, see chunkDone(), so the
+// chunk is counted here.
 void BulkChannel::chunkFailed(
     BulkLocked& locked,
     Group* group,
@@ -303,7 +308,8 @@ void BulkChannel::chunkDone(
     return;
   }
   if (group->callback) {
-    // Copied, because until it is there the callback is still the group's.
+    // Copied, not moved: if defer() throws, chunkFailed() comes here again and
+    // needs the callback.
     locked.defer([callback = group->callback, error = group->error] {
       callback(error);
     });

@@ -12,8 +12,9 @@
 namespace torch_rpc_ext::transport::ucx {
 
 // Moves bulk between hosts (or processes that cannot read each other's memory)
-// on a UCX worker of its own, so that small calls never queue behind it: tagged
-// messages of up to kChunkBytes, posted by the receiver before it asks.
+// on a UCX worker of its own, so that small calls never queue behind bulk. Bulk
+// travels in tagged messages of up to kChunkBytes. The receiver posts its
+// receives for them before it asks the sender.
 //
 // Owns: the bulk worker and its endpoints, by worker address.
 // Thread: any.
@@ -27,11 +28,12 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
     return address_;
   }
 
-  // Tags for `chunks` chunks that nobody else uses.
+  // Reserves tags for `chunks` chunks, and returns the first.
   uint64_t reserveTags(uint64_t chunks);
 
   // Posts receives for all chunks of `into`. Returns an id for cancel().
-  // `arrived`, which may be null, hears of each chunk, in any order.
+  // `arrived`, which may be null, is called for chunks that have arrived, in
+  // any order.
   uint64_t receive(
       uint64_t tag,
       std::vector<base::MutableSpan> into,
@@ -39,8 +41,8 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
       Incoming::Arrived arrived);
   void cancel(uint64_t id, base::Error why);
 
-  // Sends all chunks of `spans`; the callback fires when UCX needs them no
-  // more.
+  // Sends all chunks of `spans`; the callback fires when UCX does not read them
+  // any more.
   void send(
       const std::string& peerAddress,
       uint64_t tag,
@@ -58,7 +60,7 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   void stop();
 
  private:
-  // One receive() or send(): counts its chunks down.
+  // One receive() or send(), which ends when all its chunks have.
   struct Group;
 
   ucp_ep_h endpoint(

@@ -9,7 +9,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// Counts the chunks of one transfer down.
+// Sends the chunks of one transfer, and counts them as they end.
 class Feeding : public std::enable_shared_from_this<Feeding> {
  public:
   Feeding(
@@ -81,10 +81,10 @@ class Feeding : public std::enable_shared_from_this<Feeding> {
   const std::vector<Chunk> chunks_;
   const std::function<bool()> ended_;
   const Callback callback_;
-  std::atomic<size_t> left_; // one is start()
+  std::atomic<size_t> left_; // chunks not yet ended, plus 1 for start()
   std::atomic<bool> failed_{false};
   std::mutex mutex_;
-  base::Error error_; // complete when the last chunk ends
+  base::Error error_; // final when the last chunk ends
 };
 
 } // namespace

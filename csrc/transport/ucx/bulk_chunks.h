@@ -11,9 +11,9 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// What a tagged message carries of a bulk span that is sent.
+// The part of a bulk span that one tagged message carries.
 struct Chunk : base::ConstSpan {
-  std::shared_ptr<Filling> filling; // null: it is there
+  std::shared_ptr<Filling> filling; // null: the bytes are there
   uint64_t filledAt = 0;
 };
 
@@ -21,9 +21,10 @@ std::vector<Chunk> toChunks(const std::vector<BulkSpan>& spans);
 
 bool anyFilling(const std::vector<BulkSpan>& spans);
 
-// Sends each chunk once it is there, as the answer to `pull`. `callback` fires
-// when UCX needs none of them any more; nothing more leaves once one has
-// failed, or once `ended` says that nobody receives.
+// Sends each chunk once its bytes are there, as the answer to `pull`.
+// `callback` fires when UCX does not read the chunks any more. No further chunk
+// is sent once one has failed, or once `ended` says that nobody receives any
+// more.
 void sendAsFilled(
     std::shared_ptr<BulkChannel> bulk,
     const PullRequest& pull,

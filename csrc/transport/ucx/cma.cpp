@@ -17,19 +17,20 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// One system call reads at most this much: between two, a kernel that does not
-// preempt itself can let another thread run.
+// One system call reads at most this much, because a kernel that does not
+// preempt itself can let another thread run only between two system calls.
 constexpr size_t kCallBytes = 1u << 20;
-// What a thread takes at a time: threads that take turns on one huge page slow
-// each other down (400 MB in 62 ms by 1 MiB at a time, in 55 ms by 8).
+// How much a thread takes at a time. Large, because threads that work on the
+// same huge page slow each other down: 400 MB took 62 ms by 1 MiB at a time,
+// and 55 ms by 8 MiB.
 constexpr size_t kShareBytes = 8u << 20;
-// Below this a second thread costs more than it brings (measured: nothing
-// gained at 4 MB, a third of the time at 400 MB on two cores).
+// Below this a second thread costs more than it saves (measured: no gain at 4
+// MB, a third of the time saved at 400 MB on two cores).
 constexpr size_t kBytesPerThread = 16u << 20;
 constexpr unsigned kMaxThreads = 4;
 constexpr size_t kMaxIov = 256;
 
-// Shared by the tasks of one read.
+// One cmaRead(), shared by its tasks.
 class Read {
  public:
   Read(
@@ -49,7 +50,7 @@ class Read {
   }
 
   unsigned threads() const {
-    // Once: each time it opens a file.
+    // Asked once, because hardware_concurrency() opens a file each time.
     static const unsigned cores =
         std::max(1u, std::thread::hardware_concurrency());
     return static_cast<unsigned>(std::clamp<size_t>(
@@ -60,7 +61,7 @@ class Read {
     tasks_.store(tasks);
   }
 
-  // What each task runs.
+  // Runs in each task.
   void work() {
     std::optional<base::ShortTimeSlices> slices;
     if (total_ >= kBytesPerThread) {
@@ -94,8 +95,8 @@ class Read {
     return {begin, next_};
   }
 
-  // The end of the pieces from `begin` on that make up `bytes` at most, but at
-  // least one.
+  // The end of a run of pieces that starts at `begin` and has at most `bytes`,
+  // but at least one piece.
   size_t upTo(size_t bytes, size_t begin, size_t end) const {
     size_t next = begin;
     size_t sum = 0;
@@ -118,7 +119,7 @@ class Read {
     }
     const int code = n < 0 ? errno : EFAULT;
     std::lock_guard lock(mutex_);
-    next_ = local_.size(); // no use in going on
+    next_ = local_.size(); // ends all tasks: going on is no use
     if (!error_) {
       error_ = {
           code == ESRCH ? base::ErrorKind::kPeerLost : base::ErrorKind::kSystem,

@@ -1,9 +1,9 @@
 #pragma once
 
-// Cross-memory attach: one process reads another's memory with
-// process_vm_readv. UCX has it too, but never chooses it for endpoints that
-// notice errors, and copies on the thread that holds the worker. We let the
-// receiver read, on the pool, into a buffer from the cache.
+// Cross-memory attach (CMA): one process reads another's memory with
+// process_vm_readv. UCX can do this too, but never chooses CMA for endpoints
+// that notice errors, and copies on the thread that holds the worker. Here the
+// receiver reads, with threads of the pool, into a buffer from the cache.
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -15,8 +15,9 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Reads remote[i] of process `pid` into local[i] (same sizes) with tasks on
-// `runner`; fires `callback` once, from the last task.
+// Reads as many bytes as local[i] has from address remote[i] of process `pid`
+// into local[i], with tasks on `runner`. Calls `callback` once, from the task
+// that ends last.
 void cmaRead(
     int32_t pid,
     const std::vector<uint64_t>& remote,

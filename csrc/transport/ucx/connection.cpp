@@ -11,7 +11,7 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// What an active message needs until UCX has let go of it.
+// Keeps what an active message needs until UCX has sent it.
 struct UcxConnection::ActiveSend {
   std::shared_ptr<UcxConnection> connection;
   base::Buffer data;
@@ -75,8 +75,9 @@ void UcxConnection::send(
 }
 
 bool UcxConnection::sharesMemory() const {
-  // Who can read the peer's memory can be read by it, too: the same user, the
-  // same namespaces. Both are written before the state.
+  // If this process can read the peer's memory, the peer is taken to be able to
+  // read ours, because both have the same user and namespaces. exposesMemory_
+  // and cmaUsable_ are written before the state, so this needs no lock.
   return open() && exposesMemory_ && cmaUsable_;
 }
 
@@ -127,7 +128,7 @@ void UcxConnection::deliveryEnds() {
       });
     };
     base::guarded(base::Boundary::kDelivery, tell, [&](const base::Error&) {
-      tell(); // else its calls would not end
+      tell(); // a second attempt, or calls to the peer would not end
     });
     context_->connectionTold();
   }
@@ -184,13 +185,13 @@ void UcxConnection::sendActive(
       send->data.size(),
       &params);
   if (request == nullptr) {
-    return; // already gone
+    return; // the message has already left
   }
   if (UCS_PTR_IS_ERR(request)) {
     onSent(locked, UCS_PTR_STATUS(request));
     return;
   }
-  (void)send.release(); // UCX calls it, and then it goes
+  (void)send.release(); // sentLast() deletes this object
   locked.needProgress();
 }
 
@@ -211,7 +212,8 @@ void UcxConnection::acknowledge(Locked& locked) {
 
 void UcxConnection::onSent(Locked& locked, ucs_status_t status) {
   if (status != UCS_OK && status != UCS_ERR_CANCELED) {
-    // Before the answer to the handshake, what fails is to get there.
+    // If a message fails to leave before the answer to the handshake, the peer
+    // could not be reached at all.
     hear(
         locked,
         PeerWord::kPathLost,
@@ -244,7 +246,8 @@ void UcxConnection::sendNow(Locked& locked, Unsent frame) {
   }
   const auto entryOf = [this](const BulkSpan& span) {
     BulkEntry entry{.size = span.size};
-    // What is being filled has to be asked for.
+    // The peer must not read a span that is still being filled: without an
+    // address here, the peer has to ask for the span with kPull.
     if (exposesMemory_ && span.filling == nullptr) {
       entry.address = reinterpret_cast<uint64_t>(span.data);
       if (span.region.id != 0) {
@@ -265,7 +268,7 @@ void UcxConnection::sendNow(Locked& locked, Unsent frame) {
   }
   base::Buffer bigFrame;
   if (big) {
-    // The frame itself becomes the first span.
+    // The frame itself becomes the first span, which the peer fetches.
     header.kind = FrameKind::kBigFrame;
     bigFrame = std::move(data);
     const BulkEntry entry =

@@ -1,4 +1,5 @@
-// UcxConnection, bulk: how a receiver gets it, how a sender hears of that.
+// UcxConnection, bulk: how a receiver gets bulk, and how the sender hears that
+// the receiver has it.
 
 #include "transport/ucx/bulk_chunks.h"
 #include "transport/ucx/cma.h"
@@ -14,7 +15,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// More than this the peer gets back at once.
+// The peer is told at once that it has more than this many bytes back.
 constexpr uint64_t kMaxLazyBytes = 16u << 20;
 
 uint64_t plainChunkCount(const std::vector<base::MutableSpan>& into) {
@@ -34,7 +35,8 @@ void UcxConnection::fetch(
     const std::vector<base::MutableSpan>& into,
     Callback callback,
     Incoming::Arrived arrived) {
-  // Written once, before the first frame was delivered.
+  // cmaUsable_ needs no lock: it was written once, before the first frame was
+  // delivered.
   const bool readable = cmaUsable_ &&
       std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
                           return entry.address != 0 || entry.size == 0;
@@ -92,8 +94,8 @@ void UcxConnection::pull(
   const bool sealed = !bulkReceiveKey_.empty();
   request.tag = bulk.value()->reserveTags(
       sealed ? sealedChunkCount(into) : plainChunkCount(into));
-  // The receive may end before its id is known here, so the callback carries a
-  // cell for the id.
+  // The receive may end before its id is known here, so the callback has a cell
+  // that gets the id later.
   auto id = std::make_shared<std::atomic<uint64_t>>(0);
   auto self = shared_from_this();
   Callback ended =
@@ -141,12 +143,14 @@ void UcxConnection::done(
           return;
         }
         if (!error && bytes <= kMaxLazyBytes) {
-          // A message of its own would wake a thread of the peer for nothing
-          // but this; the answer to the call is often on its way.
+          // A message of its own would wake a thread of the peer for this
+          // alone. The answer to the call is often on its way, and takes this
+          // along.
           if ((transfer & kAdopted) != 0) {
             self->adopted_.push_back(transfer);
           } else {
-            // Said at once that it was adopted and is over, is one word.
+            // If the peer has not yet been told that its memory was adopted, it
+            // need only hear that the memory is its own again.
             std::erase(self->adopted_, (transfer & ~kForked) | kAdopted);
             self->acknowledgements_.push_back(transfer);
           }
@@ -248,9 +252,10 @@ void UcxConnection::sendBulk(
   }
 }
 
-// UCX has let go of all that was sent: what the peer still waits for, it can
-// cancel. It answers a call with an error then, which must not overtake the
-// reason: so the callback of the transfer has it first.
+// UCX does not read the memory any more. If the send failed, the peer is told
+// to stop waiting for the rest. The peer then answers the call with an error,
+// and this answer must not overtake the real reason: so this end's callback
+// gets that reason first.
 void UcxConnection::sendEnded(
     Locked& locked,
     uint64_t id,

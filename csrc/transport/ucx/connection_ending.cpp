@@ -1,4 +1,4 @@
-// UcxConnection, its end: what is said about the peer, and what follows.
+// UcxConnection, its end: news about the peer, and what follows from the news.
 
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
@@ -10,7 +10,7 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// A connection that UCX is closing the endpoint of.
+// Keeps a connection while UCX closes its endpoint.
 struct UcxConnection::Closing {
   std::shared_ptr<UcxConnection> connection;
 
@@ -28,8 +28,8 @@ void UcxConnection::close() {
 }
 
 void UcxConnection::closeNow(Locked& locked) {
-  // One that has accepted waits for the confirmation of a peer that may take
-  // the connection for open.
+  // An accepter that still waits for the confirmation also says goodbye,
+  // because the opener may already take the connection for open.
   const bool accepted = peer() == PeerState::kConnecting && peerMayThinkItOpen_;
   if (open() || accepted) {
     sendActive(locked, {.kind = FrameKind::kClose, .token = peer_.token}, {});
@@ -91,7 +91,8 @@ void UcxConnection::onPathLost(
 
 void UcxConnection::onDoubtOver(Locked& locked) {
   hear(locked, PeerWord::kDoubtOver);
-  // Of one that is open still, what failed was a part.
+  // If the connection is still open here, only a part of it has failed, and
+  // each callback gets the error of its own part.
   for (auto& [error, callback] : std::exchange(unjudged_, {})) {
     deferCallback(locked, std::move(callback), std::move(error));
   }
@@ -151,8 +152,9 @@ void UcxConnection::end(Locked& locked) {
   const bool lives = watch_->watched(locked) && !watch_->processEnded(locked);
   context_->forget(locked, localToken_, isToHear ? self : nullptr);
   if (isToHear && (lives || parked)) {
-    // Its calls wait for answers that may have been lost. One of another host
-    // hears of a closed endpoint from TCP.
+    // The peer is told, because its calls wait for answers that may have been
+    // lost. A peer on another host that was not parked learns from TCP that the
+    // endpoint is closed.
     locked.postAfter([self](Locked& after) {
       self->context_->tellThatItBroke(after, self->localToken_);
     });
@@ -197,7 +199,8 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
   if (endpoint_ == nullptr || std::exchange(endpointCloses_, true)) {
     return;
   }
-  // Not from inside a UCX callback of the same endpoint: after them.
+  // UCX does not allow an endpoint to be closed inside of a callback of the
+  // same endpoint, so this is done after the callback.
   context_->endpointClosing(locked);
   locked.postAfter([self = shared_from_this(), flush](Locked& after) {
     auto closing = std::make_unique<Closing>(Closing{self});
@@ -215,7 +218,7 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
       self->context_->endpointClosed(after);
       return;
     }
-    (void)closing.release(); // UCX calls it, and then it goes
+    (void)closing.release(); // sentLast() deletes this object
     after.needProgress();
   });
 }

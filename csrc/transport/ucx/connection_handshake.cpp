@@ -16,11 +16,13 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// A peer that floods us before it has confirmed who it is is none.
+// How much may arrive before the peer has confirmed who it is. A sender that
+// exceeds these limits is no peer of ours.
 constexpr size_t kMaxEarlyMessages = 4096;
 constexpr size_t kMaxEarlyBytes = 16u << 20;
 
-// What the peer hears when the Handler does not answer any more.
+// The error that the peer gets if the Handler is not called any more, because
+// this context stops.
 base::Error stopping() {
   return {base::ErrorKind::kShutDown, "the worker shuts down"};
 }
@@ -32,21 +34,25 @@ bool wants(Encryption policy, bool sameHost) {
 
 } // namespace
 
-// What the peer has of this host, as far as this end can tell.
+// Finds out whether the peer is on this host, as far as this end can prove it,
+// and if so, begins to watch the peer's process.
 void UcxConnection::meet(Locked& locked, const ProcessIdentity& peer) {
-  // Before the proof: then the pidfd is of the process that the proof is about,
-  // and not of one that has its pid since.
+  // Opened before the proof, so that the pidfd is of the process that the proof
+  // is about. If it were opened afterwards, another process could have the pid
+  // by then.
   const int pidFd = PeerWatch::openProcess(peer.pid);
   nearness_ = prove(context_->process(), peer);
   if (nearness_.samePids) {
-    // UCX does not notice the death of a peer whose parent has not reaped it.
+    // The process is watched because UCX does not notice the death of a peer
+    // whose parent has not reaped it.
     watch_->watch(locked, context_->poller(), peer.pid, pidFd);
   } else if (pidFd >= 0) {
     ::close(pidFd);
   }
 }
 
-// The other end could not tell: to both it is another host.
+// The other end has no proof that it is on the host of this end. Both ends must
+// take the same way, so this end, too, treats the peer as one of another host.
 void UcxConnection::partWays(Locked& locked) {
   nearness_ = {};
   nearness_.whyNoCma = "the other end has no proof that it is of this host";
@@ -77,7 +83,8 @@ base::Error UcxConnection::openEndpoint(
   if (status == UCS_OK) {
     return {};
   }
-  // Whatever UCX calls it: there is no way to this peer now.
+  // kPeerLost whatever UCX's status is, because there is no way to this peer
+  // now.
   return {
       base::ErrorKind::kPeerLost,
       std::string("cannot connect: ") + ucs_status_string(status) +
@@ -262,7 +269,7 @@ base::Error UcxConnection::agreeOnEncryption(
 
 void UcxConnection::establish(Locked& locked) {
   if (closed()) {
-    return; // the last message of the handshake could not be sent
+    return; // the handshake's last message could not be sent
   }
   const bool useCma = context_->options().useCma;
   whyNoCma_ = useCma ? nearness_.whyNoCma : "switched off by option";
@@ -289,8 +296,9 @@ void UcxConnection::sendRefusal(
     Locked& locked,
     uint64_t token,
     const std::string& why) {
-  channel_.reset(); // the handshake is not over
-  peerMayThinkItOpen_ = false; // the refusal says otherwise
+  channel_.reset(); // messages of the handshake are never sealed
+  // The refusal says that the connection is not open.
+  peerMayThinkItOpen_ = false;
   base::Buffer text(std::min<size_t>(why.size(), 512));
   std::memcpy(text.data(), why.data(), text.size());
   sendActive(

@@ -11,19 +11,21 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// How long stop() waits for what was sent to leave, in milliseconds. A peer
-// that does not read must not keep a process from ending.
+// How many milliseconds stop() waits for sent messages to leave. Bounded,
+// because a peer that does not read must not keep this process from ending.
 constexpr int kDrainMilliseconds = 1000;
-// How long a peer waits at most to have its memory back after we have read it.
+// The longest time between our reading a peer's memory and our telling the peer
+// that the memory is its own again.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 constexpr size_t kMaxBroken = 64;
 constexpr size_t kMaxParked = 64;
-// How long a handshake may take: on a loaded machine a peer may be slow, and a
-// stranger gets no further than this.
+// How long a handshake may take. Long, because on a loaded machine a peer may
+// be slow; limited, because a stranger who replays a recorded kOpen never
+// finishes.
 constexpr std::chrono::seconds kHandshakeTime{30};
-// What the kernel has, at most, between resetting the sockets of a process that
-// is killed and telling that it has ended. It takes microseconds, and longer
-// only where other processes are on the core.
+// When a process is killed, the kernel first resets its sockets and then
+// reports its end. A doubted peer's process has this time to be seen to end.
+// The kernel needs microseconds, and longer only if the core is busy.
 constexpr std::chrono::seconds kDoubtTime{2};
 
 } // namespace
@@ -41,7 +43,8 @@ base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
   }
   std::shared_ptr<BulkWorker> bulk;
   if (options.ports.first != 0) {
-    // Else the first large tensor would find that the range has no port left.
+    // If this worker were made later, the first large tensor could find that
+    // the range has no port left.
     auto created = BulkWorker::create(ucp.value(), gate);
     if (!created.ok()) {
       return created.error();
@@ -124,9 +127,9 @@ ConnectionPtr UcxContext::connect(
     const std::string& address,
     const std::string& hello) {
   std::shared_ptr<UcxConnection> connection;
-  // This thread waits for the lock only to enter the connection into the map;
-  // the endpoint is opened by an operation, whose failure comes back through
-  // onClosed().
+  // This thread waits for the lock only to enter the connection into the map.
+  // The endpoint is opened by a posted operation, which reports its failure
+  // through onClosed().
   control_->runLocked([&](Locked& locked) {
     connection = makeConnection(locked, /*initiator=*/true);
   });
@@ -240,7 +243,8 @@ void UcxContext::unpark(Locked& locked, const UcxConnection& connection) {
 
 void UcxContext::stop() {
   if (stopped_.exchange(true)) {
-    // Another thread stops it, and waits for this one if this one is inside.
+    // Another thread is stopping the context. It waits for this thread if this
+    // thread is inside of the gate, so this thread must not wait then.
     if (!gate_->holdsThisThread()) {
       gate_->wait();
     }
@@ -261,7 +265,7 @@ void UcxContext::stop() {
       unpark(locked, *parked_.front());
     }
   });
-  // Peers that still read our memory get a moment to end.
+  // Peers that still read this process's memory get a moment to finish.
   control_->progressUntil(
       [this](Locked& locked) {
         return std::none_of(
@@ -272,7 +276,7 @@ void UcxContext::stop() {
       kDrainMilliseconds);
   control_->progressUntil(
       [this](Locked& locked) {
-        // Again each time: a peer may be connecting.
+        // In each round, because a peer may connect meanwhile.
         for (const auto& [token, connection] :
              std::exchange(connections_, {})) {
           connection->closeNow(locked);
@@ -299,11 +303,11 @@ void UcxContext::stop() {
   gate_->wait();
 }
 
-// A task of the runner may still bring a frame to the Handler, and then tell it
-// of the end of the connection.
+// Waits, because a task of the runner may still bring a frame to the Handler
+// and then tell the Handler of the end of the connection.
 void UcxContext::waitUntilTold() {
   const int64_t deadline = monotonicMilliseconds() + kDrainMilliseconds;
-  // On a thread that is amid such a frame it would be in vain.
+  // A thread that is inside of such a task would wait for itself.
   while (untold_.load() != 0 && !gate_->holdsThisThread() &&
          monotonicMilliseconds() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

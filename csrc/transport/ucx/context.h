@@ -24,8 +24,9 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// The UCX transport: control on one UCX worker, bulk by reading the peer's
-// memory or on a second worker.
+// The UCX transport. Control messages use one UCX worker. The receiver moves
+// bulk by reading the sender's memory or, where that is not possible, over a
+// second worker.
 //
 // Owns: the UCX context, both workers, all connections.
 // Thread: any.
@@ -62,8 +63,9 @@ class UcxContext final : public Context,
   base::TaskRunner& runner() const {
     return *runner_;
   }
-  // Runs `use`, a void(Handler&), unless stop() is about to return or has. The
-  // only way to the Handler: stop() waits for who is in here.
+  // Runs `use`, a void(Handler&), unless stop() is about to return or has
+  // returned. There is no other way to the Handler, so stop() can wait for all
+  // threads that are inside of `use`.
   template <typename F>
   void withHandler(F&& use) {
     const base::Gate::Inside inside(*gate_);
@@ -71,14 +73,14 @@ class UcxContext final : public Context,
       use(*handler_);
     }
   }
-  // The Handler has had the last word about a connection.
+  // To be called when the Handler has heard of the end of a connection.
   void connectionTold() {
     untold_.fetch_sub(1);
   }
   SharedMaps& maps() {
     return maps_;
   }
-  // Empty before there is a group.
+  // The key of the group's proofs. Empty before setSecret().
   const std::string& groupKey(Locked&) const {
     return groupKey_;
   }
@@ -88,43 +90,45 @@ class UcxContext final : public Context,
   const WorkerAddress& workerAddress() const {
     return workerAddress_;
   }
-  // Made at the first use: most groups never need it. Its port is taken before
-  // where ports are few.
+  // The channel is made at its first use, because most groups never need it.
+  // Only if the ports are limited, its worker is made with the context.
   base::Result<std::shared_ptr<BulkChannel>> bulk();
-  // Has the connection's onDoubtOver() run in a while.
+  // Calls the connection's onDoubtOver() after kDoubtTime.
   void doubt(Locked& locked, const std::shared_ptr<UcxConnection>& connection) {
     doubts_->add(locked, connection);
   }
-  // A connection has ended, and its peer may still be reading memory of ours,
-  // which `watch` holds until it cannot.
+  // To be called when a connection has ended and its peer may still be reading
+  // memory of this process. `watch` holds that memory until the peer cannot
+  // read any more, and this context keeps `watch`.
   void keep(Locked& locked, std::shared_ptr<PeerWatch> watch);
-  // Has the connection acknowledge() in a moment.
+  // Calls the connection's acknowledge() after kAcknowledgeAfter.
   void acknowledgeSoon(
       Locked& locked,
       std::shared_ptr<UcxConnection> connection);
-  // Forgets a connection that has ended; `broken` is the same one, where the
-  // peer may not know of it.
+  // Forgets a connection that has ended. `broken` is the same connection if it
+  // broke and the peer may not know that, else null.
   void forget(
       Locked& locked,
       uint64_t localToken,
       const std::shared_ptr<UcxConnection>& broken);
-  // Keeps the endpoint of a connection that has ended open, for as long as the
-  // peer's process lives. UCX pairs the endpoints of two workers in the order
-  // in which they are made, and not by connection: the peer may send what
-  // belongs to another connection to this endpoint, and UCX drops, in silence,
-  // messages in several parts to one that is closed. False once this worker
-  // ends.
+  // Keeps the endpoint of a connection that has ended open until UCX finds it
+  // broken, the peer's process is seen to end, or kMaxParked newer connections
+  // are kept. UCX pairs the endpoints of two workers in the order in which they
+  // are made, not by connection: so the peer may send messages of another
+  // connection to this endpoint, and if the endpoint is closed, UCX drops
+  // messages of several parts without a word. False once this worker stops.
   bool park(Locked& locked, std::shared_ptr<UcxConnection> connection);
-  // Closes it, if it is kept open.
+  // Closes the connection's endpoint, if park() keeps it open.
   void unpark(Locked& locked, const UcxConnection& connection);
-  // Tells the peer of a connection that broke here, once, and unless it broke
-  // long ago.
+  // Tells the peer that the connection broke at this end, unless the peer has
+  // been told already, or kMaxBroken other connections have broken since.
   void tellThatItBroke(Locked& locked, uint64_t localToken);
-  // Maybe it died while it was writing to this worker.
+  // A peer is lost. Maybe it died while it was writing into the shared memory
+  // of this worker.
   void peerLost() {
     slots_->lookSoon();
   }
-  // Endpoints that UCX has not yet closed.
+  // Count the endpoints that UCX is closing; stop() waits for them.
   void endpointClosing(Locked&) {
     ++closing_;
   }
@@ -141,7 +145,7 @@ class UcxContext final : public Context,
       std::shared_ptr<BulkWorker> bulk);
 
   void onMessage(Locked& locked, base::ConstSpan header, base::ConstSpan data);
-  // What took it has thrown.
+  // For a message that onMessage() could not handle, because of an exception.
   void onLostMessage(
       Locked& locked,
       base::ConstSpan header,
@@ -173,7 +177,7 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection,
       const FrameHeader& header,
       base::ConstSpan data);
-  // Ends the delivery.
+  // Calls Handler::onFrame(), and then the connection's deliveryEnds().
   void deliver(
       const std::shared_ptr<UcxConnection>& connection,
       std::unique_ptr<Incoming> incoming);
@@ -185,45 +189,46 @@ class UcxContext final : public Context,
   void waitUntilTold();
   void acknowledgeNow(Locked& locked);
   std::shared_ptr<UcxConnection> find(Locked& locked, uint64_t token) const;
-  // Of a connection that has ended here, or a stranger's.
+  // For a message of a connection that has ended here, or of a stranger.
   void onLateMessage(Locked& locked, const FrameHeader& header);
   std::shared_ptr<UcxConnection> makeConnection(Locked& locked, bool initiator);
 
   const Options options_;
   const std::shared_ptr<UcpContext> ucp_;
-  // Around Handler methods, and what both workers call.
+  // Entered for Handler methods, and for all that both workers call.
   const std::shared_ptr<base::Gate> gate_;
   const std::shared_ptr<ControlWorker> control_;
   const WorkerAddress workerAddress_;
-  const uint64_t doorToken_; // who does not know it cannot connect
+  const uint64_t doorToken_; // peers must know it to connect
   const HostMark mark_;
   SharedMaps maps_;
   base::Poller* poller_ = nullptr;
   base::TaskRunner* runner_ = nullptr;
   Handler* handler_ = nullptr;
   std::atomic<bool> stopped_{false};
-  // Connections of whose end the Handler has not heard.
+  // How many connections there are of whose end the Handler has not heard.
   std::atomic<size_t> untold_{0};
-  std::optional<AbandonedSlots> slots_; // once started
+  std::optional<AbandonedSlots> slots_; // set by start()
 
   std::mutex bulkMutex_;
-  std::shared_ptr<BulkWorker> bulkWorker_; // until there is a channel
+  std::shared_ptr<BulkWorker> bulkWorker_; // until bulk_ has it
   std::shared_ptr<BulkChannel> bulk_;
 
   std::string groupKey_;
-  // Those that broke last and whose peers were not told, the oldest first: UCX
-  // lets the peer go on sending on what is closed here.
+  // The connections that broke last and whose peers have not been told, by
+  // token, the oldest first. UCX does not tell a peer that this end is closed:
+  // the peer could go on sending.
   std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
-  // Those whose endpoints are kept open, the oldest first.
+  // The connections whose endpoints park() keeps open, the oldest first.
   std::deque<std::shared_ptr<UcxConnection>> parked_;
   base::LimitedLog refusals_;
-  // Once started: of connections that open, and of those whose peers' processes
-  // have yet to be seen to end.
+  // Set by start(): the deadlines of connections that are opening, and of
+  // doubted connections, whose peers' processes may soon be seen to end.
   std::optional<Deadlines<UcxConnection>> openings_;
   std::optional<Deadlines<UcxConnection>> doubts_;
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   size_t closing_ = 0;
-  // Of connections that have ended.
+  // The watches of connections that have ended, see keep().
   std::vector<std::shared_ptr<PeerWatch>> watches_;
   std::vector<std::shared_ptr<UcxConnection>> acknowledging_;
   std::optional<base::Timer> acknowledgeTimer_;

@@ -1,4 +1,5 @@
-// UcxContext, how connections begin: the handshake's messages and their time.
+// UcxContext, how connections begin: the messages of the handshake and their
+// checks.
 
 #include "base/log.h"
 #include "transport/ucx/context.h"
@@ -10,9 +11,9 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// Connections begun within the time of a handshake, more than any group needs.
-// Who has listened to a peer of ours, and repeats what it said, gets as far as
-// this.
+// How many connections may begin within the time of one handshake, which is
+// more than any group needs. A stranger who has recorded what a peer of ours
+// said, and repeats it, can begin this many connections and no more.
 constexpr size_t kMaxOpening = 4096;
 
 } // namespace

@@ -1,4 +1,4 @@
-// UcxContext, what arrives: from an active message to the Handler.
+// UcxContext, the way of a message that arrives, from UCX to the Handler.
 
 #include "base/boundary.h"
 #include "base/log.h"
@@ -16,7 +16,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// The kind of error that a kDone or kAbort names.
+// The kind of error that a kDone or a kAbort carries as a number.
 base::ErrorKind toKind(uint32_t number) {
   return number != 0 &&
           number <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
@@ -58,8 +58,9 @@ void UcxContext::onMessage(
       break;
     default:
       if (!connection->established(locked)) {
-        // UCX does not promise the order of messages, least of all while it is
-        // connecting: what overtook the handshake waits for its end.
+        // UCX does not promise to keep messages in order, least of all while an
+        // endpoint connects. So a message that has overtaken the end of the
+        // handshake waits for that end.
         connection->keepEarly(locked, header, data);
       } else {
         onFrameOf(locked, connection, header, data);
@@ -80,8 +81,9 @@ void UcxContext::onLostMessage(
     case FrameKind::kOpen:
     case FrameKind::kOpened:
     case FrameKind::kConfirm:
-      // Of a connection that is not open the peer would hear nothing until it
-      // has waited for long.
+      // A second attempt. If this message were lost, the connection would never
+      // open, and the peer would only notice after its long wait for the
+      // handshake.
       onMessage(locked, headerBytes, data);
       break;
     default:
@@ -104,7 +106,7 @@ void UcxContext::tellThatItBroke(Locked& locked, uint64_t localToken) {
 void UcxContext::onLateMessage(Locked& locked, const FrameHeader& header) {
   if (header.kind == FrameKind::kClose) {
     std::erase_if(broken_, [&](const auto& entry) {
-      return entry.first == header.token; // it knows
+      return entry.first == header.token; // the peer knows
     });
   } else {
     tellThatItBroke(locked, header.token);
@@ -126,7 +128,8 @@ void UcxContext::onFrameOf(
             base::ErrorKind::kInvalid,
             "a plain message on an encrypted connection"};
   if (!opened.ok()) {
-    // Not the end of the connection: a stranger could end it then.
+    // The connection does not end, because otherwise a stranger could end it by
+    // sending such a message.
     refusals_(base::LogLevel::kWarning, "dropped: " + opened.error().message);
     return;
   }
@@ -184,7 +187,7 @@ void UcxContext::onConnectionMessage(
     case FrameKind::kRefused:
     case FrameKind::kConfirm:
     case FrameKind::kSealed:
-      break; // not inside of another
+      break; // not allowed inside of a sealed message
   }
 }
 
@@ -257,7 +260,7 @@ void UcxContext::onBigFrame(
                                           : " (its memory)")});
     return;
   }
-  // Not on the thread that polls: it may be much memory.
+  // Not on the thread that polls, because allocating much memory takes long.
   connection->deliveryBegins();
   runner_->submit(
       base::makeTask([this, connection, header, entries = entries.value()] {

@@ -12,16 +12,17 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Objects that all have the same time for something.
+// Notices objects that take too long. All objects have the same time, counted
+// from add().
 //
-// Owns: one timer, and weak references.
+// Owns: one timer, and weak references to the objects.
 // Thread: any.
 // Outlives: nothing; the poller and the worker outlive it.
 template <typename T>
 class Deadlines {
  public:
   using Clock = base::Timer::Clock;
-  // Runs for those that are still there.
+  // Runs for each object that still exists when its time is over.
   using Expired = std::function<void(Locked&, const std::shared_ptr<T>&)>;
 
   Deadlines(
@@ -41,7 +42,8 @@ class Deadlines {
       timer_.set(waiting_.front().first);
     }
   }
-  // Those that are not expired, the ended ones too.
+  // How many objects have time left. An object that has been destroyed counts
+  // until its time is over.
   size_t size(Locked&) const {
     return waiting_.size();
   }
@@ -66,7 +68,7 @@ class Deadlines {
 
   const Clock::duration time_;
   const Expired expired_;
-  // By their time, the earliest first.
+  // Sorted by deadline, the earliest first.
   std::deque<std::pair<Clock::time_point, std::weak_ptr<T>>> waiting_;
   base::Timer timer_;
 };

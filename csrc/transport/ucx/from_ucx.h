@@ -1,7 +1,7 @@
 #pragma once
 
-// How UCX calls: every callback that is registered with UCX is a function of
-// FromUcx, and there is no other way in.
+// How UCX calls this code: every callback that is registered with UCX is a
+// function of FromUcx; UCX calls nothing else.
 
 #include "base/boundary.h"
 #include "base/buffer.h"
@@ -21,12 +21,14 @@ struct ClassOfMember<Result (T::*)(Arguments...)> {
   using Type = T;
 };
 
-// Calls `run`, a member function of the object that UCX was given with the
-// callback, with the token and what UCX says. The object has a worker(): UCX
-// calls only while this thread holds the lock of that worker, because it is
-// inside of an operation or of progress. UCX is C: an exception ends here, and
-// `failed` is called in place of what was not done, with the token and either
-// the error, or what UCX says and the error. Without `failed`, `run` is called
+// Calls `run` with the token and the arguments that UCX gives. `run` is a
+// member function of the object that was registered with the callback; this
+// object has a worker(). UCX calls back only while this thread is inside of an
+// operation or of progress, so this thread holds the lock of that worker.
+//
+// UCX is C, so no exception may pass through it: an exception of `run` ends
+// here, and `failed` is called instead, with the token and either the error
+// alone, or UCX's arguments and the error. Without `failed`, `run` is called
 // once more.
 template <base::Boundary boundary, auto run, auto failed = run>
 class FromUcx {
@@ -41,7 +43,8 @@ class FromUcx {
       void* data,
       size_t length,
       const ucp_am_recv_param_t* param) noexcept {
-    // We send nothing by UCX's rendezvous: whoever does is no peer of ours.
+    // This transport sends nothing by UCX's rendezvous, so such a message is
+    // from no peer of this group and is dropped.
     if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) == 0) {
       enter(
           target,
@@ -57,7 +60,8 @@ class FromUcx {
     enter(target, status);
   }
 
-  // The same, where the target was made for this call, and ends with it.
+  // The same for a target that was made for this one send: the target is
+  // deleted afterwards.
   static void
   sentLast(void* request, ucs_status_t status, void* target) noexcept {
     const std::unique_ptr<Target> owned(static_cast<Target*>(target));

@@ -7,7 +7,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// Proofs and keys are for this protocol and nothing else.
+// Part of all proofs and keys, so that they are valid in no other protocol.
 constexpr std::string_view kPurpose = "torch_rpc_ext 3";
 
 std::string_view bytesOf(const uint64_t& number) {

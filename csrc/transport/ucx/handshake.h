@@ -1,20 +1,21 @@
 #pragma once
 
-// How two workers prove to each other that they know the group's secret,
-// before either looks at anything else of the other's, and what keys they get
-// out of it. A connection opens in three messages:
+// How two workers prove to each other that they know the group's secret, before
+// either looks at the other's Preamble, and which keys they derive from the
+// handshake. A connection opens with three messages:
 //
-//   kOpen     its Preamble (P1), proof 1
-//   kOpened   the other's Preamble (P2), proof 2
-//   kConfirm  proof 3
+//   kOpen     from the opener: its Preamble (P1), proof 1
+//   kOpened   from the accepter: its Preamble (P2), proof 2
+//   kConfirm  from the opener: proof 3
 //
-// A proof is an HMAC-SHA256, with a key made from the secret, over its number,
-// the door token of the one that accepts, and the preambles there are so far.
-// The door token is drawn anew by each incarnation of a worker, a challenge by
-// each preamble, and a preamble holds the group, the name and the rank: so a
-// recorded proof 1 opens a connection at most that proof 3 never confirms, and
-// no proof serves for another worker, group or incarnation. Who cannot give
-// proof 1 costs one HMAC, and no memory.
+// A proof is an HMAC-SHA256, with a key made from the secret, over the proof's
+// number, the accepter's door token, and the preambles that have been sent so
+// far. Each incarnation of a worker draws a new door token, each preamble has a
+// new challenge, and a preamble holds the group, the name and the rank. So
+// whoever replays a recorded proof 1 gets at most a connection that proof 3
+// never confirms, and no proof is valid for another worker, group or
+// incarnation. A stranger without a valid proof 1 costs the accepter one HMAC,
+// and no memory.
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -25,7 +26,7 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// What a connection is about; equal at both ends.
+// What the proofs and keys of a connection are made from; equal at both ends.
 struct Transcript {
   uint64_t door = 0;
   std::string opener; // P1, encoded
@@ -38,7 +39,7 @@ std::string groupKey(const std::string& secret);
 // `number` is 1, 2 or 3.
 std::string proof(const std::string& key, int number, const Transcript&);
 
-// A preamble and its proof, as they travel.
+// A preamble and its proof, as they are sent.
 base::Buffer withProof(const std::string& preamble, const std::string& proof);
 struct Signed {
   std::string preamble;
@@ -46,7 +47,7 @@ struct Signed {
 };
 base::Result<Signed> parseSigned(base::ConstSpan bytes);
 
-// Keys of an encrypted connection. `shared` is what the key exchange gave.
+// Keys of an encrypted connection. `shared` is the result of the key exchange.
 struct SessionKeys {
   std::string fromOpener;
   std::string fromAccepter;

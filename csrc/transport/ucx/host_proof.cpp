@@ -51,7 +51,7 @@ bool findMark(uint64_t nonce) {
   return found;
 }
 
-// Empty when it reads the peer's nonce there.
+// Empty if the peer's nonce can be read at the peer's address.
 std::string whyNotReadable(const ProcessIdentity& peer) {
   uint64_t seen = 0;
   iovec local{&seen, sizeof(seen)};
@@ -75,7 +75,8 @@ HostMark::HostMark() : nonce_(randomToken()), socket_(openSocket()) {
   identity_.pid = getpid();
   identity_.nonceAddress = reinterpret_cast<uint64_t>(&nonce_);
   identity_.nonce = nonce_;
-  // Without the socket, reading the nonce is the only proof.
+  // If the socket cannot be opened or bound, the nonce in memory is the only
+  // proof.
   const MarkAddress mark(nonce_);
   if (socket_ >= 0) {
     (void)::bind(socket_, mark.get(), mark.length);

@@ -7,9 +7,10 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// While it lives, this process uses the sender's memory. It may live longer
-// than the connection, and than this worker's RPC. In a forked child its end
-// means nothing: the parent may use the memory still.
+// While a Lease lives, this process uses the sender's memory. A Lease may live
+// longer than the connection, and longer than this worker's RPC. When a Lease
+// dies in a forked child, the sender is not told, because the parent may still
+// use the memory.
 class UcxIncoming::Lease {
  public:
   Lease(std::weak_ptr<UcxConnection> connection, uint64_t transfer)
@@ -101,7 +102,7 @@ Adopted UcxIncoming::adopt(size_t index) {
   }
   struct Leased {
     std::shared_ptr<Lease> lease;
-    std::shared_ptr<memory::SharedMap> map; // goes first
+    std::shared_ptr<memory::SharedMap> map; // destroyed before the lease
 
     ~Leased() {
       if (map->discarded()) {
@@ -124,7 +125,7 @@ void UcxIncoming::receive(
           base::ErrorKind::kInvalid,
           "the sender returns memory that it has not been sent"};
       const auto connection = connection_;
-      callback(error); // the owner may let go of this
+      callback(error); // the callback may destroy *this
       connection->done(transfer_, 0, error);
       return;
     }
@@ -146,7 +147,7 @@ void UcxIncoming::receive(
   if (entries.empty()) {
     const bool answers = transfer_ != 0;
     const auto connection = connection_;
-    callback({}); // the owner may let go of this
+    callback({}); // the callback may destroy *this
     if (answers) {
       connection->done(transfer, bytes, {});
     }
@@ -163,10 +164,12 @@ void UcxIncoming::receive(
        lease = lease_,
        callback = std::move(callback)](base::Error error) {
         if (!error && connection->closed()) {
-          // The sender may have let go of the memory while it was read.
+          // The sender may have reused the memory while this process read it,
+          // so the bytes cannot be trusted.
           error = connection->ending();
         }
-        // The owner first: once the sender knows, it may close.
+        // The callback comes first: once the sender has the acknowledgement,
+        // the sender may close the connection.
         callback(error);
         connection->done(error ? transfer & ~kAdopted : transfer, bytes, error);
       },

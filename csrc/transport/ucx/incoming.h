@@ -8,7 +8,7 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// A frame that arrived on a UcxConnection.
+// A frame that has arrived on a UcxConnection.
 //
 // Owns: the bytes of the frame (its head starts at `headOffset`).
 class UcxIncoming final : public Incoming {
@@ -40,17 +40,18 @@ class UcxIncoming final : public Incoming {
   class Lease;
 
   const std::shared_ptr<UcxConnection> connection_;
-  const uint64_t transfer_; // 0: the sender waits for nothing
+  const uint64_t transfer_; // 0: the sender lends no memory
   const uint32_t firstSpan_;
   const std::vector<BulkEntry> entries_;
   const base::Buffer bytes_;
   const size_t headOffset_;
   std::vector<uint64_t> sizes_;
   bool answered_ = false;
-  std::shared_ptr<Lease> lease_; // of what was adopted
+  std::shared_ptr<Lease> lease_; // null until a span is adopted
 };
 
-// Turns the data of a kFrame (table, head) into an Incoming.
+// Turns the data of a kFrame (the table of spans, then the head) into an
+// Incoming.
 base::Result<std::unique_ptr<Incoming>> makeIncoming(
     const std::shared_ptr<UcxConnection>& connection,
     uint64_t transfer,

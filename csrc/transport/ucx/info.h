@@ -4,7 +4,8 @@
 #include <tuple>
 #include <vector>
 
-// What UCX there is, for people; free of UCX's own types.
+// Tells people which UCX is loaded and what UCX can use. This header has no UCX
+// types.
 namespace torch_rpc_ext::transport::ucx {
 
 // Version of the UCX library that is loaded, e.g. "1.22.0".
@@ -13,7 +14,7 @@ std::string libraryVersion();
 // Path of the libucp that is loaded.
 std::string libraryPath();
 
-// (transport, device, kind) of everything UCX can use in this process.
+// (transport, device, kind) of each device that UCX can use in this process.
 std::vector<std::tuple<std::string, std::string, std::string>> transports();
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -15,20 +15,22 @@ enum class Encryption : uint8_t {
   kOn,
 };
 
-// Everything the UCX transport can be told. Plain values: no UCX types here.
+// All options of the UCX transport, as plain values: no UCX types here.
 struct Options {
   // IP interfaces that TCP may use; empty means all. RDMA devices that UCX
-  // finds are always allowed: they fall back by themselves.
+  // finds are always allowed: where an RDMA device does not work, UCX chooses
+  // another way by itself.
   std::vector<std::string> interfaces;
-  // The user named them to us, which counts more than UCX_NET_DEVICES.
+  // Whether the user named the interfaces by an option, which then counts more
+  // than the variable UCX_NET_DEVICES.
   bool interfacesExplicit = false;
-  std::pair<uint16_t, uint16_t> ports; // first and last; 0: any
+  std::pair<uint16_t, uint16_t> ports; // first and last TCP port; 0: any port
   bool preferIpv6 = false;
   bool useSharedMemory = true;
   bool useCma = true;
   double keepaliveSeconds = 2.0;
   Encryption encryption = Encryption::kOff;
-  uint64_t maxFrameBytes = 0; // head plus bulk; 0: no limit but memory
+  uint64_t maxFrameBytes = 0; // head plus bulk; 0: only memory limits
 };
 
 } // namespace torch_rpc_ext::transport::ucx

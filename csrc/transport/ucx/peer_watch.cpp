@@ -34,8 +34,9 @@ const char* toString(PeerWord word) {
 
 PeerState next(PeerState state, PeerWord word, bool watched) {
   if (isOver(state)) {
-    // The verdict stands. But what ended while its process may have lived, and
-    // have read our memory, can become one that cannot.
+    // The verdict stands. But if the connection ended while the peer's process
+    // may have lived and read our memory, the end of that process makes the
+    // peer dead: then it cannot read any more.
     const bool mayRead =
         state == PeerState::kBroken || state == PeerState::kClosed;
     return mayRead && word == PeerWord::kProcessEnded ? PeerState::kDead
@@ -45,8 +46,8 @@ PeerState next(PeerState state, PeerWord word, bool watched) {
     case PeerWord::kEstablished:
       return state == PeerState::kConnecting ? PeerState::kOpen : state;
     case PeerWord::kPathLost:
-      // Nobody waits for the process of a peer that is doubted already, or of
-      // another host.
+      // If the peer's process is watched, the verdict waits for the process to
+      // end. A peer that is doubted already stays so.
       return watched ? PeerState::kDoubted : PeerState::kBroken;
     case PeerWord::kProcessEnded:
       return PeerState::kDead;
@@ -75,14 +76,15 @@ void PeerWatch::watch(Locked&, base::Poller& poller, int32_t pid, int pidFd) {
   pid_ = pid;
   pidFd_ = pidFd;
   if (pidFd_ < 0) {
-    return; // an old kernel: UCX's keepalive has to do
+    return; // an old kernel, where UCX's keepalive must do
   }
   poller_ = &poller;
   poller.add(pidFd_, [weak = weak_from_this()] {
     if (const auto self = weak.lock()) {
       self->worker_->post([self](Locked& locked) {
         if (!isOver(self->state())) {
-          // What it said before it ended counts: answers, and its goodbye.
+          // Messages that the peer sent before its process ended count:
+          // answers, and its goodbye. So they are taken first.
           locked.progressAll();
         }
         self->hear(locked, PeerWord::kProcessEnded);
@@ -126,7 +128,8 @@ void PeerWatch::hear(Locked& locked, PeerWord word, base::Error why) {
   }
   state_ = after;
   if (after == PeerState::kDead && holds(locked)) {
-    // Later: it may hold the last reference to a tensor.
+    // Dropped later, without the lock: a callback may hold the last reference
+    // to a tensor.
     locked.defer([held = std::exchange(held_, {})] {});
     unwatch(locked);
   }

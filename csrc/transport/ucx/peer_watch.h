@@ -15,37 +15,39 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// What somebody has to say about a peer.
+// News about a peer: from UCX, from the kernel, from the peer itself, or from
+// this worker.
 enum class PeerWord : uint8_t {
   kEstablished, // the handshake is over
-  kPathLost, // UCX's error: a reset, a time-out, its keepalive
-  kProcessEnded, // the pidfd
-  kDoubtOver, // the pidfd has been given its time
+  kPathLost, // an error of UCX: a reset, a time-out, its keepalive
+  kProcessEnded, // the pidfd says so
+  kDoubtOver, // the time for the pidfd to report the end is over
   kGoodbye, // the peer leaves
   kBrokeThere, // the peer says that the connection broke at its end
-  kGivenUp, // this worker ends it: the peer breaks the protocol, or has a
-            // successor
-  kClosedHere, // this worker closes it
+  // This worker ends the connection, because the peer breaks the protocol, or
+  // has a successor, or because of an error here.
+  kGivenUp,
+  kClosedHere, // this worker closes the connection
 };
 inline constexpr uint8_t kPeerWords = 8;
 
 const char* toString(PeerWord word);
 
-// Every transition there is. `watched`: the process is of this host, and its
-// end will be noticed. The words come in any order: the process of a worker
-// that is killed ends after the kernel has reset its sockets, and both are
-// noticed by different threads.
+// All transitions of PeerState. `watched`: the process runs on this host, and
+// its end will be noticed. The words may come in any order: when a worker is
+// killed, its process ends only after the kernel has reset its sockets, and
+// different threads notice the two events.
 PeerState next(PeerState state, PeerWord word, bool watched);
 
-// The one judge of the peer of one connection: joins what UCX, the pidfd and
-// the peer itself say into a PeerState.
+// The only judge of one connection's peer: turns what UCX, the pidfd, the peer
+// and this worker say into a PeerState.
 //
-// Owns: the state, the pidfd, memory that the peer may go on reading after the
-//   connection has ended, until its process has ended too.
+// Owns: the state; the pidfd; the memory that the peer may go on reading after
+//   the connection has ended, until the peer's process has ended too.
 // Thread: any.
 class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
  public:
-  // Runs after each change.
+  // Runs after each change of the state.
   using Changed = std::function<void(Locked&, PeerState before)>;
 
   // `name` is for the log.
@@ -63,14 +65,15 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   PeerState state() const {
     return state_.load();
   }
-  // Why it is over; once it is.
+  // Why the connection is over; to be called once it is over.
   const base::Error& why() const {
     return why_;
   }
 
-  // A pidfd, or -1: there is no such process, or the kernel has no pidfds.
+  // A pidfd, or -1 if there is no such process, or if the kernel has no pidfds.
   static int openProcess(int32_t pid);
-  // Hears from now on when the process ends; owns its pidfd, which may be -1.
+  // From now on notices when the process ends. Takes over `pidFd`, which may be
+  // -1.
   void watch(Locked&, base::Poller& poller, int32_t pid, int pidFd);
   void unwatch(Locked&) {
     closePidFd();
@@ -78,14 +81,17 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   bool watched(Locked&) const {
     return pidFd_ >= 0;
   }
-  // Whether the process has ended, a zombie's too; false if it is not watched.
+  // Whether the process has ended; a zombie has ended, too. False if the
+  // process is not watched.
   bool processEnded(Locked&) const;
 
-  // `why` is what the connection ends with, if the word ends it.
+  // Takes `word` into account. If `word` ends the connection, `why` is the
+  // reason.
   void hear(Locked&, PeerWord word, base::Error why = {});
 
-  // Memory that the peer may be reading: held by the callback until the process
-  // has ended, or, where that cannot be noticed, for as long as this lives.
+  // Keeps memory that the peer may be reading, which `memory` holds, until the
+  // process has ended. If the end of the process cannot be noticed, keeps the
+  // memory for as long as this PeerWatch lives.
   void hold(Locked&, Callback memory) {
     held_.push_back(std::move(memory));
   }
@@ -100,8 +106,9 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   const std::string name_;
   const Changed changed_;
   std::atomic<PeerState> state_{PeerState::kConnecting};
-  base::Error doubt_; // what it is doubted for
-  base::Error why_; // written once, before state_ says that it is over
+  base::Error doubt_; // why the peer is doubted
+  // Written once, before state_ says that the connection is over.
+  base::Error why_;
   base::Poller* poller_ = nullptr;
   int32_t pid_ = 0;
   int pidFd_ = -1;

@@ -163,7 +163,7 @@ base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes) {
 base::Result<std::vector<BulkEntry>> parseBulkEntries(
     base::ConstSpan bytes,
     uint32_t count) {
-  // Checked before anything is allocated: a peer may claim any count.
+  // Checked before anything is allocated, because a peer may claim any count.
   if (count > kMaxBulkSpans || count > bytes.size / sizeof(BulkEntry)) {
     return malformed("table of bulk spans");
   }

@@ -1,30 +1,36 @@
 #pragma once
 
-// What UCX contexts say to each other. One active-message id carries
-// everything; its UCX header is a FrameHeader, its data depends on the kind:
+// The protocol between UCX contexts. One active-message id carries all
+// messages; the UCX header of a message is a FrameHeader, and the data depends
+// on the kind:
 //
 //   kind      token of      data
-//   kOpen     the address   Preamble of the one who connects, proof
-//   kOpened   the opener    Preamble of the one who accepts, proof
+//   kOpen     the address   Preamble of the opener, proof
+//   kOpened   the opener    Preamble of the accepter, proof
 //   kConfirm  the accepter  proof (handshake.h)
 //   kRefused  the opener    text: why
 //   kFrame    the receiver  count x BulkEntry, then the head
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans through UCX
-//   kDone     the receiver  nothing (status 0), or the reason of the refusal
-//   kAbort    the receiver  text: why bulk that it has asked for does not come;
-//                           count is the kind of the error
-//   kClose    the receiver  nothing; count 1: not by choice, it broke
-//   kSealed   the receiver  any of those from kFrame on, encrypted
+//   kDone     the receiver  nothing (count 0), or text: why the bulk was
+//                           refused; count is the kind of the error
+//   kAbort    the receiver  text: why bulk that the receiver has asked for does
+//                           not come; count is the kind of the error
+//   kClose    the receiver  nothing; count 1: broken at the sender's end
+//   kSealed   the receiver  a message of a kind from kFrame on, encrypted
 //                           (secure_channel.h); `transfer` is its number
 //
-// A token is 64 random bits that the receiver drew for this connection; bytes
-// without a known token are dropped unread. Bulk is moved by the receiver: it
-// reads the sender's memory (cma.h) or asks for it with kPull, and says when
-// the sender may have its memory back: in the header of the next message that
-// goes there anyway, or by kDone when there is none for a while, or much
-// memory, or a reason why the bulk was not taken. Of bulk with a region it may
-// keep the memory instead, and says that first (kAdopted).
+// A token is 64 random bits that the receiver of the message drew for this
+// connection or, for kOpen, for its address. The data of a message without a
+// known token is dropped unread.
+//
+// The receiver of a frame moves its bulk: the receiver reads the sender's
+// memory (cma.h) or asks for the bulk with kPull. Then the receiver tells the
+// sender that the sender's memory is free again, in the header of the next
+// message to the sender. A kDone of its own says so if there is no such message
+// for a while, if the memory is large, or if the bulk was refused. If a span
+// has a region, the receiver may keep the memory instead of copying it, and
+// says so first (kAdopted).
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -64,72 +70,76 @@ enum class FrameKind : uint16_t {
 struct FrameHeader {
   uint16_t version = kProtocolVersion;
   FrameKind kind = FrameKind::kFrame;
-  uint32_t count = 0; // bulk spans of a frame; status of others
+  uint32_t count = 0; // bulk spans of a frame; see above for others
   uint64_t token = 0;
-  uint64_t transfer = 0; // the sender's number for a frame's bulk, or 0
-  uint64_t acknowledged = 0; // a transfer of the receiver's that is done, or 0
+  uint64_t transfer = 0; // number that a frame's sender gave its bulk, or 0
+  // a transfer of the message's receiver that is done, or 0
+  uint64_t acknowledged = 0;
 };
 static_assert(sizeof(FrameHeader) == 32);
 
 struct BulkEntry {
   uint64_t size = 0;
-  uint64_t address = 0; // 0: not readable from outside, pull it
+  uint64_t address = 0; // 0: not readable from outside, use kPull
   uint64_t region = 0; // not 0: shared memory that the receiver may keep
   uint64_t fd = 0; // of the region, in the sender's process; or kReturned
 };
 static_assert(sizeof(BulkEntry) == 32);
 
-// The region is one of the receiver's own, which it has sent over the same
-// connection: the sender does not use it any more. It may come again at once,
-// before the sender has said so of the message that it came with.
+// The region belongs to the receiver, which has sent it over the same
+// connection: the sender of this entry does not use it any more. The receiver
+// may lend the region again at once, even before this sender has acknowledged
+// the message with which the region came.
 constexpr uint64_t kReturned = ~uint64_t{0};
 
-// Of a UCX worker. UCX takes a peer for one of this host by comparing boot ids
-// and namespaces, which may be equal elsewhere; then it uses shared memory. Who
-// has not been proved to be of this host is shown, and reached by, the second.
+// The addresses of a UCX worker. To find out whether a peer is on this host,
+// UCX compares boot ids and namespaces, which may be equal on different hosts;
+// then UCX uses shared memory. So a peer that is not proved to be on this host
+// is reached by the second address, and gets the second address in a kPull.
 struct WorkerAddress {
   std::string all;
-  std::string network; // no shared memory in it
+  std::string network; // names no shared memory
 
   const std::string& to(const Nearness& peer) const {
     return peer.sameHost ? all : network;
   }
 };
 
-// What Context::address() says.
+// The content of Context::address().
 struct ContextAddress {
-  uint64_t door = 0; // a token: who does not know it is not let in
+  uint64_t door = 0; // a token that openers must know
   ProcessIdentity process;
   WorkerAddress worker;
 };
 
-// Both ends introduce themselves with it.
+// Each end introduces itself with a Preamble.
 struct Preamble {
   std::string challenge; // fresh random bytes
-  std::string keyShare; // empty where there is no encryption
+  std::string keyShare; // empty without encryption
   Encryption encryption = Encryption::kOff;
-  uint64_t token = 0; // what the other side must put on its frames
+  uint64_t token = 0; // what the receiver must put on its messages
   ProcessIdentity process;
-  bool sameHost = false; // it has proved the receiver to be of its host
+  bool sameHost = false; // proved by the sender of this Preamble
   WorkerAddress address;
-  std::string hello; // opaque: the Handler's
+  std::string hello; // from the Handler, opaque here
 };
 
 struct PullRequest {
   uint32_t firstSpan = 0;
   uint32_t spanCount = 0;
-  uint64_t tag = 0; // of the first chunk; the following count up
-  std::string bulkAddress; // of the UCX worker that receives
+  uint64_t tag = 0; // of the first chunk; later chunks count up
+  std::string bulkAddress; // of the UCX worker that receives the bulk
 };
 
-// On a transfer's number: its receiver has mapped the memory and keeps it for
-// now. The number alone follows when it has let go.
+// This bit on a transfer's number says that the receiver of the bulk has mapped
+// the memory and keeps it for now. The number without this bit follows when the
+// receiver has let go of the memory.
 constexpr uint64_t kAdopted = uint64_t{1} << 63;
-// The same: its receiver has let go, but has forked meanwhile, and its child
-// may read the memory for as long as it likes.
+// This bit says that the receiver of the bulk has let go of the memory, but has
+// forked meanwhile, and its child may read the memory for as long as it likes.
 constexpr uint64_t kForked = uint64_t{1} << 62;
 
-// How a bulk span is cut for kPull: both ends count chunks in this way.
+// How a bulk span is cut for kPull. Both ends number the chunks in this way.
 constexpr size_t kChunkBytes = 16u << 20;
 inline uint64_t chunkCount(uint64_t bytes) {
   return (bytes + kChunkBytes - 1) / kChunkBytes;
@@ -138,7 +148,7 @@ inline uint64_t chunkCount(uint64_t bytes) {
 // 64 random bits, not 0.
 uint64_t randomToken();
 
-// A reason that a peer gives, for people: not more of it than they read.
+// The text of a reason that a peer gives, cut to a length that people read.
 std::string toText(base::ConstSpan data);
 
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes);
@@ -149,7 +159,8 @@ base::Result<Preamble> parsePreamble(base::ConstSpan bytes);
 base::Buffer encode(const PullRequest&);
 base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes);
 
-// The first `count` entries of a frame's data; the rest is its head.
+// The first `count` entries of a frame's data; the rest of the data is its
+// head.
 base::Result<std::vector<BulkEntry>> parseBulkEntries(
     base::ConstSpan bytes,
     uint32_t count);

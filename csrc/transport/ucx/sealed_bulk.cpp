@@ -15,7 +15,7 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// Staging buffers of one transfer: one is filled while another is on its way.
+// How many staging buffers a transfer has: one is filled while another is sent.
 constexpr uint64_t kLanes = 2;
 
 std::vector<base::MutableSpan> chunksOf(
@@ -34,8 +34,9 @@ base::ConstSpan spanOf(const uint64_t& tag) {
   return {&tag, sizeof(tag)};
 }
 
-// Each lane waits until a chunk is there, seals it, sends it, and goes on when
-// that has left.
+// Sends one transfer with several lanes. Each lane waits until the bytes of its
+// next chunk are there, seals and sends the chunk, and goes on when UCX does
+// not read the lane's staging buffer any more.
 class Sending : public std::enable_shared_from_this<Sending> {
  public:
   Sending(
@@ -283,7 +284,7 @@ uint64_t receiveSealed(
           opening->start(runner);
         }
       },
-      /*arrived=*/nullptr); // not before they are opened
+      /*arrived=*/nullptr); // a chunk is of no use before it is opened
 }
 
 uint64_t sealedChunkCount(const std::vector<base::MutableSpan>& into) {

@@ -1,9 +1,10 @@
 #pragma once
 
-// Bulk on an encrypted connection: each chunk is sealed into a staging buffer,
-// sent as it is sent otherwise, and opened in the receiver's memory. The tags
-// of all chunks follow as one chunk more. A chunk's nonce is its number on the
-// receiver's BulkChannel, which is never used twice.
+// Bulk on an encrypted connection. The sender seals each chunk into a staging
+// buffer and sends it like a plain chunk; the receiver opens the chunk where it
+// has arrived, in its final memory. The authentication tags of all chunks
+// follow in one further chunk. A chunk's nonce is its tag on the receiver's
+// BulkChannel, which never uses a tag twice.
 
 #include "base/buffer.h"
 #include "base/task.h"
@@ -26,8 +27,9 @@ void sendSealed(
     const std::vector<BulkSpan>& spans,
     Callback callback);
 
-// Receives into `into` and opens it there; returns what BulkChannel::receive()
-// does. `firstTag` is the first of sealedChunkCount() tags.
+// Receives into `into` and opens the chunks there. Returns the id that
+// BulkChannel::receive() returns. `firstTag` is the first of sealedChunkCount()
+// tags.
 uint64_t receiveSealed(
     BulkChannel& bulk,
     base::TaskRunner& runner,
@@ -36,8 +38,8 @@ uint64_t receiveSealed(
     std::vector<base::MutableSpan> into,
     Callback callback);
 
-// How many chunks, each with a tag of UCX's, bring what fills `into` and the
-// authentication tags of that.
+// How many chunks bring the bytes of `into` and their authentication tags. Each
+// chunk has a tag of the BulkChannel.
 uint64_t sealedChunkCount(const std::vector<base::MutableSpan>& into);
 
 } // namespace torch_rpc_ext::transport::ucx

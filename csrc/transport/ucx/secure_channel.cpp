@@ -68,7 +68,8 @@ base::Result<SecureChannel::Opened> SecureChannel::open(
           opened.bytes.data())) {
     return error;
   }
-  // Only now: a stranger must not use up numbers.
+  // Only after the message has proved authentic: otherwise a stranger could use
+  // up numbers.
   markSeen(outer.transfer);
   auto header = parseHeader({opened.bytes.data(), sizeof(FrameHeader)});
   if (!header.ok()) {

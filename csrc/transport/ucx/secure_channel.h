@@ -11,14 +11,15 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Seals and opens the messages of one encrypted connection. Each has a number,
-// which is its nonce; one that comes twice, or too late to tell, is refused.
-// Thread: one at a time.
+// Seals and opens the messages of one encrypted connection. Each message has a
+// number, which is its nonce. A number that comes a second time is refused, and
+// so is a number that is too old to tell.
+// Thread: any, but only one thread at a time.
 class SecureChannel {
  public:
   SecureChannel(const SessionKeys& keys, bool opener);
 
-  // A kSealed message for `token` that holds `header` and `data`.
+  // A kSealed message for `token` that contains `header` and `data`.
   struct Sealed {
     FrameHeader header;
     base::Buffer data;
@@ -37,7 +38,8 @@ class SecureChannel {
   bool isNew(uint64_t number) const;
   void markSeen(uint64_t number);
 
-  // UCX delivers almost in order.
+  // How far a message may be overtaken. UCX delivers almost in order, so this
+  // is plenty.
   static constexpr size_t kWindow = 4096;
 
   crypto::Cipher sending_;

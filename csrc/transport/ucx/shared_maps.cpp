@@ -12,10 +12,10 @@ namespace {
 
 using memory::SharedMap;
 
-// The owner's cache has a cap of its own; this one is for regions that it has
-// let go of meanwhile.
+// Limits the unused maps. The owners' caches have limits of their own, but an
+// owner may have dropped a region that is still mapped here.
 constexpr size_t kMaxIdleBytes = size_t{1} << 30;
-// Each has a descriptor; more is copied.
+// Limited because each map has a descriptor. Bulk of further regions is copied.
 constexpr size_t kMaxMaps = 256;
 
 using Clock = std::chrono::steady_clock;
@@ -29,7 +29,7 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       return owner == pid && map.region().id == entry.region &&
           map.size() >= entry.size && !map.discarded();
     };
-    std::vector<Idle> surplus; // goes after the lock
+    std::vector<Idle> surplus; // unmapped after the unlock
     std::unique_lock lock(mutex_);
     for (const Used& used : used_) {
       if (auto users =
@@ -62,10 +62,11 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
     return use(lock, pid, map);
   }
 
-  // Returns how many are left.
+  // Drops the unused maps for which `unwanted` is true. Returns how many maps
+  // are left, used and unused.
   template <typename Predicate>
   size_t drop(Predicate&& unwanted) {
-    std::vector<Idle> surplus; // goes after the lock
+    std::vector<Idle> surplus; // unmapped after the unlock
     std::lock_guard lock(mutex_);
     const auto rest = std::stable_partition(
         idle_.begin(), idle_.end(), [&](const Idle& idle) {
@@ -105,9 +106,9 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
 
   void giveBack(int32_t pid, const std::shared_ptr<SharedMap>& map) {
     if (!home_.isHere()) {
-      return; // the lock may be that of a thread of the parent's
+      return; // a thread of the parent may have held mutex_ at the fork
     }
-    std::vector<Idle> surplus; // goes after the lock
+    std::vector<Idle> surplus; // unmapped after the unlock
     std::unique_lock lock(mutex_);
     std::erase_if(
         used_, [&map](const Used& used) { return used.map == map.get(); });

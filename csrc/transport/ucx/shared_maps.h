@@ -11,13 +11,15 @@
 namespace torch_rpc_ext::transport::ucx {
 
 // Regions of other processes' shared memory that are mapped here, kept for
-// their next use: the pages of a map that is new have to be faulted in again.
+// their next use, because the pages of a new map have to be faulted in again.
 //
-// Owns: the maps that nobody uses; one in use belongs to its users. A region
-// that is still in use is mapped once: its owner may have it back, and lend it
-// again, before this process has let go of what it returned.
+// A region can come again while it is in use here, because this process may
+// have returned the region without having let go of it. Then map() gives the
+// same map again.
+//
+// Owns: the maps that nobody uses; a map in use belongs to its users.
 // Thread: any.
-// Outlives: nothing; maps in use outlive it.
+// Outlives: nothing; maps in use outlive this object.
 class SharedMaps {
  public:
   SharedMaps();
@@ -25,14 +27,16 @@ class SharedMaps {
   SharedMaps(const SharedMaps&) = delete;
   SharedMaps& operator=(const SharedMaps&) = delete;
 
-  // The memory of a region of process `pid`; null if it cannot be had, or is
-  // not what a peer of ours would offer, or if too many are in use.
+  // The memory of a region of process `pid`. Null if the region cannot be
+  // mapped, is not what a peer of ours would offer, or if too many maps are in
+  // use.
   std::shared_ptr<memory::SharedMap> map(int32_t pid, const BulkEntry& entry);
 
-  // Unmaps what is unused of a process.
+  // Unmaps the unused regions of process `pid`.
   void forget(int32_t pid);
-  // Unmaps what has not been used for `age`: its owner may be done with it.
-  // Returns how many maps are left, those in use too.
+  // Unmaps regions that have not been used for `age`, because their owners may
+  // have no use for them any more. Returns how many maps are left, those in use
+  // included.
   size_t trim(std::chrono::steady_clock::duration age);
 
  private:

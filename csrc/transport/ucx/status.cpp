@@ -10,7 +10,8 @@
 namespace torch_rpc_ext::transport::ucx {
 
 base::Error toError(ucs_status_t status, const std::string& doing) {
-  // UCX's "Endpoint timeout" is also the word for a port that refuses.
+  // UCX says "Endpoint timeout" also when a port refuses the connection, so its
+  // own text would mislead.
   const std::string text = doing + ": " +
       (status == UCS_ERR_ENDPOINT_TIMEOUT
            ? "the other end has ended or does not answer"
@@ -20,12 +21,12 @@ base::Error toError(ucs_status_t status, const std::string& doing) {
       return {};
     case UCS_ERR_CONNECTION_RESET:
     case UCS_ERR_ENDPOINT_TIMEOUT:
-    case UCS_ERR_TIMED_OUT: // the kernel has given the socket up
+    case UCS_ERR_TIMED_OUT: // the kernel has given up the socket
     case UCS_ERR_NOT_CONNECTED:
     case UCS_ERR_UNREACHABLE:
     case UCS_ERR_REJECTED:
     case UCS_ERR_IO_ERROR:
-    case UCS_ERR_SHMEM_SEGMENT: // a dead peer's is gone
+    case UCS_ERR_SHMEM_SEGMENT: // a dead peer's segment is gone
       return {base::ErrorKind::kPeerLost, text};
     case UCS_ERR_NO_MEMORY:
     case UCS_ERR_NO_RESOURCE:
@@ -53,12 +54,13 @@ ucs_log_func_rc_t onUcxLog(
     const char* message,
     va_list args) {
   if (level == UCS_LOG_LEVEL_FATAL || level == UCS_LOG_LEVEL_PRINT) {
-    return UCS_LOG_FUNC_RC_CONTINUE; // UCX is about to abort: let it speak
+    return UCS_LOG_FUNC_RC_CONTINUE; // UCX is about to abort and says why
   }
   char text[1024];
   vsnprintf(text, sizeof(text), message, args);
-  // What UCX calls an error (a peer that closed its socket) reaches users as
-  // the error of the calls that it affects; UCX's line is for debugging.
+  // An event that UCX calls an error (a peer has closed its socket) reaches
+  // users as the error of the calls that it affects, so UCX's line is only for
+  // debugging.
   base::log(
       level <= UCS_LOG_LEVEL_WARN ? base::LogLevel::kInfo
                                   : base::LogLevel::kDebug,

@@ -115,7 +115,8 @@ void Transfers::fail(
     it->second.done = true;
     it->second.error = error;
     if (hold && !it->second.adopted) {
-      // A reader that is half-way must not see what comes there next.
+      // Held, because a peer that is still reading must not see what is written
+      // into this memory next.
       hold(it->second.callback);
     }
     finish(locked, it++);

@@ -13,60 +13,68 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// The bulk of messages that the peer of one connection has not yet taken.
+// The bulk of one connection that the peer has not yet taken. A transfer is the
+// bulk of one message, and the frame of that message if the frame is big.
 //
-// Owns: what their callbacks hold, which is the memory that the peer reads.
+// Owns: the big frames, and the callbacks of the transfers, which hold the
+//   other memory that the peer reads.
 // Thread: any.
 class Transfers {
  public:
   using Spans = std::vector<BulkSpan>;
 
   // Lends `frame`, which may be empty, and then `bulk`. Returns the number by
-  // which the peer asks for them. `callback` fires when the peer needs them no
-  // more.
+  // which the peer asks for these spans. `callback` fires when the peer does
+  // not need them any more.
   uint64_t add(
       Locked&,
       base::Buffer frame,
       const std::vector<BulkSpan>& bulk,
       Callback callback);
 
-  // Null for a number that does not exist, or has ended.
+  // Null if no such transfer exists, or if the transfer has ended.
   const Spans* find(Locked&, uint64_t id) const;
 
-  // A region of ours that the peer has, and gives back; null if it has none
-  // such. With its last region a transfer ends: the peer's word that it has
-  // let go of what it returned may come later, and need not be waited for.
+  // Our region `region`, which the peer has, and gives back; null if the peer
+  // has no such region. If a transfer consists only of regions, it ends when
+  // the last of them comes back: the peer acknowledges the transfer later, but
+  // nobody need wait for that.
   std::shared_ptr<memory::SharedMap>
   takeBack(Locked&, uint64_t region, uint64_t size);
 
-  // Around a send through UCX, which may read the memory until it ends,
-  // whatever the peer says. False for one that the peer asks for too often:
-  // the frame, if it is lent, and the bulk are asked for once each.
+  // To be called before and after the send of a transfer through UCX: until the
+  // send ends, UCX may read the memory, whatever the peer says. False if the
+  // peer asks for the transfer too often: it may ask once for the frame, if
+  // that is lent, and once for the bulk.
   bool sendBegins(Locked&, uint64_t id);
   void sendEnds(Locked&, uint64_t id, const base::Error& error);
 
-  // The peer keeps the memory for now, and reads nothing of ours.
+  // The peer has mapped the transfer's regions and keeps them for now. It does
+  // not read the other memory of the transfer any more.
   void adopted(Locked&, uint64_t id);
-  // A child of the peer's may keep the memory for longer than the peer.
+  // A forked child of the peer may keep the memory for longer than the peer.
   void forked(Locked&, uint64_t id);
-  // The peer needs it no more. A late word about one that has ended is none.
+  // The peer does not need the transfer any more. Does nothing if the transfer
+  // has already ended.
   void done(Locked&, uint64_t id, base::Error error);
 
-  // The connection is over. What the peer may still be reading goes to `hold`
-  // (null: it cannot be reading), the rest is released.
+  // The connection is over. Passes the callbacks of transfers that the peer may
+  // still be reading to `hold`, too; a null `hold` means that the peer cannot
+  // be reading. All callbacks fire with `error`, once UCX does not read the
+  // memory any more.
   void fail(
       Locked&,
       const base::Error& error,
       const std::function<void(Callback)>& hold);
 
-  // The peer may still be reading our memory.
+  // Whether the peer may still be reading our memory.
   bool lending(Locked&) const;
 
  private:
   struct Transfer {
     base::Buffer frame;
     Spans spans;
-    std::vector<uint64_t> regions; // that the peer has
+    std::vector<uint64_t> regions; // those that the peer has
     Callback callback;
     bool done = false;
     bool adopted = false;

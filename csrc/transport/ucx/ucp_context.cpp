@@ -16,11 +16,12 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// What a process may come to need there with hundreds of peers.
+// The space in /dev/shm that a process with hundreds of peers may need.
 constexpr uint64_t kPosixSharedMemoryBytes = 64u << 20;
 
-// A setting of ours holds only where the user has not said otherwise in UCX's
-// own environment, unless it is what the user said to us.
+// Sets a value of UCX's configuration, unless the user has set the UCX_*
+// variable of that name. A value that the user has given to us as an option
+// (`explicitly`) wins over the variable.
 void set(
     ucp_config_t* config,
     const char* key,
@@ -39,8 +40,9 @@ void set(
   }
 }
 
-// UCX names RDMA devices in the same list as IP interfaces. To choose among the
-// latter without losing the former, the others are excluded by name.
+// UCX has one list for IP interfaces and RDMA devices. Listing the wanted
+// interfaces would exclude all RDMA devices, so the unwanted interfaces are
+// excluded by name instead.
 std::string excludedInterfaces(const std::vector<std::string>& wanted) {
   std::string text;
   for (const auto& [name, interface] : base::networkInterfaces()) {
@@ -51,9 +53,9 @@ std::string excludedInterfaces(const std::vector<std::string>& wanted) {
   return text;
 }
 
-// Two kinds of shared memory are tried where one would do, and each costs
-// memory: SysV's is only needed where /dev/shm, often small in a container, has
-// no room.
+// By default UCX sets up two kinds of shared memory, POSIX and SysV, and each
+// costs memory. SysV shared memory is only needed if /dev/shm, which is often
+// small in a container, has no room.
 bool hasPosixSharedMemory() {
   struct statvfs info{};
   return statvfs("/dev/shm", &info) == 0 &&
@@ -61,7 +63,7 @@ bool hasPosixSharedMemory() {
 }
 
 std::string transportList(const Options& options) {
-  // CMA is done by ourselves (cma.h says why); CUDA memory never reaches UCX.
+  // We read by CMA ourselves (cma.h says why); CUDA memory never reaches UCX.
   std::string list = "^cma,cuda_copy,cuda_ipc,gdr_copy";
   if (!options.useSharedMemory) {
     list += ",shm";
@@ -73,21 +75,21 @@ std::string transportList(const Options& options) {
 
 void configure(ucp_config_t* config, const Options& options) {
   set(config, "TLS", transportList(options));
-  // UCX's put over TCP lets whoever reaches the port write to this process's
-  // memory. Bulk between hosts is as fast without it (1.05 and 1.20 GB/s with,
-  // 1.12 and 1.10 without, by turns), at 20 % less CPU time.
+  // With UCX's put over TCP, anyone who reaches the port can write to this
+  // process's memory. Bulk between hosts is as fast without put (1.05 and 1.20
+  // GB/s with, 1.12 and 1.10 without, by turns), and takes 20 % less CPU time.
   set(config, "TCP_PUT_ENABLE", "n");
-  // Else it connects in a blocking system call and keeps the worker locked:
-  // calls to all others wait for a host that does not answer. And each attempt
-  // that fails there leaves its socket behind.
+  // Without this setting, UCX connects in a blocking system call while the
+  // worker is locked: then calls to all other peers wait for a host that does
+  // not answer. And each such attempt that fails leaves its socket open.
   set(config, "TCP_CONN_NB", "y");
-  // What one system call moves at most, of bulk between hosts. UCX's 64 KiB
-  // make both sides sleep and wake at each: 300 ms for 200 MB there and back
-  // between two namespaces, and 236 ms with this, at a fifth of the context
-  // switches. 256 KiB and 1 MiB were slower.
+  // The most bytes of bulk between hosts that one system call moves. With UCX's
+  // default of 64 KiB, both sides sleep and wake for each piece: 300 ms for 200
+  // MB there and back between two namespaces, against 236 ms with 512 KiB, at a
+  // fifth of the context switches. 256 KiB and 1 MiB were slower.
   set(config, "TCP_RX_SEG_SIZE", "512k");
-  // How many receive buffers of 8 KiB are made at once; UCX makes 512, 4 MB of
-  // them, before the first message.
+  // How many receive buffers of 8 KiB UCX allocates at once. UCX's default is
+  // 512, which takes 4 MB before the first message.
   set(config, "POSIX_RX_BUFS_GROW", "64");
   if (!options.interfaces.empty()) {
     const std::string excluded = excludedInterfaces(options.interfaces);
@@ -95,17 +97,18 @@ void configure(ucp_config_t* config, const Options& options) {
       set(config, "NET_DEVICES", excluded, options.interfacesExplicit);
     }
   }
-  // Without it, endpoints that notice errors silently avoid shared memory.
+  // Without this setting, endpoints that notice errors do not use shared
+  // memory, and UCX does not say so.
   set(config, "MM_ERROR_HANDLING", "y");
   set(config,
       "KEEPALIVE_INTERVAL",
       std::to_string(
           std::max(1, static_cast<int>(options.keepaliveSeconds * 500))) +
           "ms");
-  // The kernels at both ends answer, so a process that is stopped keeps its
-  // connections and a host that is gone loses them: after `keepalive` without
-  // an answer, whether data is under way (user timeout) or not (probes, in
-  // whole seconds).
+  // The kernels at both ends answer TCP's probes. So a process that is stopped
+  // keeps its connections, and a host that is gone loses them after
+  // `keepaliveSeconds` without an answer: by the user timeout if data is under
+  // way, else by the probes, which count in whole seconds.
   const int seconds = std::max(2, static_cast<int>(options.keepaliveSeconds));
   const int idle = seconds / 2;
   set(config,
@@ -122,7 +125,7 @@ void configure(ucp_config_t* config, const Options& options) {
         /*explicitly=*/true);
   }
   set(config, "TCP_AF_PRIO", options.preferIpv6 ? "inet6,inet" : "inet,inet6");
-  set(config, "MAX_RNDV_RAILS", "4"); // as many NICs as there are, to a point
+  set(config, "MAX_RNDV_RAILS", "4"); // use up to 4 NICs at once
   set(config, "WARN_UNUSED_ENV_VARS", "n");
 }
 

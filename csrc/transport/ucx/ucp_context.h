@@ -9,8 +9,9 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Owns: a ucp_context_h made from Options and the UCX_* environment, which
-// wins where the user has set it.
+// Owns: a ucp_context_h made from Options and the UCX_* environment variables,
+//   which win over our defaults, but not over the ports and interfaces that the
+//   user has given as options.
 // Outlives: every Worker made from it.
 class UcpContext {
  public:

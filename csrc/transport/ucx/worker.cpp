@@ -14,8 +14,8 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// A burst of frames is handed on in pieces, so that the first of them need not
-// wait for the last.
+// A burst of frames is handed on in pieces, so that the first frames need not
+// wait until the last have arrived.
 constexpr int kProgressRounds = 32;
 constexpr int kStuckMicroseconds = 100;
 constexpr int kMostProgress = 10'000;
@@ -35,7 +35,7 @@ base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
   ucp_worker_params_t params{};
   params.field_mask =
       UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_EVENTS;
-  // Our own lock serialises the calls, whichever thread makes them.
+  // mutex_ serialises all calls, whichever thread makes them.
   params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
   params.events = UCP_WAKEUP_RX | UCP_WAKEUP_TX;
   ucp_worker_h worker = nullptr;
@@ -68,7 +68,7 @@ Worker<role>::Worker(
 template <WorkerRole role>
 Worker<role>::~Worker() {
   stop();
-  Locked locked(*this); // UCX may call back
+  Locked locked(*this); // because UCX may call back
   ucp_worker_destroy(worker_);
 }
 
@@ -77,7 +77,7 @@ void Worker<role>::start(base::Poller& poller, bool main) {
   poller_ = &poller;
   auto handler = [this] { onEvent(); };
   main ? poller.addMain(eventFd_, handler) : poller.add(eventFd_, handler);
-  progressSoon(); // the first arm happens on a polling thread too
+  progressSoon(); // a polling thread arms the worker, also at the start
 }
 
 template <WorkerRole role>
@@ -101,7 +101,7 @@ WorkerAddress Worker<role>::address() const {
 template <WorkerRole role>
 typename Worker<role>::Locked& Worker<role>::held() {
   if (held_ == nullptr) {
-    // Going on would corrupt what the lock guards.
+    // If this thread went on, it could corrupt what the lock guards.
     base::log(
         base::LogLevel::kError,
         "UCX calls back while no thread holds its worker's lock");
@@ -148,13 +148,15 @@ void Worker<role>::finish() {
     }
     std::optional<base::Gate::Inside> inside;
     if (!deferred.empty()) {
-      inside.emplace(*gate_); // before another thread can have the lock
+      // Before the unlock, so that stop() of the context, once it gets the
+      // lock, sees this thread inside of the gate and waits for it.
+      inside.emplace(*gate_);
     }
     mutex_.unlock();
     for (auto& task : deferred) {
       base::caughtHere(base::Boundary::kDeferred, [&] { task->run(); });
-      // Here and not before: what the task held may be the last reference to a
-      // tensor, and run any code.
+      // The task dies here, without the lock: it may hold the last reference to
+      // a tensor, whose release may run any code.
       task.reset();
     }
   } while (hasOperations_.load(std::memory_order_acquire) && mutex_.try_lock());
@@ -163,8 +165,9 @@ void Worker<role>::finish() {
 template <WorkerRole role>
 void Worker<role>::onEvent() {
   const base::Gate::Inside inside(*gate_);
-  // The one-shot event is consumed, so this thread has to wait for the lock and
-  // re-arm: giving up here would lose the wake-up for ever.
+  // The event is one-shot and this thread has consumed it. So this thread has
+  // to wait for the lock and arm the worker again: if it gave up here, later
+  // messages would wake no thread.
   mutex_.lock();
   if (stopped_.load(std::memory_order_relaxed)) {
     finish();
@@ -182,13 +185,15 @@ void Worker<role>::onEvent() {
       armed = ucp_worker_arm(worker_) == UCS_OK;
     }
   }
-  // What is in flight will raise an event now that the worker is armed; when
-  // it cannot be armed, signal() makes some thread go on at once.
+  // If the worker is armed, messages in flight will raise an event. If it could
+  // not be armed, there is more to do, and ucp_worker_signal() in finish()
+  // makes some thread go on at once.
   needProgress_ = !armed;
   finish();
   if (!armed && !progressed) {
-    // A peer's queue is full and stays full: UCX can only poll for it, which
-    // must not cost a core for as long as that peer sleeps.
+    // A peer's queue is full and stays full. UCX can only poll until the queue
+    // has room, and this polling must not take a whole core while that peer
+    // sleeps.
     usleep(kStuckMicroseconds);
   }
   poller_->rearm(eventFd_);
@@ -196,7 +201,7 @@ void Worker<role>::onEvent() {
 
 template <WorkerRole role>
 void Worker<role>::Locked::progressAll() {
-  // Others may go on sending.
+  // Bounded, because peers may send as fast as this thread receives.
   for (int i = 0; i < kMostProgress && ucp_worker_progress(get()) != 0; ++i) {
   }
 }
@@ -205,7 +210,8 @@ template <WorkerRole role>
 void Worker<role>::stop() {
   if (!stopped_.exchange(true) && poller_ != nullptr) {
     poller_->remove(eventFd_);
-    // Whoever progresses now has the lock; nobody progresses after this.
+    // A thread that progresses now holds the lock, so this waits for it. No
+    // thread progresses the worker after this.
     runLocked([](Locked&) {});
   }
 }

@@ -18,16 +18,18 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Which of the two workers of a context. The locks of the two have tokens of
-// different types: what needs one cannot be called with the other.
+// Names the two workers of a context. The locks of the two workers have tokens
+// of different types, so a function that needs one lock cannot be called with
+// the token of the other.
 enum class WorkerRole : uint8_t { kControl, kBulk };
 
 // A ucp_worker_h that many threads use without waiting for each other.
 //
-// post() runs an operation under the worker's lock: on the calling thread when
-// the lock is free, else on the thread that holds it (flat combining), because
-// handing a send to another thread costs more than the send. What an operation
-// or a UCX callback must not do while the lock is held it passes to defer().
+// post() runs an operation under the worker's lock. If the lock is free, the
+// calling thread runs the operation; otherwise the thread that holds the lock
+// does (flat combining), because handing a send to a pool thread costs more
+// than the send. If an operation or a UCX callback has work that must not be
+// done under the lock, it passes this work to defer().
 //
 // Owns: the ucp_worker_h, its event descriptor, the queue of operations.
 // Thread: any.
@@ -39,10 +41,12 @@ class Worker {
   class OperationOf;
 
  public:
-  // The token: whoever is given a reference to it holds the worker's lock until
-  // it returns. Only Worker makes tokens, and what needs the lock takes one as
-  // its first parameter. UCX's callbacks get it in from_ucx.h.
-  // Thread: the one that it was given to.
+  // The token that says that this thread holds the worker's lock: a function
+  // that is given a reference to the token has the lock until the function
+  // returns. Only Worker makes tokens, and each function that needs the lock
+  // takes a token as its first parameter. Callbacks from UCX get the token in
+  // from_ucx.h.
+  // Thread: the thread that the token was given to.
   class Locked {
    public:
     Locked(const Locked&) = delete;
@@ -58,18 +62,20 @@ class Worker {
       worker_.deferred_.push_back(base::makeTask(std::forward<F>(task)));
     }
 
-    // Runs `operation`, a void(Locked&), before the lock is released, but not
-    // inside of the UCX callback that is running now.
+    // Runs `operation`, a void(Locked&), before the lock is released, but after
+    // the UCX callback that is running now has returned.
     template <typename F>
     void postAfter(F&& operation) {
       worker_.enqueue(
           std::make_unique<OperationOf<F>>(std::forward<F>(operation)));
     }
 
-    // Not inside of a UCX callback: takes what has arrived.
+    // Lets UCX take everything that has arrived. Not to be called inside of a
+    // UCX callback.
     void progressAll();
 
-    // A UCX request is in flight, somebody has to progress.
+    // To be called when a UCX request is in flight: some thread has to progress
+    // the worker until the request has ended.
     void needProgress() {
       worker_.needProgress_ = true;
     }
@@ -87,8 +93,8 @@ class Worker {
     Worker& worker_;
   };
 
-  // `gate` is entered around what runs for the poller, and around what was
-  // deferred.
+  // Each thread enters `gate` while it handles an event of the poller, and
+  // while it runs deferred tasks.
   static base::Result<std::shared_ptr<Worker>> create(
       std::shared_ptr<UcpContext> context,
       std::shared_ptr<base::Gate> gate);
@@ -96,12 +102,13 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Begins to be progressed by the threads that wait on `poller`; `main`: also
-  // by one that leads there.
+  // From now on the threads that wait on `poller` progress this worker. With
+  // `main`, so does a thread that leads there (Poller::Lead).
   void start(base::Poller& poller, bool main);
 
-  // Runs `operation`, a void(Locked&), now or soon. Also after stop(), when no
-  // thread progresses any more: operations must look at what they belong to.
+  // Runs `operation`, a void(Locked&), now or soon. Also runs it after stop(),
+  // when no thread progresses the worker any more: so an operation must check
+  // the state of the object that it works on.
   template <typename F>
   void post(F&& operation);
 
@@ -115,22 +122,23 @@ class Worker {
   template <typename F>
   void progressUntil(F&& done, int milliseconds);
 
-  // Has one of the threads that wait on the poller progress.
+  // Makes one of the threads that wait on the poller progress the worker.
   void progressSoon() {
     ucp_worker_signal(worker_);
   }
 
   WorkerAddress address() const;
 
-  // Detaches from the poller: no thread progresses any more, unless somebody
-  // calls progressUntil() or progressAll(). Not from an operation.
+  // Detaches the worker from the poller: from now on no thread progresses it,
+  // except by progressUntil() or progressAll(). Not to be called from an
+  // operation.
   void stop();
 
  private:
   template <base::Boundary, auto, auto>
   friend class FromUcx;
 
-  // Like base::Task, for what is called with the token.
+  // Like base::Task, but run() is called with the token.
   class Operation {
    public:
     virtual ~Operation() = default;
@@ -154,12 +162,13 @@ class Worker {
       ucp_worker_h worker,
       int fd);
 
-  // The token of the thread that is inside of UCX: for UCX's callbacks.
+  // The token of the thread that is inside of UCX, for UCX's callbacks.
   Locked& held();
   void onEvent();
   void enqueue(std::unique_ptr<Operation> operation);
   void drainOperations(Locked& locked);
-  // Releases the lock and runs what was deferred; again while there is more.
+  // Releases the lock and runs the deferred tasks; repeats this while there are
+  // more operations.
   void finish();
 
   const std::shared_ptr<UcpContext> context_;
@@ -168,7 +177,7 @@ class Worker {
   const int eventFd_;
   base::Poller* poller_ = nullptr;
 
-  std::mutex mutex_; // the lock
+  std::mutex mutex_; // the worker's lock
   Locked* held_ = nullptr;
   std::vector<base::TaskPtr> deferred_;
   bool needProgress_ = false;
@@ -181,7 +190,8 @@ class Worker {
 
 using ControlWorker = Worker<WorkerRole::kControl>;
 using BulkWorker = Worker<WorkerRole::kBulk>;
-// The lock of all connections, and that of the BulkChannel.
+// The tokens of two locks: that of all connections, and that of the
+// BulkChannel.
 using Locked = ControlWorker::Locked;
 using BulkLocked = BulkWorker::Locked;
 
@@ -193,15 +203,16 @@ void Worker<role>::post(F&& operation) {
   if (mutex_.try_lock()) {
     {
       Locked locked(*this);
-      // What throws must not leave the worker locked.
+      // An operation that throws must not leave the worker locked.
       base::caughtHere(base::Boundary::kOperation, [&] { operation(locked); });
     }
     finish();
     return;
   }
   enqueue(std::make_unique<OperationOf<F>>(std::forward<F>(operation)));
-  // The holder looks at the queue after it has released the lock. If it has
-  // already looked, the lock is free now and the queue is ours to drain.
+  // The thread that held the lock looks at the queue after it has released the
+  // lock. If that thread has already looked, the lock is free now, and this
+  // thread has to drain the queue.
   if (mutex_.try_lock()) {
     finish();
   }
