@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.process.test_death import check_alive
 from tests.process.test_hostile import listening_ports
 from tests.support.backend import needs_ucx
 from tests.support.capture import Capture
+from tests.support.messages import PROTOCOL_VERSION
 
 pytestmark = needs_ucx("has no authentication and no encryption")
 
@@ -191,6 +193,37 @@ def test_a_recorded_session_gets_nothing(capture: Callable[[], Capture]) -> None
         for rank, to in ((2, "worker0"), (2, "worker1"), (1, "worker0"), (0, "worker1")):
             group[rank].run(check_alive, to)
         assert time.monotonic() - start < 10
+
+
+SEALED, REFUSED = (struct.pack("<HH", PROTOCOL_VERSION, kind) for kind in (10, 3))
+
+
+def as_another(stream: bytes) -> bytes:
+    """UCX takes a stream for one that is there already by the number of the connection, which comes
+    after a magic number and headers of 5 bytes each."""
+    return stream[:18] + struct.pack("<Q", 50_000) + stream[26:]
+
+
+def test_a_listener_cannot_refuse_what_is_encrypted(capture: Callable[[], Capture]) -> None:
+    """Each message names its connection by a token that is not encrypted."""
+    with Group(2, env=SOCKETS, options={"encryption": "on"}) as group:
+        with capture() as heard:
+            group[1].run(check_alive, "worker0")
+        ports = {port for _, port in listening_ports(group[0].child.pid)}
+        forged = [
+            (socket.inet_ntoa(flow[2]), flow[3], as_another(data.replace(SEALED, REFUSED)))
+            for flow, data in heard.streams().items()
+            if flow[3] in ports and SEALED in data
+        ]
+        assert forged, "heard nothing"
+        call = group[1].start(rpc.rpc_sync, "worker0", f.sleep, args=(3.0,))
+        with contextlib.ExitStack() as connections:
+            for address, port, data in forged:
+                stranger = connections.enter_context(socket.create_connection((address, port)))
+                with contextlib.suppress(OSError):
+                    stranger.sendall(data)
+            assert call.result(60) == 3.0
+        assert "dropped: a plain refusal" in group.output()
 
 
 def open_files() -> int:

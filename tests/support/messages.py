@@ -25,13 +25,13 @@ _VERSION = int(re.findall(r"kVersion = (\d+)", (ROOT / "csrc/wire/call_frame.h")
 # A call frame begins with its magic and version.
 _CALL = re.compile(rb"TR" + re.escape(bytes([_VERSION])) + rb"[\x00\x01](..)\x00\x00", re.DOTALL)
 _PROTOCOL = (ROOT / "csrc/transport/ucx/protocol.h").read_text()
-_PROTOCOL_VERSION = int(re.findall(r"kProtocolVersion = (\d+)", _PROTOCOL)[0])
+PROTOCOL_VERSION = int(re.findall(r"kProtocolVersion = (\d+)", _PROTOCOL)[0])
 # A FrameHeader: version, kind, count, token, and two numbers of transfers. UCX's own header of an
 # active message begins with similar bytes (the id of our messages, flags, the length of our
 # header); the first group excludes it.
 _FRAME = re.compile(
     rb"(?!\x07\x00.\x00\x20\x00\x00\x00)"
-    + re.escape(bytes([_PROTOCOL_VERSION]))
+    + re.escape(bytes([PROTOCOL_VERSION]))
     + rb"\x00([\x01-\x0a])\x00(..\x00\x00)(.{8})(.{8})(.{8})",
     re.DOTALL,
 )

@@ -96,8 +96,10 @@ uint64_t BulkChannel::receive(
             {static_cast<char*>(span.data) + at,
              std::min(kChunkBytes, span.size - at)});
         ucp_request_param_t params{};
-        params.op_attr_mask =
-            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+        // Not complete at once, without the callback that checks the size: a
+        // peer may have sent the chunk before it was asked for it.
+        params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+            UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
         params.cb.recv = FromUcx<
             base::Boundary::kBulkReceived,
             &Group::received,

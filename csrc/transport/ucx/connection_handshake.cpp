@@ -296,7 +296,6 @@ void UcxConnection::sendRefusal(
     Locked& locked,
     uint64_t token,
     const std::string& why) {
-  channel_.reset(); // messages of the handshake are never sealed
   // The refusal says that the connection is not open.
   peerMayThinkItOpen_ = false;
   base::Buffer text(std::min<size_t>(why.size(), 512));

@@ -89,6 +89,14 @@ void UcxContext::onHandshake(
     const FrameHeader& header,
     base::ConstSpan data) {
   if (header.kind == FrameKind::kRefused) {
+    if (connection->encrypted(locked)) {
+      // A stranger who has listened to the connection knows its token, and
+      // must not be able to end the connection.
+      refusals_(
+          base::LogLevel::kWarning,
+          "dropped: a plain refusal on an encrypted connection");
+      return;
+    }
     connection->fail(locked, {base::ErrorKind::kRefused, toText(data)});
     return;
   }

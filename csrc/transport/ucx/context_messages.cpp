@@ -182,9 +182,12 @@ void UcxContext::onConnectionMessage(
              "the connection broke at the other end"});
       }
       break;
+    case FrameKind::kRefused:
+      // The accepter refuses what the opener has confirmed.
+      connection->fail(locked, {base::ErrorKind::kRefused, toText(data)});
+      break;
     case FrameKind::kOpen:
     case FrameKind::kOpened:
-    case FrameKind::kRefused:
     case FrameKind::kConfirm:
     case FrameKind::kSealed:
       break; // not allowed inside of a sealed message
