@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import signal
 import subprocess
@@ -115,6 +116,17 @@ def test_an_error_keeps_its_type_and_the_worker_lives(group: WorkerGroup) -> Non
     with pytest.raises(TypeError, match="pickle"):
         group[1].run(threading.Lock)
     assert group[1].run(len, "four") == 4
+
+
+def test_an_error_in_a_cell_of_a_notebook_shows_the_line(group: WorkerGroup) -> None:
+    source, cell = "def divide():\n    return 1 // 0  # the line\n", "<a cell>"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, cell, "exec"), names)
+    linecache.cache[cell] = (len(source), None, source.splitlines(True), cell)
+    with pytest.raises(ZeroDivisionError) as caught:
+        group[1].run(names["divide"])
+    assert f'File "{cell}", line 2, in divide\n' in caught.value.__notes__[0]
+    assert "return 1 // 0  # the line" in caught.value.__notes__[0]
 
 
 class Odd(Exception):

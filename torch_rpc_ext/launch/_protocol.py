@@ -6,8 +6,14 @@ functions and classes of a notebook or a script by value, those that can be impo
 
 from __future__ import annotations
 
+import collections
+import io
+import linecache
+import os
 import pickle
 import traceback
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 try:
@@ -23,8 +29,9 @@ END = b""
 
 def dump(value: Any) -> bytes:
     """Return the value pickled."""
-    data: bytes = cloudpickle.dumps(value)
-    return data
+    data = io.BytesIO()
+    _Pickler(data).dump(value)
+    return data.getvalue()
 
 
 def load(data: bytes) -> Any:
@@ -47,3 +54,31 @@ def dump_error(error: BaseException, worker: str) -> bytes:
         plain.add_note(f"on {worker}:\n{text}")
         data = dump((False, plain))
     return data
+
+
+def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
+    make, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    name = code.co_filename
+    # A cell of a notebook is in no file. The lines are in the cache that traceback reads.
+    lines = [] if os.path.exists(name) else linecache.getlines(name)
+    return _make_code, (make, parts, name, lines)
+
+
+def _make_code(
+    make: Callable[..., CodeType], parts: tuple[Any, ...], name: str, lines: list[str]
+) -> CodeType:
+    if lines:
+        # Without a time of change, the cache keeps the lines.
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    return make(*parts).replace(co_filename=name)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Also pickles where code comes from, so that a traceback of the worker shows the lines.
+
+    From version 3.1.3 on cloudpickle pickles code without the name of its file.
+    """
+
+    dispatch_table = collections.ChainMap(
+        {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
