@@ -16,6 +16,7 @@ from torch.distributed import rpc
 from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
+from tests.support.ports import free_port
 
 
 def init_with(options: Any, backend: str, init_method: str, rank: int, name: str) -> str:
@@ -63,12 +64,6 @@ def test_tensorpipes_options_are_good_for_ucx() -> None:
 
 def torch_adds() -> float:
     return float(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).sum())
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @needs_ucx("waits, or says that the address is in use")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import script
 from tests.support.backend import needs_ucx
+from tests.support.ports import free_port
 
 TUTORIAL = str(Path(__file__).with_name("tutorial.py"))
 OPT_IN = {"TORCH_RPC_BACKEND": "ucx"}
@@ -28,6 +29,11 @@ TORCHRUN = [
 ]
 
 
+def store() -> dict[str, str]:
+    """Where a tutorial without torchrun puts its store."""
+    return {"MASTER_PORT": str(free_port())}
+
+
 def agent_of(ended: script.Ended) -> str:
     """The class of the agent: the last line that the tutorial prints."""
     assert ended.code == 0, ended
@@ -36,20 +42,20 @@ def agent_of(ended: script.Ended) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 def test_without_the_opt_in_nothing_changes(how: str) -> None:
-    assert agent_of(script.run([sys.executable, TUTORIAL, how])) == "TensorPipeAgent"
+    assert agent_of(script.run([sys.executable, TUTORIAL, how], store())) == "TensorPipeAgent"
 
 
 @needs_ucx("is what is taken over")
 @pytest.mark.parametrize("how", ["explicit", "options", "nothing"])
 def test_environment_variable(how: str) -> None:
-    assert "Ucx" in agent_of(script.run([sys.executable, TUTORIAL, how], OPT_IN))
+    assert "Ucx" in agent_of(script.run([sys.executable, TUTORIAL, how], OPT_IN | store()))
 
 
 @needs_ucx("is what is taken over")
 @pytest.mark.parametrize("how", HOW)
 def test_run_command(how: str) -> None:
     assert "Ucx" in agent_of(
-        script.run([sys.executable, "-m", "torch_rpc_ext", "run", TUTORIAL, how])
+        script.run([sys.executable, "-m", "torch_rpc_ext", "run", TUTORIAL, how], store())
     )
 
 
@@ -73,12 +79,12 @@ def test_run_command_with_torchrun_options() -> None:
         "--nproc-per-node=3",
         TUTORIAL,
     ]
-    assert "Ucx" in agent_of(script.run(command, timeout=90))
+    assert "Ucx" in agent_of(script.run(command))
 
 
 @needs_ucx("is what is taken over")
 def test_torchrun_ranks() -> None:
-    assert "Ucx" in agent_of(script.run([*TORCHRUN, TUTORIAL], OPT_IN, timeout=90))
+    assert "Ucx" in agent_of(script.run([*TORCHRUN, TUTORIAL], OPT_IN))
 
 
 TAKE_OVER = """

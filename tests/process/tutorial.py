@@ -7,7 +7,6 @@ from torchrun. The last line that rank 0 prints is the class of the agent.
 """
 
 import os
-import socket
 import sys
 
 import torch
@@ -74,10 +73,8 @@ def main(how: str) -> None:
     if "RANK" in os.environ:
         run_worker(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), how)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
     mp.spawn(run_worker, args=(3, how), nprocs=3, join=True)
 
 

@@ -65,7 +65,7 @@ class Script:
                 return
         raise AssertionError(f"ended without {word!r}: {self.end(5)}")
 
-    def end(self, timeout: float = 60) -> Ended:
+    def end(self, timeout: float = 150) -> Ended:
         """Wait for the script's end. If it does not end in time, kill it and fail the test with
         what it wrote."""
         try:
@@ -99,7 +99,7 @@ def running(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterat
         script.close()
 
 
-def run(argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60) -> Ended:
+def run(argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 150) -> Ended:
     """Run a command to its end."""
     with running(argv, env) as script:
         return script.end(timeout)
@@ -110,7 +110,7 @@ def python(
     *args: str,
     flags: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 60,
+    timeout: float = 150,
 ) -> Ended:
     """Run Python code, which may be indented, in a new interpreter."""
     return run([sys.executable, *flags, "-c", textwrap.dedent(code), *args], env, timeout)
