@@ -78,6 +78,15 @@ SOURCES = (
         "Requests whose function has returned a future that is not done.",
     ),
     _Source("agent.queued_requests", "queued_requests", "Requests that wait for a thread."),
+    _counter("agent.busy_polls_found", "busy_polls_found", "Waits that ended while polling."),
+    _counter("agent.busy_polls_missed", "busy_polls_missed", "Waits in which polling was in vain."),
+    _Source(
+        "agent.busy_polls_missed_us",
+        "busy_polls_missed_seconds",
+        "Time of polling in vain.",
+        is_counter=True,
+        scale=1e-6,
+    ),
     _Source(
         "agent.queued_frame_bytes",
         "queued_frame_bytes",

@@ -190,6 +190,15 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             "[cuda.md](cuda.md)."
         ),
     )
+    busy_poll: bool = attrs.field(
+        default=True,
+        validator=checks.boolean,
+        metadata=_about(
+            "While the machine has an idle core, a thread that waits for an answer or for the next "
+            "request looks for it for up to 0.1 ms before it sleeps, as long as that pays. See "
+            "[tuning](howto/tuning.md#latency)."
+        ),
+    )
     keepalive: float = attrs.field(
         default=2.0,
         converter=checks.as_float,

@@ -46,6 +46,12 @@ void addMetrics(const Executor& executor, Metrics& metrics) {
   // ours
   metrics["agent.threads"] = std::to_string(executor.threads());
   metrics["agent.queued_requests"] = std::to_string(executor.queuedRequests());
+  const base::BusyPoll::Stats polls = executor.busyPolls();
+  metrics["agent.busy_polls_found"] = std::to_string(polls.found);
+  metrics["agent.busy_polls_missed"] = std::to_string(polls.missed);
+  metrics["agent.busy_polls_missed_us"] = std::to_string(
+      static_cast<double>(polls.missedNanoseconds) /
+      kNanosecondsPerMicrosecond);
 }
 
 std::map<std::string, metrics::Distribution> histogramsOf(

@@ -50,6 +50,7 @@ struct AgentOptions {
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
   bool useCudaIpc = true;
+  bool busyPoll = true; // threads may poll before they sleep (base/busy_poll.h)
   // What float32 tensors travel as.
   WireDtypes wireDtypes;
   // Whether checksums travel with all that this worker sends.
@@ -71,6 +72,7 @@ void forEachOption(AgentOptions& options, F&& take) {
   take("max_calls_in_flight", options.maxCallsInFlight);
   take("max_bytes_in_flight", options.maxBytesInFlight);
   take("use_cuda_ipc", options.useCudaIpc);
+  take("busy_poll", options.busyPoll);
   take("integrity", options.integrity);
   take("port_range", options.transport.ports);
   take("use_cma", options.transport.useCma);

@@ -24,6 +24,9 @@ constexpr int kStallMilliseconds = 1;
 // A leader ends its wait after this time: an operating system signal may have
 // come to another thread, or while the leader was in a handler.
 constexpr std::chrono::milliseconds kLookEvery{1000};
+// A thread that polls notices each microsecond that time passes. If so much
+// passes at once, another thread had the core.
+constexpr std::chrono::microseconds kInterruption{20};
 // After how long a wait of requests for a thread is reported, and how often at
 // most.
 constexpr std::chrono::seconds kFullAfter{1};
@@ -55,9 +58,10 @@ thread_local ThreadState threadState;
 
 } // namespace
 
-Executor::Executor(size_t requestThreads)
+Executor::Executor(size_t requestThreads, bool busyPoll)
     : requestThreads_(requestThreads),
       leaderSignal_(std::make_shared<Signal>()),
+      busyPoll_(busyPoll),
       busyTarget_(std::max(2u, std::thread::hardware_concurrency())) {}
 
 Executor::~Executor() {
@@ -101,6 +105,7 @@ void Executor::threadMain() {
     scope = threadScope_ ? threadScope_() : nullptr;
   });
   bool joins = false;
+  bool served = false; // the last task was a request
   for (;;) {
     // At the end all threads join in: the busy ones may wait for what is
     // queued.
@@ -113,6 +118,7 @@ void Executor::threadMain() {
       // Internal tasks do not count as busy: a copy may take long and needs no
       // GIL, so short tasks should run beside it.
       const size_t counts = work.kind == Kind::kInternal ? 0 : 1;
+      served = work.kind == Kind::kRequest;
       busy_.fetch_add(counts);
       run(std::move(work));
       if (afterTask_) {
@@ -132,7 +138,15 @@ void Executor::threadMain() {
     // enough threads are busy this one only attends to the queue: it joins in
     // when no task has been taken for a while, because then the busy threads
     // are blocked.
-    const bool attends = readyCount_.load() != 0;
+    bool attends = readyCount_.load() != 0;
+    if (std::exchange(served, false) && !attends) {
+      // The caller often sends its next request at once.
+      pollForRequests();
+      if (threadState.next.task != nullptr) {
+        continue;
+      }
+      attends = readyCount_.load() != 0;
+    }
     if (attends) {
       wakePending_.store(true);
     }
@@ -152,6 +166,40 @@ void Executor::threadMain() {
   polling_.fetch_sub(1);
   poller_.wake(); // stop() wakes one thread, and each wakes the next
   endThread(std::move(scope));
+}
+
+template <typename Done>
+void Executor::poll(
+    base::Poller::Lead& lead,
+    base::BusyPoll::For what,
+    const Done& done) {
+  using Clock = base::BusyPoll::Clock;
+  const auto begin = Clock::now();
+  const auto most = busyPoll_.allowance(what, begin);
+  if (most == base::BusyPoll::Duration{0}) {
+    return;
+  }
+  auto now = begin;
+  bool interrupted = false;
+  while (!done() && now - begin < most && !lead.isWanted()) {
+    const bool took = lead.poll();
+    const auto before = std::exchange(now, Clock::now());
+    interrupted = interrupted || (!took && now - before > kInterruption);
+  }
+  busyPoll_.ended(what, now - begin, done(), interrupted);
+}
+
+void Executor::pollForRequests() {
+  base::Poller::Lead lead(
+      poller_, leaderSignal_, base::Poller::Lead::As::kGuest);
+  if (lead.leads()) {
+    threadState.chainable = true;
+    poll(lead, base::BusyPoll::For::kRequest, [this] {
+      return threadState.next.task != nullptr || readyCount_.load() != 0 ||
+          stopping_.load();
+    });
+    threadState.chainable = false;
+  }
 }
 
 // Counts this thread in polling_ again, unless there are enough without it;
@@ -356,8 +404,10 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   // Events that concern other calls may end each wait early, so lead_.wait()
   // alone would not keep the time.
   const auto until = std::chrono::steady_clock::now() + kLookEvery;
+  const auto over = [&] { return threadState.next.task != nullptr || done(); };
+  executor_.poll(lead_, base::BusyPoll::For::kAnswer, over);
   bool interrupted = false;
-  while (threadState.next.task == nullptr && !done() && !interrupted) {
+  while (!over() && !interrupted) {
     interrupted =
         lead_.wait(kLookEvery.count()) == base::Poller::Ended::kTimeout ||
         std::chrono::steady_clock::now() > until;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/busy_poll.h"
 #include "base/poller.h"
 #include "base/task.h"
 
@@ -44,7 +45,8 @@ class Executor final : public base::TaskRunner {
     Kind kind = Kind::kInternal;
   };
 
-  explicit Executor(size_t requestThreads);
+  // `busyPoll`: whether threads may poll for a moment before they sleep.
+  explicit Executor(size_t requestThreads, bool busyPoll = false);
   ~Executor() override;
 
   base::Poller& poller() {
@@ -101,11 +103,20 @@ class Executor final : public base::TaskRunner {
   size_t runningRequests() const;
   size_t queuedRequests() const;
   size_t threads() const;
+  base::BusyPoll::Stats busyPolls() const {
+    return busyPoll_.stats();
+  }
 
  private:
   using Signal = base::Poller::Lead::Signal;
 
   void threadMain();
+  // Polls as the leader until `done`, a bool(), or until the time is over for
+  // which a thread may poll.
+  template <typename Done>
+  void
+  poll(base::Poller::Lead& lead, base::BusyPoll::For what, const Done& done);
+  void pollForRequests();
   bool comesBack();
   void endThread(std::shared_ptr<void> scope);
   void enqueue(Work work);
@@ -122,6 +133,7 @@ class Executor final : public base::TaskRunner {
   std::function<void()> afterTask_;
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
+  base::BusyPoll busyPoll_; // used by the thread that leads
   const size_t busyTarget_; // so many busy threads before others join in
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0}; // running requests and completions

@@ -31,7 +31,9 @@ UcxAgent::UcxAgent(
           toMilliseconds(options.rpcTimeoutSeconds)),
       options_(std::move(options)),
       startHook_(std::move(hooks.start)),
-      executor_(static_cast<size_t>(options_.numWorkerThreads)),
+      executor_(
+          static_cast<size_t>(options_.numWorkerThreads),
+          options_.busyPoll),
       memory_(
           options_,
           executor_.poller(),

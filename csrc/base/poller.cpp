@@ -17,6 +17,21 @@ namespace torch_rpc_ext::base {
 namespace {
 
 constexpr uint64_t kWakeKey = 0;
+// How often a waiter looks whether a guest has given the main descriptor back.
+// A guest looks at isWanted() about once per microsecond, unless it is handling
+// input, for which the waiter does not wait.
+constexpr int kLooksForGuest = 200;
+
+// About 0.1 us, in which another thread may take the mutex.
+void relax() {
+  for (int i = 0; i < 10; ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+}
 
 int checked(int result, const char* what) {
   if (result < 0) {
@@ -59,12 +74,13 @@ void Poller::add(int fd, Handler handler) {
   const uint64_t key = nextKey_++;
   control(EPOLL_CTL_ADD, fd, key, EPOLLIN | EPOLLONESHOT);
   keys_[fd] = key;
-  entries_[key] = std::make_shared<Entry>(Entry{fd, std::move(handler)});
+  entries_[key] = std::make_shared<Entry>(Entry{fd, std::move(handler), {}});
 }
 
-void Poller::addMain(int fd, Handler handler) {
+void Poller::addMain(int fd, Handler handler, Look look) {
   add(fd, std::move(handler));
   std::lock_guard lock(mutex_);
+  entries_.at(keys_.at(fd))->look = std::move(look);
   mainFd_ = fd;
 }
 
@@ -132,21 +148,31 @@ void Poller::Lead::Signal::raise() {
   (void)!write(fd_, &one, sizeof(one));
 }
 
-Poller::Lead::Lead(Poller& poller, std::shared_ptr<Signal> signal)
+Poller::Lead::Lead(Poller& poller, std::shared_ptr<Signal> signal, As as)
     : poller_(poller), signal_(std::move(signal)) {
-  std::lock_guard lock(poller_.mutex_);
+  std::unique_lock lock(poller_.mutex_);
+  if (as == As::kWaiter && poller_.led_ && poller_.ledByGuest_) {
+    poller_.wanted_.store(true);
+    for (int i = 0; i < kLooksForGuest && poller_.led_; ++i) {
+      lock.unlock();
+      relax();
+      lock.lock();
+    }
+    poller_.wanted_.store(false);
+  }
   auto it = poller_.keys_.find(poller_.mainFd_);
   if (poller_.led_ || it == poller_.keys_.end()) {
     return;
   }
   poller_.control(EPOLL_CTL_MOD, poller_.mainFd_, it->second, /*events=*/0);
   poller_.led_ = true;
+  poller_.ledByGuest_ = as == As::kGuest;
   entry_ = poller_.entries_.at(it->second);
 }
 
 Poller::Ended Poller::Lead::wait(int timeoutMs) {
   pollfd fds[] = {{entry_->fd, POLLIN, 0}, {signal_->fd_, POLLIN, 0}};
-  if (poll(fds, 2, timeoutMs) <= 0) {
+  if (::poll(fds, 2, timeoutMs) <= 0) {
     return Ended::kTimeout;
   }
   if (fds[1].revents != 0) {
@@ -157,6 +183,15 @@ Poller::Ended Poller::Lead::wait(int timeoutMs) {
   // No rearm() after an exception: poll() reports the input again.
   guarded(Boundary::kEvent, entry_->handler);
   return Ended::kEvent;
+}
+
+bool Poller::Lead::poll() {
+  bool any = false;
+  guarded(
+      Boundary::kEvent,
+      [&] { any = entry_->look(); },
+      [&](const Error&) { any = true; });
+  return any;
 }
 
 void Poller::Lead::give() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,7 +19,8 @@ class TimerQueue;
 // anyway can lead (class Lead): it takes the main descriptor from the other
 // waiters and runs its handler itself, so that no other thread has to hand the
 // result over. Another thread may still be in the main descriptor's handler at
-// that moment, so this handler must allow two threads at a time.
+// that moment, so this handler must allow two threads at a time. A leader may
+// also look for input without sleeping (Lead::poll()).
 //
 // Owns: the epoll descriptor, the handlers and the TimerQueue; not the watched
 //   descriptors.
@@ -27,6 +29,9 @@ class TimerQueue;
 class Poller {
  public:
   using Handler = std::function<void()>;
+  // Handles the input that is there, and returns whether there was any. Does
+  // not sleep.
+  using Look = std::function<bool()>;
 
   Poller();
   ~Poller();
@@ -35,7 +40,7 @@ class Poller {
 
   // Watches `fd` for input.
   void add(int fd, Handler handler);
-  void addMain(int fd, Handler handler);
+  void addMain(int fd, Handler handler, Look look);
   void rearm(int fd);
   // No later event starts the handler. But a thread that took an event just
   // before, or that leads, may still run the handler after this returns.
@@ -62,6 +67,7 @@ class Poller {
   struct Entry {
     int fd;
     Handler handler;
+    Look look; // of the main descriptor
   };
 
   std::shared_ptr<Entry> find(uint64_t key);
@@ -72,6 +78,8 @@ class Poller {
   std::mutex mutex_;
   int mainFd_ = -1;
   bool led_ = false; // a Lead holds the main descriptor
+  bool ledByGuest_ = false; // and gives it back when another thread wants it
+  std::atomic<bool> wanted_{false}; // another thread waits for a guest's Lead
   uint64_t nextKey_ = 1; // 0 is the key of wakeFd_
   std::unordered_map<int, uint64_t> keys_; // by descriptor
   std::unordered_map<uint64_t, std::shared_ptr<Entry>> entries_;
@@ -97,8 +105,14 @@ class Poller::Lead {
     int fd_;
   };
 
-  // Takes the main descriptor, unless there is none or another Lead has it.
-  Lead(Poller& poller, std::shared_ptr<Signal> signal);
+  // kWaiter: the thread leads while it waits for its own answer. kGuest: the
+  // thread only looks for input for a moment, and gives the main descriptor
+  // back when a waiter wants it (isWanted()).
+  enum class As { kWaiter, kGuest };
+
+  // Takes the main descriptor, unless there is none or another Lead has it. A
+  // waiter takes it from a guest.
+  Lead(Poller& poller, std::shared_ptr<Signal> signal, As as = As::kWaiter);
   ~Lead() {
     give();
   }
@@ -112,6 +126,13 @@ class Poller::Lead {
   // Only if leads(). As Poller::wait(), but kWake means that the signal was
   // raised.
   Ended wait(int timeoutMs = -1);
+  // Only if leads(). Handles the input of the main descriptor that is there,
+  // and returns whether there was any. Does not sleep.
+  bool poll();
+  // Whether another thread wants to lead, so that a guest has to give().
+  bool isWanted() const {
+    return poller_.wanted_.load(std::memory_order_relaxed);
+  }
   // Gives the main descriptor back to the Poller's waiters.
   void give();
 

@@ -25,7 +25,15 @@ class Source {
         main_(main),
         fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     const auto handler = [this] { onReadable(); };
-    main ? poller.addMain(fd_, handler) : poller.add(fd_, handler);
+    if (main) {
+      poller.addMain(fd_, handler, [this] {
+        const uint64_t before = seen_.load();
+        onReadable();
+        return seen_.load() != before;
+      });
+    } else {
+      poller.add(fd_, handler);
+    }
   }
   ~Source() {
     close(fd_);
@@ -128,6 +136,13 @@ int main(int count, char** arguments) {
       base::Poller::Lead lead(poller, signal);
       if (lead.leads()) {
         lead.wait();
+      }
+      std::this_thread::yield();
+    });
+    waiters.add(1, [&](auto&) {
+      base::Poller::Lead lead(poller, signal, base::Poller::Lead::As::kGuest);
+      for (int i = 0; i < 100 && lead.leads() && !lead.isWanted(); ++i) {
+        lead.poll();
       }
       std::this_thread::yield();
     });

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "sanitize"
 
 _POLLER = ("base/boundary.cpp", "base/log.cpp", "base/poller.cpp", "base/timer.cpp")
-_EXECUTOR = ("agent/executor.cpp", *_POLLER)
+_EXECUTOR = ("agent/executor.cpp", "base/busy_poll.cpp", *_POLLER)
 _NEEDS = {
     "gate": ("base/gate.cpp",),
     "boundary": _EXECUTOR,

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "unit_executor"
 SOURCES = (
     "agent/executor.cpp",
+    "base/busy_poll.cpp",
     "base/boundary.cpp",
     "base/log.cpp",
     "base/poller.cpp",

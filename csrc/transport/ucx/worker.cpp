@@ -75,8 +75,11 @@ Worker<role>::~Worker() {
 template <WorkerRole role>
 void Worker<role>::start(base::Poller& poller, bool main) {
   poller_ = &poller;
-  auto handler = [this] { onEvent(); };
-  main ? poller.addMain(eventFd_, handler) : poller.add(eventFd_, handler);
+  if (main) {
+    poller.addMain(eventFd_, [this] { onEvent(); }, [this] { return look(); });
+  } else {
+    poller.add(eventFd_, [this] { onEvent(); });
+  }
   progressSoon(); // a polling thread arms the worker, also at the start
 }
 
@@ -173,8 +176,36 @@ void Worker<role>::onEvent() {
     finish();
     return;
   }
-  bool armed = false;
+  if (!takeAll(/*progressed=*/false)) {
+    // This polling must not take a whole core while that peer sleeps.
+    usleep(kStuckMicroseconds);
+  }
+  poller_->rearm(eventFd_);
+}
+
+template <WorkerRole role>
+bool Worker<role>::look() {
+  const base::Gate::Inside inside(*gate_);
+  if (!mutex_.try_lock()) {
+    return false; // the thread that holds the lock may be progressing
+  }
   bool progressed = false;
+  if (!stopped_.load(std::memory_order_relaxed)) {
+    const Locked locked(*this);
+    progressed = ucp_worker_progress(worker_) != 0;
+  }
+  if (progressed) {
+    takeAll(progressed);
+  } else {
+    // UCX is armed as before. Operations that were queued meanwhile run now.
+    finish();
+  }
+  return progressed;
+}
+
+template <WorkerRole role>
+bool Worker<role>::takeAll(bool progressed) {
+  bool armed = false;
   {
     Locked locked(*this);
     for (int round = 0; round < kProgressRounds && !armed; ++round) {
@@ -190,13 +221,7 @@ void Worker<role>::onEvent() {
   // makes some thread go on at once.
   needProgress_ = !armed;
   finish();
-  if (!armed && !progressed) {
-    // A peer's queue is full and stays full. UCX can only poll until the queue
-    // has room, and this polling must not take a whole core while that peer
-    // sleeps.
-    usleep(kStuckMicroseconds);
-  }
-  poller_->rearm(eventFd_);
+  return armed || progressed;
 }
 
 template <WorkerRole role>

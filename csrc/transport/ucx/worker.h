@@ -165,6 +165,13 @@ class Worker {
   // The token of the thread that is inside of UCX, for UCX's callbacks.
   Locked& held();
   void onEvent();
+  // Progresses if the lock is free. Returns whether there was anything to do.
+  bool look();
+  // Takes what has arrived, and makes UCX raise an event for what comes next.
+  // The caller has locked mutex_; this releases it. Returns false if nothing
+  // has arrived and UCX can still only be polled, because a peer's queue is
+  // full.
+  bool takeAll(bool progressed);
   void enqueue(std::unique_ptr<Operation> operation);
   void drainOperations(Locked& locked);
   // Releases the lock and runs the deferred tasks; repeats this while there are

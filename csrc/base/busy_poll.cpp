@@ -1,0 +1,98 @@
+#include "base/busy_poll.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace torch_rpc_ext::base {
+
+namespace {
+
+// So much may be polled in vain in a burst.
+constexpr BusyPoll::Duration kMostBudget = std::chrono::milliseconds(1);
+// 1 << 8 waits are skipped at most: then the thread tries again.
+constexpr uint32_t kMaxBackoff = 8;
+// For how long an answer of `hasIdleCore` holds: to ask takes 3 us.
+constexpr std::chrono::milliseconds kIdleCoreHolds{1};
+// So many answers in a row must be "yes": a thread that is just being woken
+// does not count as one that wants to run, so one answer may be wrong.
+constexpr uint32_t kAnswersWanted = 4;
+
+// How many threads of this machine run or want to: the fourth field of
+// /proc/loadavg, such as "0.22 0.06 0.02 1/123 456". -1 if that is not known.
+long runnableThreads() {
+  const int fd = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return -1;
+  }
+  char text[128] = {};
+  const ssize_t size = ::read(fd, text, sizeof(text) - 1);
+  ::close(fd);
+  const char* at = size > 0 ? text : "";
+  for (int field = 0; field < 3 && at != nullptr; ++field) {
+    at = std::strchr(at, ' ');
+    at = at == nullptr ? nullptr : at + 1;
+  }
+  char* end = nullptr;
+  const long count = at == nullptr ? -1 : std::strtol(at, &end, 10);
+  return end != nullptr && *end == '/' ? count : -1;
+}
+
+} // namespace
+
+BusyPoll::BusyPoll(bool on, HasIdleCore hasIdleCore)
+    : on_(on), hasIdleCore_(std::move(hasIdleCore)), budget_(kMostBudget) {}
+
+BusyPoll::Duration BusyPoll::allowance(For what, Clock::time_point now) {
+  if (!on_) {
+    return Duration{0};
+  }
+  Past& past = pasts_[static_cast<size_t>(what)];
+  if (past.skip != 0) {
+    --past.skip;
+    return Duration{0};
+  }
+  budget_ = std::min(budget_ + (now - budgetAt_) / kWasteShare, kMostBudget);
+  budgetAt_ = now;
+  if (budget_ < kMost) {
+    return Duration{0};
+  }
+  if (now - idleCoresAt_ > kIdleCoreHolds) {
+    idleCores_ = hasIdleCore_() ? idleCores_ + 1 : 0;
+    idleCoresAt_ = now;
+  }
+  return idleCores_ >= kAnswersWanted ? kMost : Duration{0};
+}
+
+void BusyPoll::ended(For what, Duration spent, bool found, bool interrupted) {
+  Past& past = pasts_[static_cast<size_t>(what)];
+  if (found && !interrupted) {
+    past.backoff = 0;
+    found_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  // A thread that was interrupted competes for its core, so what it found does
+  // not count.
+  past.backoff = std::min(past.backoff + 1, kMaxBackoff);
+  past.skip = 1u << past.backoff;
+  budget_ -= spent;
+  missed_.fetch_add(1, std::memory_order_relaxed);
+  missedNanoseconds_.fetch_add(
+      static_cast<uint64_t>(spent.count()), std::memory_order_relaxed);
+}
+
+BusyPoll::Stats BusyPoll::stats() const {
+  return {found_.load(), missed_.load(), missedNanoseconds_.load()};
+}
+
+bool BusyPoll::machineHasIdleCore() {
+  static const long online = ::sysconf(_SC_NPROCESSORS_ONLN);
+  const long runnable = runnableThreads(); // the calling thread is one of them
+  return runnable > 0 && runnable <= online;
+}
+
+} // namespace torch_rpc_ext::base
