@@ -97,6 +97,7 @@ def _result(
         "title": metric.title,
         "unit": metric.unit,
         "tail": metric.tail,
+        "paper": metric.paper,
         "backend": backend,
         "median": _rounded(found.median),
         "p95": _rounded(found.p95),

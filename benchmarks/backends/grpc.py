@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -75,6 +76,9 @@ class Grpc(Backend):
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         request = b"".join(pack(function, arguments))
         return _Pending(self.channels[to][1].future(request, wait_for_ready=True))
+
+    def when_done(self, pending: Any, then: Callable[[], None]) -> None:
+        pending.future.add_done_callback(lambda _: then())
 
     def _file(self, rank: int) -> str:
         return f"{self.place.rendezvous}.{rank}"

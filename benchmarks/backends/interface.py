@@ -7,6 +7,7 @@ The objects live in the worker processes: ``start`` and ``stop`` run in all work
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -85,3 +86,7 @@ class Backend(ABC):
     @abstractmethod
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         """Start such a call."""
+
+    def when_done(self, pending: Any, then: Callable[[], None]) -> None:
+        """Call `then`, on any thread, once the answer of a call of call_async() is there."""
+        raise NotImplementedError(f"{self.name} has no callbacks")

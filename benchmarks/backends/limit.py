@@ -16,6 +16,7 @@ import struct
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,6 +73,10 @@ class Limit(Backend):
     def _connect(self, to: int) -> _Caller | SocketChannel:
         path = _path(self.place, to)
         return connect(path) if self.place.address else _connect(path)
+
+    def when_done(self, pending: Any, then: Callable[[], None]) -> None:
+        """Call `then` when wait() has taken the answer: no thread takes answers before."""
+        pending.then = then
 
     def _channel(self, to: int) -> _Caller | SocketChannel:
         # A channel of this thread only, so that answers come in the order of its calls.
@@ -214,6 +219,7 @@ class _Pending:
 
     def __init__(self, channel: _Caller | SocketChannel, parts: list[Buffer]) -> None:
         self.channel, self.answer, self.there = channel, None, False
+        self.then: Callable[[], None] | None = None
         if len(channel.unanswered) == _WINDOW:
             channel.unanswered[0].wait()
         channel.send(parts)
@@ -223,6 +229,8 @@ class _Pending:
         while not self.there:
             first = self.channel.unanswered.popleft()
             first.answer, first.there = as_result(self.channel.receive()[1]), True
+            if first.then is not None:
+                first.then()
         return self.answer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import psutil
@@ -69,6 +70,9 @@ class Ray(Backend):
 
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         return _Pending(self.ray, self.actors[to].call.remote(function, *arguments))
+
+    def when_done(self, pending: Any, then: Callable[[], None]) -> None:
+        pending.reference.future().add_done_callback(lambda _: then())
 
 
 class _Actor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from benchmarks.backends.interface import (
@@ -61,6 +62,9 @@ class TorchRpc(Backend):
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         future: Pending = self.rpc.rpc_async(self.names[to], FUNCTIONS[function], args=arguments)
         return future
+
+    def when_done(self, pending: Any, then: Callable[[], None]) -> None:
+        pending.add_done_callback(lambda _: then())
 
 
 class Ucx(TorchRpc):

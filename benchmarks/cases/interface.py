@@ -44,6 +44,7 @@ class Metric:
         targets: those of issue 3, or where it has none, what the first prototype reached.
         more_is_better: True for a bandwidth, for example.
         tail: the 99th percentile counts, not the median.
+        paper: figures of the paper "PyTorch RPC", of other machines: gRPC's and PyTorch RPC's.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Metric:
     targets: tuple[Target, ...] = ()
     more_is_better: bool = False
     tail: bool = False
+    paper: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
