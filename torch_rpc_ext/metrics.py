@@ -103,6 +103,12 @@ SOURCES = (
         "Requests whose tensors wait with their callers until there is room.",
     ),
     _Source("agent.receive_waiting_bytes", "receive_waiting_bytes", "The bytes of these tensors."),
+    _Source(
+        "agent.send_waiting_messages",
+        "send_waiting_messages",
+        "Own messages that wait until memory that others were lent comes back.",
+    ),
+    _Source("agent.send_waiting_bytes", "send_waiting_bytes", "The bytes of their tensors."),
     _Source("agent.pending_calls", "pending_calls", "Own calls that wait for a response."),
     _Source("agent.peers", "connections", "Connections to other workers."),
     _counter("agent.calls_sent", "calls_sent", "Calls that this worker has made."),

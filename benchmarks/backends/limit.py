@@ -35,7 +35,6 @@ _INLINE = 4000  # bytes; with the head less than PIPE_BUF, the largest packet of
 _HEAD = struct.Struct("<QQ")  # (begin in the memory, size); size 0: the message follows the head
 _LINE = 64  # bytes; elements begin at a cache line, as those of allocators do
 _PAGE = 2 << 20  # bytes of a huge page
-_WINDOW = 12  # asynchronous calls under way: a pipe in packet mode has room for 16
 
 
 class Limit(Backend):
@@ -152,6 +151,8 @@ class _Caller(_Channel):
     drops each answer gets the same memory, warm in the cache, for all calls.
     """
 
+    window = 12  # asynchronous calls under way: a pipe in packet mode has room for 16
+
     def __init__(self, inbox: int, outbox: int, file: int) -> None:
         super().__init__(inbox, outbox, file)
         self.end = 0  # of the memory
@@ -220,7 +221,7 @@ class _Pending:
     def __init__(self, channel: _Caller | SocketChannel, parts: list[Buffer]) -> None:
         self.channel, self.answer, self.there = channel, None, False
         self.then: Callable[[], None] | None = None
-        if len(channel.unanswered) == _WINDOW:
+        if len(channel.unanswered) == channel.window:
             channel.unanswered[0].wait()
         channel.send(parts)
         channel.unanswered.append(self)

@@ -29,6 +29,8 @@ class SocketChannel:
     Thread Safety: one thread at a time.
     """
 
+    window = 1  # asynchronous calls under way: both sides could wait until the other one reads
+
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection

@@ -100,7 +100,7 @@ def _cases() -> list[TenInFlight]:
                     function,
                     megabytes * 1_000_000,
                     link=link,
-                    rounds=3 if large else 10,
+                    rounds=5 if large else 10,
                     paper=paper,
                     targets=() if computes else (Target(4 if link is None else 1.15),),
                     long=large and (computes or function != "identity" or link is not None),

@@ -15,7 +15,6 @@ namespace rpc = torch::distributed::rpc;
 
 Answers::Answers(
     const AgentOptions& options,
-    base::TaskRunner& runner,
     metrics::Counters& counters,
     ReceiveMemory& memory,
     const Group& group,
@@ -24,8 +23,7 @@ Answers::Answers(
       counters_(counters),
       memory_(memory),
       group_(group),
-      devices_(devices),
-      lender_(*memory.cache(), runner) {}
+      devices_(devices) {}
 
 void Answers::send(
     const Asker& asker,
@@ -123,7 +121,7 @@ void Answers::sendFrame(
     return;
   }
   memory_.trimLater();
-  lender_.lend(std::move(encoded), [this, connection](Encoded lent) {
+  memory_.lender().lend(std::move(encoded), [this, connection](Encoded lent) {
     sendFrameNow(connection, std::move(lent));
   });
 }

@@ -4,9 +4,7 @@
 #include "agent/codec.h"
 #include "agent/devices.h"
 #include "agent/group.h"
-#include "agent/lender.h"
 #include "agent/receive_memory.h"
-#include "base/task.h"
 #include "metrics/counters.h"
 #include "transport/transport.h"
 
@@ -28,8 +26,7 @@ struct Asker {
 // How answers to requests are sent: as one frame, with the memory of the result
 // given away or lent where the caller can map it.
 //
-// Owns: the lender of its results; what is sent holds its memory until the
-// caller has taken it.
+// Owns: nothing; what is sent holds its memory until the caller has taken it.
 // Thread: any.
 // Outlives: what it has sent, once the transport is stopped.
 class Answers {
@@ -37,7 +34,6 @@ class Answers {
   // The references outlive it.
   Answers(
       const AgentOptions& options,
-      base::TaskRunner& runner,
       metrics::Counters& counters,
       ReceiveMemory& memory,
       const Group& group,
@@ -69,7 +65,6 @@ class Answers {
   ReceiveMemory& memory_;
   const Group& group_;
   Devices& devices_;
-  Lender lender_;
 };
 
 } // namespace torch_rpc_ext::agent

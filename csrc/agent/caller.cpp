@@ -44,7 +44,6 @@ Caller::Caller(
       memory_(memory),
       group_(group),
       devices_(devices),
-      lender_(*memory.cache(), executor),
       calls_(
           options,
           executor,
@@ -177,7 +176,7 @@ void Caller::sendFrame(
     return;
   }
   memory_.trimLater();
-  lender_.lend(std::move(encoded), [this, callId, connection](Encoded lent) {
+  memory_.lender().lend(std::move(encoded), [this, callId, connection](Encoded lent) {
     if (calls_.pending().contains(callId)) { // else it has timed out
       sendFrameNow(callId, std::move(lent), connection);
     }

@@ -7,7 +7,6 @@
 #include "agent/devices.h"
 #include "agent/executor.h"
 #include "agent/group.h"
-#include "agent/lender.h"
 #include "agent/open_calls.h"
 #include "agent/receive_memory.h"
 
@@ -146,7 +145,6 @@ class Caller {
   ReceiveMemory& memory_;
   Group& group_;
   Devices& devices_;
-  Lender lender_;
   OpenCalls calls_;
   AnswerWait wait_; // after calls_, to which it refers
 };

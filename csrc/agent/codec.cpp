@@ -319,6 +319,9 @@ Error Decoder::allocateBulk(
     }
     if (auto adopted = adopt ? adopt(spans.size()) : transport::Adopted();
         adopted.memory != nullptr) {
+      if (adopted.region == 0) {
+        cache.gotBack(*adopted.memory); // this process had lent it
+      }
       bulk_.push_back(adoptMemory(std::move(adopted), storage.size));
       spans.push_back({nullptr, storage.size});
       continue;

@@ -4,9 +4,9 @@
 #include "base/streaming_copy.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <memory>
+#include <iterator>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -29,6 +29,11 @@ constexpr uint64_t kMaxCopyThreads = 4;
 constexpr uint64_t kStreamedBytes = uint64_t{32} << 20;
 // What a thread takes at a time.
 constexpr size_t kShareBytes = size_t{8} << 20;
+// How fast the kernel fills fresh pages: about 1 GB/s.
+constexpr uint64_t kFreshBytesPerMicrosecond = 1000;
+// How long messages wait without a block coming back, at least and at most.
+constexpr std::chrono::microseconds kLeastPatience{1'000};
+constexpr std::chrono::microseconds kMostPatience{200'000};
 // 20 us: after each the thread gives way to whoever woke up behind it.
 constexpr size_t kPieceBytes = size_t{128} << 10;
 
@@ -105,32 +110,104 @@ class Copy {
   std::atomic<size_t> threads_{1};
 };
 
+// While this thread takes blocks: what it gives back because a message needs
+// more than there are has not been in use.
+thread_local bool acquiring = false;
+
 // All, or none.
 Blocks acquire(memory::BufferCache& cache, const Encoded& encoded) {
-  Blocks blocks;
-  if (encoded.mappable && encoded.bulk.size() <= kMaxSpans) {
-    for (const auto& span : encoded.bulk) {
-      auto block = cache.acquireShared(span.size);
-      if (!block) {
-        return {};
-      }
-      blocks.push_back(std::make_shared<Block>(std::move(*block)));
+  acquiring = true;
+  struct Done {
+    ~Done() {
+      acquiring = false;
     }
+  } done; // destroyed after `blocks`
+  Blocks blocks;
+  for (const auto& span : encoded.bulk) {
+    auto block = cache.acquireShared(span.size);
+    if (!block) {
+      return {};
+    }
+    blocks.push_back(std::make_shared<Block>(std::move(*block)));
   }
   return blocks;
 }
 
+// The time in which the kernel would fill as many fresh pages.
+std::chrono::microseconds patienceFor(uint64_t bytes) {
+  return std::clamp(
+      std::chrono::microseconds(bytes / kFreshBytesPerMicrosecond),
+      kLeastPatience,
+      kMostPatience);
+}
+
+size_t classOf(const Encoded& encoded) {
+  size_t largest = 0;
+  for (const auto& span : encoded.bulk) {
+    largest = std::max<size_t>(largest, span.size);
+  }
+  return memory::sizeClass(largest);
+}
+
 } // namespace
 
+Lender::Lender(
+    std::shared_ptr<memory::BufferCache> cache,
+    base::TaskRunner& runner,
+    base::Poller& poller)
+    : cache_(std::move(cache)),
+      runner_(runner),
+      timer_(poller, [this] { expire(); }) {}
+
+std::shared_ptr<Lender> Lender::create(
+    std::shared_ptr<memory::BufferCache> cache,
+    base::TaskRunner& runner,
+    base::Poller& poller) {
+  std::shared_ptr<Lender> lender(new Lender(std::move(cache), runner, poller));
+  lender->cache_->onReturn(
+      [weak = std::weak_ptr(lender)](size_t capacity, bool isIdle) {
+        if (const auto self = weak.lock()) {
+          self->returned(capacity, isIdle);
+        }
+      });
+  return lender;
+}
+
 void Lender::lend(Encoded encoded, Then then) {
-  Blocks blocks = acquire(cache_, encoded);
-  if (blocks.empty()) {
+  if (!encoded.mappable || encoded.bulk.size() > kMaxSpans) {
     then(std::move(encoded));
     return;
   }
   uint64_t bytes = 0;
   for (const auto& span : encoded.bulk) {
     bytes += span.size;
+  }
+  if (anyWaits_.load()) {
+    const size_t capacity = classOf(encoded);
+    std::unique_lock lock(mutex_);
+    if (queues_.contains(capacity)) { // others wait already
+      addLocked(capacity, std::move(encoded), std::move(then), bytes);
+      return;
+    }
+  }
+  if (tryToLend(encoded, then, bytes)) {
+    return;
+  }
+  {
+    const size_t capacity = classOf(encoded);
+    const std::lock_guard lock(mutex_);
+    if (!stopped_ && !stalled_.contains(capacity)) {
+      addLocked(capacity, std::move(encoded), std::move(then), bytes);
+      return;
+    }
+  }
+  then(std::move(encoded));
+}
+
+bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
+  Blocks blocks = acquire(*cache_, encoded);
+  if (blocks.empty()) {
+    return false;
   }
   if (bytes <= kAtOnceBytes) {
     Copy(
@@ -139,7 +216,7 @@ void Lender::lend(Encoded encoded, Then then) {
         /*streams=*/false,
         std::move(then))
         .work(nullptr);
-    return;
+    return true;
   }
   const auto copy = std::make_shared<Copy>(
       std::move(encoded),
@@ -157,6 +234,153 @@ void Lender::lend(Encoded encoded, Then then) {
       copy->work(&slices);
     }));
   }
+  return true;
+}
+
+void Lender::addLocked(
+    size_t capacity,
+    Encoded encoded,
+    Then then,
+    uint64_t bytes) {
+  const auto [queue, isNew] = queues_.try_emplace(capacity);
+  queue->second.messages.push_back(
+      {std::move(encoded), std::move(then), bytes});
+  ++load_.messages;
+  load_.bytes += bytes;
+  if (isNew) {
+    queue->second.since = Clock::now();
+    setAnyWaitsLocked();
+    setTimerLocked();
+  }
+}
+
+Lender::Clock::time_point Lender::Queue::until() const {
+  return since + patienceFor(messages.front().bytes);
+}
+
+// Runs where a block has been given back, maybe in the middle of user code: so
+// a task does the rest.
+void Lender::returned(size_t capacity, bool isIdle) {
+  if (!anyWaits_.load() || acquiring) {
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  stalled_.erase(capacity);
+  setAnyWaitsLocked();
+  const auto queue = queues_.find(capacity);
+  if (queue != queues_.end()) {
+    queue->second.since = Clock::now();
+    // With the mutex held: after stop() nothing is submitted.
+    runner_.submit(
+        base::makeTask([self = shared_from_this(), capacity, isIdle] {
+          self->serve(capacity, isIdle);
+        }));
+  }
+}
+
+// Lends to the first message of the queue, and to more if there are blocks. If
+// a block came back that this process uses now, and there is no other one, the
+// first message is sent without a copy: it would wait for a receiver that
+// returns what it is sent.
+void Lender::serve(size_t capacity, bool isIdle) {
+  for (;;) {
+    std::optional<Waiting> first;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto queue = queues_.find(capacity);
+      if (queue == queues_.end()) {
+        return;
+      }
+      first.emplace(takeFirstLocked(queue));
+    }
+    if (tryToLend(first->encoded, first->then, first->bytes)) {
+      continue;
+    }
+    if (!isIdle) {
+      first->then(std::move(first->encoded));
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    if (!stopped_) {
+      putBackLocked(capacity, std::move(*first));
+    }
+    return;
+  }
+}
+
+Lender::Waiting Lender::takeFirstLocked(Queues::iterator queue) {
+  auto& messages = queue->second.messages;
+  Waiting first = std::move(messages.front());
+  messages.pop_front();
+  --load_.messages;
+  load_.bytes -= first.bytes;
+  if (messages.empty()) {
+    queues_.erase(queue);
+    setAnyWaitsLocked();
+  }
+  return first;
+}
+
+void Lender::putBackLocked(size_t capacity, Waiting first) {
+  const auto [queue, isNew] = queues_.try_emplace(capacity);
+  ++load_.messages;
+  load_.bytes += first.bytes;
+  queue->second.messages.push_front(std::move(first));
+  if (isNew) {
+    queue->second.since = Clock::now();
+    setAnyWaitsLocked();
+    setTimerLocked();
+  }
+}
+
+void Lender::expire() {
+  std::vector<Waiting> expired;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto now = Clock::now();
+    for (auto queue = queues_.begin(); queue != queues_.end();) {
+      const auto following = std::next(queue);
+      if (queue->second.until() <= now) {
+        stalled_.insert(queue->first);
+        for (size_t left = queue->second.messages.size(); left != 0; --left) {
+          expired.push_back(takeFirstLocked(queue));
+        }
+      }
+      queue = following;
+    }
+    setAnyWaitsLocked();
+    setTimerLocked();
+  }
+  for (auto& waiting : expired) {
+    waiting.then(std::move(waiting.encoded));
+  }
+}
+
+void Lender::setAnyWaitsLocked() {
+  anyWaits_.store(!queues_.empty() || !stalled_.empty());
+}
+
+void Lender::setTimerLocked() {
+  auto first = Clock::time_point::max();
+  for (const auto& [capacity, queue] : queues_) {
+    first = std::min(first, queue.until());
+  }
+  timer_.set(first);
+}
+
+void Lender::stop() {
+  Queues dropped; // destroyed without the lock: holds tensors
+  timer_.stop();
+  const std::lock_guard lock(mutex_);
+  stopped_ = true;
+  dropped.swap(queues_);
+  load_ = {};
+  setAnyWaitsLocked();
+}
+
+Lender::Load Lender::waiting() const {
+  const std::lock_guard lock(mutex_);
+  return load_;
 }
 
 } // namespace torch_rpc_ext::agent

@@ -19,12 +19,14 @@ ReceiveMemory::Duration toDuration(double seconds) {
 
 ReceiveMemory::ReceiveMemory(
     const AgentOptions& options,
+    base::TaskRunner& runner,
     base::Poller& poller,
     TrimOthers trimOthers)
     : idle_(toDuration(options.receiveCacheIdleSeconds)),
       trimOthers_(std::move(trimOthers)),
       cache_(std::make_shared<memory::BufferCache>(options.receiveCacheBytes)),
       admission_(options.receiveBudgetBytes),
+      lender_(Lender::create(cache_, runner, poller)),
       timer_(poller, [this] { trim(); }) {}
 
 void ReceiveMemory::trimLater() {
@@ -46,6 +48,7 @@ void ReceiveMemory::trim() {
 
 void ReceiveMemory::stop() {
   admission_.stop();
+  lender_->stop();
   timer_.stop();
 }
 
@@ -56,12 +59,15 @@ void ReceiveMemory::close() {
 void ReceiveMemory::addTo(Metrics& metrics) const {
   const auto cache = cache_->stats();
   const auto received = admission_.load();
+  const auto waiting = lender_->waiting();
   const auto add = [&metrics](const char* name, uint64_t number) {
     metrics[name] = std::to_string(number);
   };
   add("agent.receive_held_bytes", received.heldBytes);
   add("agent.receive_waiting_requests", received.waitingRequests);
   add("agent.receive_waiting_bytes", received.waitingBytes);
+  add("agent.send_waiting_messages", waiting.messages);
+  add("agent.send_waiting_bytes", waiting.bytes);
   add("agent.receive_cache_hits", cache.hits);
   add("agent.receive_cache_misses", cache.misses);
   add("agent.receive_cache_idle_bytes", cache.idleBytes);

@@ -3,7 +3,9 @@
 #include "agent/admission.h"
 #include "agent/agent_metrics.h"
 #include "agent/agent_options.h"
+#include "agent/lender.h"
 #include "base/poller.h"
+#include "base/task.h"
 #include "base/timer.h"
 #include "memory/buffer_cache.h"
 
@@ -17,7 +19,7 @@ namespace torch_rpc_ext::agent {
 // have room in it, and the return of idle blocks to the system. Copies that are
 // lent to a receiver on this host take blocks here too.
 //
-// Owns: the cache of blocks, the admission of requests, a timer.
+// Owns: the cache of blocks, the admission of requests, the lender, a timer.
 // Thread: any.
 // Outlives: nothing; stop() detaches it from the Poller. A block lives as long
 //   as the storage over it.
@@ -30,6 +32,7 @@ class ReceiveMemory {
 
   ReceiveMemory(
       const AgentOptions& options,
+      base::TaskRunner& runner,
       base::Poller& poller,
       TrimOthers trimOthers);
 
@@ -43,10 +46,14 @@ class ReceiveMemory {
     return admission_;
   }
 
+  Lender& lender() {
+    return *lender_;
+  }
+
   // To be called after memory has been taken: releases what has become idle,
   // after a while and then repeatedly, until nothing is kept.
   void trimLater();
-  // Gives no more room to requests, and trims no more.
+  // Gives no more room to requests, lends and trims no more.
   void stop();
   // From here on, frees blocks that are given back instead of keeping them.
   void close();
@@ -60,6 +67,7 @@ class ReceiveMemory {
   const TrimOthers trimOthers_;
   const std::shared_ptr<memory::BufferCache> cache_;
   Admission admission_;
+  const std::shared_ptr<Lender> lender_;
   std::atomic<bool> trimming_{false};
   base::Timer timer_; // last: its handler uses the others
 };

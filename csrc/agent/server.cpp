@@ -48,7 +48,7 @@ Server::Server(
       devices_(devices),
       callback_(callback),
       queuedFrames_(options.receiveBudgetBytes),
-      answers_(options, executor, counters, memory, group, devices) {
+      answers_(options, counters, memory, group, devices) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
     sayThatAllAreBusy(waiting, seconds);
   });

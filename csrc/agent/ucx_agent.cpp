@@ -36,6 +36,7 @@ UcxAgent::UcxAgent(
           options_.busyPoll),
       memory_(
           options_,
+          executor_,
           executor_.poller(),
           [this](ReceiveMemory::Duration idle) { return trimParts(idle); }),
       group_(

@@ -1,5 +1,6 @@
 #include "memory/buffer_cache.h"
 
+#include "base/boundary.h"
 #include "base/fork.h"
 
 #include <sys/mman.h>
@@ -141,7 +142,7 @@ class BufferCache::State {
         idle_.erase(found);
         stats_.idleBytes -= capacity;
         ++stats_.hits;
-        countUsed(capacity, lent);
+        countUsed(map, lent != 0);
         return map;
       }
       sharedBlocks_ += shared ? 1 : 0;
@@ -166,12 +167,12 @@ class BufferCache::State {
     if (map.data != nullptr) {
       std::lock_guard<std::mutex> lock(mutex_);
       ++stats_.misses;
-      countUsed(capacity, lent);
+      countUsed(map, lent != 0);
     }
     return map;
   }
 
-  void giveBack(const Map& map, bool lent) noexcept {
+  void giveBack(const Map& map) noexcept {
     if (!home_.isHere()) {
       unmapPrivate(map); // a thread of the parent may have locked the mutex
       return;
@@ -179,12 +180,12 @@ class BufferCache::State {
     std::vector<Idle> surplus;
     const bool keep = map.shared == nullptr || !map.shared->discarded();
     bool kept = false;
+    bool returned = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stats_.usedBytes -= map.capacity;
       --stats_.usedBlocks;
-      lentBytes_ -= lent ? map.capacity : 0;
-      lentBlocks_ -= lent ? 1 : 0;
+      returned = returnLocked(map.shared.get());
       if (keep && !closed_ && map.capacity <= maxIdleBytes_) {
         try {
           idle_.push_back({map, Clock::now()});
@@ -201,6 +202,24 @@ class BufferCache::State {
       unmap(map);
     }
     unmap(surplus);
+    if (returned || (kept && map.shared != nullptr)) {
+      tellReturned(map.capacity, kept);
+    }
+  }
+
+  void gotBack(SharedMap& memory) {
+    bool returned = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      returned = returnLocked(&memory);
+    }
+    if (returned) {
+      tellReturned(memory.size(), /*isIdle=*/false);
+    }
+  }
+
+  void onReturn(Returned hook) {
+    hook_ = std::move(hook);
   }
 
   void share(size_t capacity) {
@@ -269,15 +288,38 @@ class BufferCache::State {
   // Whether one more shared block may be made. `lent`: its bytes, if it is for
   // acquireShared(), else 0.
   bool mayShareLocked(uint64_t lent) const {
-    return sharedBlocks_ < kMaxSharedBlocks &&
-        (lent == 0 || lentBlocks_ < 2 || lentBytes_ + lent <= kMaxLentBytes);
+    if (sharedBlocks_ >= kMaxSharedBlocks) {
+      return false;
+    }
+    const bool few = lentBlocks_ < 2 || lentBytes_ + lent <= kMaxLentBytes;
+    const uint64_t mapped = stats_.usedBytes + stats_.idleBytes;
+    return lent == 0 || sharedBlocks_ < 2 ||
+        (few && mapped + lent <= maxIdleBytes_);
   }
 
-  void countUsed(size_t capacity, uint64_t lent) {
-    stats_.usedBytes += capacity;
+  void countUsed(const Map& map, bool lent) {
+    stats_.usedBytes += map.capacity;
     ++stats_.usedBlocks;
-    lentBytes_ += lent;
-    lentBlocks_ += lent == 0 ? 0 : 1;
+    if (lent && !map.shared->setLent(true)) {
+      lentBytes_ += map.capacity;
+      ++lentBlocks_;
+    }
+  }
+
+  // Whether the memory was lent.
+  bool returnLocked(SharedMap* memory) {
+    if (memory == nullptr || !memory->setLent(false)) {
+      return false;
+    }
+    lentBytes_ -= memory->size();
+    --lentBlocks_;
+    return true;
+  }
+
+  void tellReturned(size_t capacity, bool isIdle) const {
+    if (hook_) {
+      base::guarded(base::Boundary::kStorage, [&] { hook_(capacity, isIdle); });
+    }
   }
 
   // Moves the blocks that have been idle for longest to `surplus`: as many as
@@ -326,8 +368,9 @@ class BufferCache::State {
   std::vector<Idle> idle_; // sorted: those idle for longest come first
   std::set<size_t> sharedClasses_; // see share()
   size_t sharedBlocks_ = 0; // idle and in use
-  uint64_t lentBytes_ = 0; // in use, from acquireShared()
+  uint64_t lentBytes_ = 0;
   size_t lentBlocks_ = 0;
+  Returned hook_; // set before the first block is lent
   BufferCacheStats stats_;
   bool closed_ = false;
 };
@@ -337,8 +380,7 @@ BufferCache::Block::Block(Block&& other) noexcept
       data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
       capacity_(std::exchange(other.capacity_, 0)),
-      shared_(std::move(other.shared_)),
-      lent_(std::exchange(other.lent_, false)) {}
+      shared_(std::move(other.shared_)) {}
 
 BufferCache::Block& BufferCache::Block::operator=(Block&& other) noexcept {
   std::swap(state_, other.state_);
@@ -346,13 +388,12 @@ BufferCache::Block& BufferCache::Block::operator=(Block&& other) noexcept {
   std::swap(size_, other.size_);
   std::swap(capacity_, other.capacity_);
   std::swap(shared_, other.shared_);
-  std::swap(lent_, other.lent_);
   return *this;
 }
 
 BufferCache::Block::~Block() {
   if (data_ != nullptr) {
-    state_->giveBack({data_, capacity_, std::move(shared_)}, lent_);
+    state_->giveBack({data_, capacity_, std::move(shared_)});
   }
 }
 
@@ -403,9 +444,16 @@ BufferCache::Block BufferCache::take(size_t size, bool mustBeShared) {
     block.size_ = size;
     block.capacity_ = map.capacity;
     block.shared_ = map.shared;
-    block.lent_ = mustBeShared;
   }
   return block;
+}
+
+void BufferCache::gotBack(SharedMap& memory) {
+  state_->gotBack(memory);
+}
+
+void BufferCache::onReturn(Returned hook) {
+  state_->onReturn(std::move(hook));
 }
 
 void BufferCache::share(size_t size) {

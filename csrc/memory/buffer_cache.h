@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -20,9 +21,10 @@ inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 // one eighth larger than the request. 0 if `size` is too large.
 size_t sizeClass(size_t size);
 
-// A block that acquireShared() has given out is lent. acquireShared() maps no
-// further block beyond this many lent bytes. Two blocks may be lent whatever
-// their size: for the message sent last, and the one being sent.
+// A block that acquireShared() has given out is lent, until it is given back or
+// gotBack(). acquireShared() maps no further block beyond this many lent bytes,
+// nor beyond what the cache could keep. Two blocks may be lent whatever their
+// size: for the message sent last, and the one being sent.
 inline constexpr uint64_t kMaxLentBytes = uint64_t{256} << 20;
 
 struct BufferCacheStats {
@@ -86,7 +88,6 @@ class BufferCache {
     size_t size_ = 0;
     size_t capacity_ = 0;
     std::shared_ptr<SharedMap> shared_;
-    bool lent_ = false; // from acquireShared()
   };
 
   using Clock = std::chrono::steady_clock;
@@ -107,6 +108,18 @@ class BufferCache {
   // exist, or kMaxLentBytes are lent. The limit on lent bytes is there because
   // filling fresh pages takes longer than letting the receiver copy.
   std::optional<Block> acquireShared(size_t size);
+
+  // The receiver of a lent block has returned it, and this process uses it: the
+  // block is not lent any more.
+  void gotBack(SharedMap& memory);
+
+  // Calls `hook` when a block of so much capacity stops being lent, or a block
+  // that can be lent becomes idle: on the thread on which this happens, which
+  // may be in the middle of anything. `isIdle`: the block can be lent again; if
+  // not, this process uses it, gotBack(). To be called once, before the first
+  // acquireShared().
+  using Returned = std::function<void(size_t capacity, bool isIdle)>;
+  void onReturn(Returned hook);
 
   // From now on acquire() gives blocks of this size class that other processes
   // can map, while not too many exist. For workers that send back what they

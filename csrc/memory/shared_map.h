@@ -61,6 +61,12 @@ class SharedMap {
     return discarded_.load();
   }
 
+  // For the BufferCache: whether a receiver has the memory. Returns what was set
+  // before.
+  bool setLent(bool lent) {
+    return lent_.exchange(lent);
+  }
+
   // While a Hold lives, a tensor of this process lies in the map. `map` may be
   // null, then the Hold does nothing.
   class Hold {
@@ -88,6 +94,7 @@ class SharedMap {
   const size_t size_;
   SharedRegion region_;
   std::atomic<bool> discarded_{false};
+  std::atomic<bool> lent_{false};
   // The mutex of AllMaps guards the rest.
   uint32_t holds_ = 0;
   bool private_ = false;

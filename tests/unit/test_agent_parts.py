@@ -28,8 +28,17 @@ OPEN_CALLS = (
     "pending_calls",
 )
 
-
-PROGRAMS = {"group": (GROUP, BASE), "open_calls": (OPEN_CALLS, (*BASE, "poller", "timer"))}
+POLLER = (*BASE, "poller", "timer")
+#: name -> (files of agent/, of base/, of memory/)
+PROGRAMS = {
+    "group": (GROUP, BASE, ()),
+    "open_calls": (OPEN_CALLS, (*POLLER, "busy_poll"), ()),
+    "lender": (
+        ("lender",),
+        (*POLLER, "fork", "short_time_slices", "streaming_copy"),
+        ("buffer_cache", "shared_map"),
+    ),
+}
 
 
 @pytest.mark.timeout(cxx.TIMEOUT)
@@ -41,8 +50,9 @@ def test_a_part_alone(name: str) -> None:
             HERE / f"{name}.cpp",
             *(cxx.CSRC / "agent" / f"{part}.cpp" for part in agent),
             *(cxx.CSRC / "base" / f"{part}.cpp" for part in base),
+            *(cxx.CSRC / "memory" / f"{part}.cpp" for part in memory),
         ]
-        for name, (agent, base) in PROGRAMS.items()
+        for name, (agent, base, memory) in PROGRAMS.items()
     }
     # All at once: the programs share most of what takes long to compile.
     built = cxx.build(

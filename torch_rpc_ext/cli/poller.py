@@ -48,6 +48,7 @@ class WorkerState:
         pending: the worker's own calls that wait for an answer.
         lost: names of workers that this worker cannot reach any more.
         waiting: caller -> (number, bytes) of the caller's requests that wait there for room.
+        unsent: (number, bytes) of the worker's own messages that wait for memory that it has lent.
     """
 
     worker: str
@@ -69,6 +70,7 @@ class WorkerState:
     pending: int | None = None
     lost: tuple[str, ...] = ()
     waiting: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unsent: tuple[int, int] = (0, 0)
 
 
 class Poller:
@@ -212,4 +214,8 @@ def _describe(
         pending=number("agent.pending_calls"),
         lost=tuple(now["lost"]),
         waiting={caller: tuple(load) for caller, load in now["waiting"].items()},
+        unsent=(
+            number("agent.send_waiting_messages") or 0,
+            number("agent.send_waiting_bytes") or 0,
+        ),
     )

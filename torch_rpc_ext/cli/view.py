@@ -73,6 +73,14 @@ def draw(
                 for caller, (requests, size) in sorted(s.waiting.items())
             )
             parts.append(Text(f"{s.worker} has no room yet for the tensors of requests: {waiting}"))
+        if s.unsent[0]:
+            messages, size = s.unsent
+            parts.append(
+                Text(
+                    f"{s.worker} has {messages} messages ({size / 1e6:.0f} MB) that wait until "
+                    "receivers let go of memory that they were lent"
+                )
+            )
     return Group(*parts)
 
 
