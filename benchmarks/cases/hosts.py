@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from benchmarks.backends.interface import HOSTS, Backend
 from benchmarks.cases.calls import SyncCalls, elements
@@ -12,22 +13,43 @@ from tests.support.netns import Link
 UNSHAPED = Link()
 
 
-class HostsBuiltin(SyncCalls):
-    """Small calls from host to host."""
+class HostsCalls(SyncCalls):
+    """Calls from host to host, one after the other; the arguments are those of SyncCalls."""
 
     link = UNSHAPED
 
-    def __init__(self) -> None:
-        super().__init__(
-            "hosts-builtin",
-            "two hosts: builtin add, 4 B",
-            "add",
-            4,
-            calls=150,
-            rounds=10,
-            targets=(Target(4, 6),),
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.needs |= {HOSTS}
+
+
+class HostsParallel(CallCase):
+    """Several calls from host to host at once; time until all have ended.
+
+    Args:
+        payload: size of the tensor, bytes.
+        count: number of calls.
+    """
+
+    link = UNSHAPED
+
+    def __init__(self, payload: int, count: int, targets: tuple[Target, ...]) -> None:
+        title = f"two hosts: {count} identities of {payload // 1_000_000} MB at once"
+        name = f"hosts-{count}x{payload // 1_000_000}m"
+        super().__init__(
+            name, {"time": Metric(title, "s", targets)}, 10, frozenset({HOSTS, "identity"})
+        )
+        self.payload, self.count = payload, count
+
+    def measure(self, backend: Backend) -> Figures:
+        tensor, times = elements(self.payload), []
+        for _ in range(5):
+            start = time.perf_counter()
+            pending = [backend.call_async(1, "identity", tensor) for _ in range(self.count)]
+            for call in pending:
+                call.wait()
+            times.append(time.perf_counter() - start)
+        return {"time": times}
 
 
 class HostsBulk(CallCase):
@@ -78,7 +100,33 @@ class HostsBulk(CallCase):
 
 
 CASES = [
-    HostsBuiltin(),
+    HostsCalls(
+        "hosts-builtin",
+        "two hosts: builtin add, 4 B",
+        "add",
+        4,
+        calls=150,
+        rounds=10,
+        targets=(Target(4, 6),),
+    ),
+    *(
+        HostsCalls(
+            f"hosts-{name}",
+            f"two hosts: python identity, {title}",
+            "identity",
+            payload,
+            calls=calls,
+            rounds=10,
+            targets=targets,
+        )
+        for name, title, payload, calls, targets in (
+            ("64k", "64 KB", 65_536, 60, (Target(2), Target(1 / 1.3, against="limit"))),
+            ("1m", "1 MB", 1_000_000, 30, (Target(2), Target(1 / 1.3, against="limit"))),
+            ("4m", "4 MB", 4_000_000, 20, (Target(2), Target(1 / 1.3, against="limit"))),
+            ("32m", "32 MB", 32_000_000, 5, (Target(1.15), Target(1 / 1.3, against="limit"))),
+        )
+    ),
+    HostsParallel(4_000_000, 8, (Target(1.5),)),
     HostsBulk("hosts-bulk", UNSHAPED, 200_000_000, calls=2, rounds=10, rate=(Target(1.15, 1.5),)),
     HostsBulk(
         "hosts-10g",

@@ -53,6 +53,8 @@ const char* toString(Boundary boundary) {
       return "bulk sent";
     case Boundary::kBulkReceived:
       return "bulk received";
+    case Boundary::kBulkSocket:
+      return "bulk socket";
     case Boundary::kBulkBroken:
       return "bulk broken";
     case Boundary::kStorage:

@@ -38,6 +38,7 @@ enum class Boundary : uint8_t {
   kBroken, // UCX reports a broken endpoint: the code runs once more
   kBulkSent, // UCX has sent a chunk of bulk: the message fails
   kBulkReceived, // UCX has received a chunk of bulk: the message fails
+  kBulkSocket, // moving a piece of bulk over TCP: the code runs once more
   kBulkBroken, // UCX reports a broken bulk endpoint: the code runs once more
   kStorage, // torch frees memory of ours: the code runs once more
   kCount

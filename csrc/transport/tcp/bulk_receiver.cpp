@@ -1,0 +1,309 @@
+#include "transport/tcp/bulk_receiver.h"
+
+#include "crypto/crypto.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <string_view>
+#include <utility>
+
+namespace torch_rpc_ext::transport::tcp {
+
+namespace {
+
+// How many connections may be open whose Hello has not come. When there is one
+// more, the oldest of them is closed: a sender says its Hello at once.
+constexpr size_t kMaxUnknown = 256;
+
+uint64_t randomNumber() {
+  std::random_device source;
+  return (static_cast<uint64_t>(source()) << 32) | source();
+}
+
+} // namespace
+
+BulkReceiver::BulkReceiver(
+    Options options,
+    base::Poller& poller,
+    base::TaskRunner& runner,
+    std::shared_ptr<base::Gate> gate)
+    : options_(std::move(options)),
+      key_(crypto::randomBytes(kKeyBytes)),
+      // Random, so that nobody who has not been told a tag can guess it.
+      nextTag_(randomNumber()),
+      dropped_(kPieceBytes),
+      set_(
+          LaneSet::create(
+              poller,
+              runner,
+              std::move(gate),
+              [this](Locked& locked, uint64_t id, uint32_t events) {
+                handle(locked, id, events);
+              },
+              [](Locked&) { return false; })) {}
+
+base::Result<std::string> BulkReceiver::addressAt(
+    const std::vector<std::string>& ips) {
+  Address address{.key = key_};
+  base::Error failure{
+      base::ErrorKind::kPeerLost, "no address to receive large tensors at"};
+  set_->run([&](Locked& locked) {
+    for (const std::string& ip : ips) {
+      const auto known = std::find_if(
+          listeners_.begin(), listeners_.end(), [&](const auto& listener) {
+            return listener.second.second.ip == ip;
+          });
+      if (known != listeners_.end()) {
+        address.endpoints.push_back(known->second.second);
+        continue;
+      }
+      auto made = stopped_
+          ? base::Error{base::ErrorKind::kShutDown, "the transport has ended"}
+          : listenAt(ip, options_.ports);
+      if (!made.ok()) {
+        failure = made.error();
+        continue;
+      }
+      const uint64_t id = nextId_++;
+      set_->add(locked, made.value().first.fd(), id, EPOLLIN);
+      address.endpoints.push_back(made.value().second);
+      listeners_.emplace(id, std::move(made.value()));
+    }
+  });
+  if (address.endpoints.empty()) {
+    return failure;
+  }
+  return encode(address);
+}
+
+uint64_t BulkReceiver::receive(
+    uint64_t tag,
+    std::vector<base::MutableSpan> chunks,
+    Callback callback,
+    Incoming::Arrived arrived) {
+  uint64_t id = 0;
+  set_->run([&](Locked& locked) {
+    id = nextId_++;
+    auto group = std::make_shared<Group>();
+    group->id = id;
+    group->firstTag = tag;
+    group->chunks = chunks.size();
+    group->callback = std::move(callback);
+    group->arrived = std::move(arrived);
+    groups_.emplace(id, group);
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      if (chunks[i].size != 0) {
+        ++group->left;
+        expected_.insert_or_assign(
+            tag + i, Expected{group, chunks[i], chunks[i].size});
+      }
+    }
+    if (stopped_) {
+      end(locked,
+          group,
+          {base::ErrorKind::kShutDown, "the transport has ended"});
+    } else if (group->left == 0) {
+      end(locked, group, {});
+    }
+  });
+  return id;
+}
+
+void BulkReceiver::cancel(uint64_t id, const base::Error& why) {
+  set_->run([&](Locked& locked) {
+    const auto group = groups_.find(id);
+    if (group != groups_.end()) {
+      end(locked, std::shared_ptr(group->second), why);
+    }
+  });
+}
+
+void BulkReceiver::end(
+    Locked& locked,
+    const std::shared_ptr<Group>& group,
+    base::Error error) {
+  for (size_t i = 0; i < group->chunks; ++i) {
+    expected_.erase(group->firstTag + i);
+  }
+  groups_.erase(group->id);
+  locked.defer([callback = std::move(group->callback),
+                error = std::move(error)] { callback(error); });
+}
+
+void BulkReceiver::stop() {
+  set_->run([&](Locked& locked) {
+    stopped_ = true;
+    set_->stop(locked);
+    lanes_.clear();
+    listeners_.clear();
+    while (!groups_.empty()) {
+      end(locked,
+          std::shared_ptr(groups_.begin()->second),
+          {base::ErrorKind::kShutDown, "the transport has ended"});
+    }
+  });
+}
+
+void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
+  if (const auto listener = listeners_.find(id); listener != listeners_.end()) {
+    accept(locked, listener->second.first);
+    return;
+  }
+  const auto found = lanes_.find(id);
+  if (found == lanes_.end()) {
+    return;
+  }
+  Lane& lane = found->second;
+  if (!(lane.isKnown ? readPiece(locked, lane) : readHello(lane))) {
+    drop(locked, id);
+  }
+}
+
+void BulkReceiver::accept(Locked& locked, const Socket& listener) {
+  Socket socket = acceptFrom(listener);
+  if (socket.fd() < 0) {
+    return;
+  }
+  if (unknown_.size() >= kMaxUnknown) {
+    strangers_(
+        base::LogLevel::kWarning,
+        "closed a connection for large tensors: too many have not said who "
+        "they are");
+    drop(locked, unknown_.front());
+  }
+  setUp(socket, options_.keepaliveSeconds);
+  const uint64_t id = nextId_++;
+  set_->add(locked, socket.fd(), id, EPOLLIN);
+  lanes_.emplace(id, Lane{.id = id, .socket = std::move(socket)});
+  unknown_.push_back(id);
+}
+
+void BulkReceiver::drop(Locked& locked, uint64_t id) {
+  const auto lane = lanes_.find(id);
+  std::erase(unknown_, id);
+  set_->remove(locked, lane->second.socket.fd());
+  lanes_.erase(lane);
+}
+
+int BulkReceiver::fill(Lane& lane, void* into, size_t size) {
+  const ssize_t got = ::recv(
+      lane.socket.fd(),
+      static_cast<char*>(into) + lane.got,
+      size - lane.got,
+      MSG_DONTWAIT);
+  if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) {
+    return -1;
+  }
+  lane.got += static_cast<size_t>(std::max<ssize_t>(got, 0));
+  if (lane.got < size) {
+    return 0;
+  }
+  lane.got = 0;
+  return 1;
+}
+
+bool BulkReceiver::readHello(Lane& lane) {
+  const int state = fill(lane, &lane.hello, sizeof(lane.hello));
+  if (state <= 0) {
+    return state == 0;
+  }
+  if (lane.hello.magic != kMagic ||
+      !crypto::equal(std::string_view(lane.hello.key, kKeyBytes), key_)) {
+    strangers_(
+        base::LogLevel::kWarning,
+        "refused a connection for large tensors: the other end does not know "
+        "this worker's key");
+    return false;
+  }
+  lane.isKnown = true;
+  std::erase(unknown_, lane.id);
+  return true;
+}
+
+bool BulkReceiver::takeHeader(Lane& lane) {
+  const PieceHeader& piece = lane.piece;
+  const auto expected = expected_.find(piece.tag);
+  const bool fits = piece.size != 0 && piece.size <= kPieceBytes &&
+      (expected == expected_.end() ||
+       (piece.offset <= expected->second.memory.size &&
+        piece.size <= expected->second.memory.size - piece.offset &&
+        piece.size <= expected->second.left));
+  if (!fits) {
+    strangers_(
+        base::LogLevel::kWarning,
+        "closed a connection for large tensors: a piece of " +
+            std::to_string(piece.size) + " bytes does not fit");
+  }
+  lane.inPiece = fits;
+  return fits;
+}
+
+bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
+  if (!lane.inPiece) {
+    const int state = fill(lane, &lane.piece, sizeof(lane.piece));
+    if (state <= 0) {
+      return state == 0;
+    }
+    if (!takeHeader(lane)) {
+      return false;
+    }
+  }
+  // Looked up each time: the receive may have been cancelled in the middle of a
+  // piece, and nothing is written to its memory then.
+  const auto expected = expected_.find(lane.piece.tag);
+  char* const into = expected == expected_.end()
+      ? reinterpret_cast<char*>(dropped_.data())
+      : static_cast<char*>(expected->second.memory.data) + lane.piece.offset;
+  const ssize_t got = ::recv(
+      lane.socket.fd(),
+      into + lane.got,
+      lane.piece.size - lane.got,
+      MSG_DONTWAIT);
+  if (got <= 0) {
+    return got < 0 && (errno == EAGAIN || errno == EINTR);
+  }
+  lane.got += static_cast<size_t>(got);
+  if (lane.got == lane.piece.size) {
+    lane.got = 0;
+    lane.inPiece = false;
+    pieceDone(locked, lane);
+  }
+  return true;
+}
+
+void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
+  // One byte always has room: the sender has few pieces without an answer.
+  const char taken = 1;
+  (void)!::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
+  const auto found = expected_.find(lane.piece.tag);
+  if (found == expected_.end()) {
+    return;
+  }
+  Expected& expected = found->second;
+  if (lane.piece.size > expected.left) {
+    end(locked,
+        std::shared_ptr(expected.group),
+        {base::ErrorKind::kInvalid, "a piece of bulk came twice"});
+    return;
+  }
+  expected.left -= lane.piece.size;
+  if (expected.left != 0) {
+    return;
+  }
+  const auto group = expected.group;
+  if (group->arrived) {
+    locked.defer([arrived = group->arrived, chunk = expected.memory] {
+      arrived(chunk);
+    });
+  }
+  expected_.erase(found);
+  if (--group->left == 0) {
+    end(locked, group, {});
+  }
+}
+
+} // namespace torch_rpc_ext::transport::tcp

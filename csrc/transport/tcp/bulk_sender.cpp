@@ -1,0 +1,385 @@
+#include "transport/tcp/bulk_sender.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+namespace torch_rpc_ext::transport::tcp {
+
+namespace {
+
+// Lanes to one receiver. Four are as fast as eight or sixteen where nothing
+// else happens, eight where the cores are shared.
+constexpr size_t kMaxLanes = 8;
+// Of all receivers together: each lane is a descriptor here and one there.
+// Beyond this number a receiver has one lane.
+constexpr size_t kMaxLanesInAll = 128;
+// The fastest link for which the lanes have windows: 100 Gb/s. What is under
+// way on all lanes of a receiver fills such a link for one round trip.
+constexpr uint64_t kBytesPerMicrosecond = 12'500;
+constexpr size_t kMaxWindow = 64;
+
+base::Error shutDown() {
+  return {base::ErrorKind::kShutDown, "the transport has ended"};
+}
+
+} // namespace
+
+BulkSender::BulkSender(
+    double keepaliveSeconds,
+    base::Poller& poller,
+    base::TaskRunner& runner,
+    std::shared_ptr<base::Gate> gate)
+    : keepaliveSeconds_(keepaliveSeconds),
+      set_(
+          LaneSet::create(
+              poller,
+              runner,
+              std::move(gate),
+              [this](Locked& locked, uint64_t id, uint32_t events) {
+                handle(locked, id, events);
+              },
+              [this](Locked& locked) { return work(locked); })) {}
+
+uint64_t BulkSender::send(
+    const std::string& address,
+    uint64_t tag,
+    std::vector<base::ConstSpan> chunks,
+    Callback callback) {
+  uint64_t id = 0;
+  set_->run([&](Locked& locked) {
+    id = nextId_++;
+    auto group = std::make_shared<Group>();
+    group->id = id;
+    group->callback = std::move(callback);
+    groups_.emplace(id, group);
+    auto& receiver = receivers_[address];
+    if (receiver == nullptr) {
+      auto parsed = parseAddress(address);
+      if (stopped_ || !parsed.ok()) {
+        receivers_.erase(address);
+        end(locked, group, stopped_ ? shutDown() : parsed.error());
+        return;
+      }
+      receiver = std::make_unique<Receiver>();
+      receiver->address = std::move(parsed.value());
+    }
+    for (const base::ConstSpan& chunk : chunks) {
+      for (uint64_t at = 0; at < chunk.size; at += kPieceBytes) {
+        const uint64_t size = std::min<uint64_t>(kPieceBytes, chunk.size - at);
+        receiver->waiting.push_back(
+            {group,
+             {tag, at, size},
+             static_cast<const char*>(chunk.data) + at});
+        ++group->left;
+      }
+      ++tag;
+    }
+    if (group->left == 0) {
+      end(locked, group, {});
+      return;
+    }
+    feed(locked, *receiver);
+  });
+  set_->workSoon();
+  return id;
+}
+
+void BulkSender::cancel(uint64_t id, const base::Error& why) {
+  set_->run([&](Locked& locked) {
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) {
+      return;
+    }
+    abort(locked, std::shared_ptr(found->second), why);
+  });
+}
+
+void BulkSender::stop() {
+  set_->run([&](Locked& locked) {
+    stopped_ = true;
+    set_->stop(locked);
+    writable_.clear();
+    lanes_.clear();
+    receivers_.clear();
+    while (!groups_.empty()) {
+      end(locked, std::shared_ptr(groups_.begin()->second), shutDown());
+    }
+  });
+}
+
+// Gives the pieces that wait to lanes that are free, and opens more lanes if
+// there are not enough.
+void BulkSender::feed(Locked& locked, Receiver& receiver) {
+  for (const uint64_t id : receiver.lanes) {
+    Lane& lane = lanes_.at(id);
+    if (lane.isOpen && !lane.piece && take(lane)) {
+      queue(lane);
+    }
+  }
+  const size_t others = lanes_.size() - receiver.lanes.size();
+  const size_t most = others >= kMaxLanesInAll ? 1 : kMaxLanes;
+  const size_t opening = std::count_if(
+      receiver.lanes.begin(), receiver.lanes.end(), [this](uint64_t id) {
+        return !lanes_.at(id).isOpen;
+      });
+  for (size_t wanted = receiver.waiting.size();
+       wanted > opening && receiver.lanes.size() < most;
+       --wanted) {
+    if (base::Error error = openLane(locked, receiver)) {
+      if (receiver.lanes.empty()) {
+        loseWaiting(locked, receiver, error);
+      }
+      return;
+    }
+  }
+}
+
+// Whether the lane has got a piece.
+bool BulkSender::take(Lane& lane) {
+  auto& waiting = lane.receiver->waiting;
+  if (waiting.empty() || lane.untaken.size() >= lane.window) {
+    return false;
+  }
+  lane.piece.emplace(std::move(waiting.front()));
+  lane.written = 0;
+  waiting.pop_front();
+  return true;
+}
+
+void BulkSender::queue(Lane& lane) {
+  if (!lane.isBlocked && !std::exchange(lane.isQueued, true)) {
+    writable_.push_back(lane.id);
+  }
+}
+
+base::Error BulkSender::openLane(Locked& locked, Receiver& receiver) {
+  const auto& endpoints = receiver.address.endpoints;
+  const size_t endpoint = receiver.nextEndpoint++ % endpoints.size();
+  auto socket = connectTo(endpoints[endpoint]);
+  if (!socket.ok()) {
+    return socket.error();
+  }
+  setUp(socket.value(), keepaliveSeconds_);
+  const uint64_t id = nextId_++;
+  set_->add(locked, socket.value().fd(), id, EPOLLOUT);
+  lanes_.emplace(
+      id,
+      Lane{
+          .id = id,
+          .receiver = &receiver,
+          .endpoint = endpoint,
+          .socket = std::move(socket.value())});
+  receiver.lanes.push_back(id);
+  return {};
+}
+
+void BulkSender::handle(Locked& locked, uint64_t id, uint32_t events) {
+  const auto found = lanes_.find(id);
+  if (found == lanes_.end()) {
+    return;
+  }
+  Lane& lane = found->second;
+  int error = 0;
+  if ((events & (EPOLLERR | EPOLLHUP)) != 0 ||
+      ((events & EPOLLIN) != 0 && !readAnswers(locked, lane, error))) {
+    fail(locked, id, brokenBecause(lane.socket, error));
+    return;
+  }
+  if ((events & EPOLLOUT) != 0) {
+    set_->change(locked, lane.socket.fd(), id, EPOLLIN);
+    lane.isOpen = true;
+    lane.isBlocked = false;
+    lane.receiver->failures = 0;
+  }
+  if (lane.isOpen && (lane.piece || take(lane))) {
+    queue(lane);
+  }
+}
+
+bool BulkSender::work(Locked& locked) {
+  if (writable_.empty()) {
+    return false;
+  }
+  const uint64_t id = writable_.front();
+  writable_.pop_front();
+  const auto found = lanes_.find(id);
+  if (found == lanes_.end()) {
+    return true;
+  }
+  Lane& lane = found->second;
+  lane.isQueued = false;
+  int error = 0;
+  if (!write(locked, lane, error)) {
+    fail(locked, id, brokenBecause(lane.socket, error));
+  } else if (lane.piece || take(lane)) {
+    queue(lane);
+  }
+  return true;
+}
+
+bool BulkSender::write(Locked& locked, Lane& lane, int& error) {
+  if (!lane.piece) {
+    return true;
+  }
+  Piece& piece = *lane.piece;
+  Hello hello;
+  lane.receiver->address.key.copy(hello.key, kKeyBytes);
+  std::array<iovec, 3> parts{};
+  size_t count = 0;
+  const auto add = [&](const void* data, size_t size) {
+    if (size != 0) {
+      parts[count++] = {const_cast<void*>(data), size};
+    }
+  };
+  const size_t headerLeft =
+      sizeof(PieceHeader) - std::min(sizeof(PieceHeader), lane.written);
+  const size_t bytesWritten = lane.written - (sizeof(PieceHeader) - headerLeft);
+  add(reinterpret_cast<const char*>(&hello) + sizeof(hello) - lane.helloLeft,
+      lane.helloLeft);
+  add(reinterpret_cast<const char*>(&piece.header) + sizeof(PieceHeader) -
+          headerLeft,
+      headerLeft);
+  add(piece.bytes + bytesWritten, piece.header.size - bytesWritten);
+  msghdr message{};
+  message.msg_iov = parts.data();
+  message.msg_iovlen = count;
+  const ssize_t sent =
+      ::sendmsg(lane.socket.fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (sent < 0) {
+    error = errno;
+    if (error != EAGAIN && error != EINTR && error != ENOBUFS) {
+      return false;
+    }
+  }
+  size_t taken = static_cast<size_t>(std::max<ssize_t>(sent, 0));
+  const size_t ofHello = std::min(taken, lane.helloLeft);
+  lane.helloLeft -= ofHello;
+  lane.written += taken - ofHello;
+  if (lane.written < sizeof(PieceHeader) + piece.header.size) {
+    // The socket is full: the lane goes on when there is room.
+    lane.isBlocked = true;
+    set_->change(locked, lane.socket.fd(), lane.id, EPOLLIN | EPOLLOUT);
+    return true;
+  }
+  lane.untaken.push_back(std::move(piece));
+  lane.piece.reset();
+  return true;
+}
+
+bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
+  std::array<char, kMaxWindow> answers{};
+  const ssize_t got =
+      ::recv(lane.socket.fd(), answers.data(), answers.size(), MSG_DONTWAIT);
+  if (got <= 0) {
+    error = got == 0 ? 0 : errno;
+    return got < 0 && (error == EAGAIN || error == EINTR);
+  }
+  if (static_cast<size_t>(got) > lane.untaken.size()) {
+    return false; // answers to nothing
+  }
+  for (ssize_t i = 0; i < got; ++i) {
+    const auto group = std::move(lane.untaken.front().group);
+    lane.untaken.pop_front();
+    if (--group->left == 0 && groups_.contains(group->id)) {
+      end(locked, group, {});
+    }
+  }
+  const uint64_t bytes =
+      kBytesPerMicrosecond * roundTripMicroseconds(lane.socket);
+  lane.window = std::clamp<size_t>(
+      bytes / (lane.receiver->lanes.size() * kPieceBytes), 1, kMaxWindow);
+  return true;
+}
+
+// The lane broke, or could not be opened. What it carried is lost. The pieces
+// that wait go over the other lanes, or over a new one.
+void BulkSender::fail(Locked& locked, uint64_t id, base::Error why) {
+  const auto found = lanes_.find(id);
+  Receiver& receiver = *found->second.receiver;
+  set_->remove(locked, found->second.socket.fd());
+  Lane lane = std::move(found->second);
+  lanes_.erase(found);
+  std::erase(receiver.lanes, id);
+  if (lane.piece) {
+    abort(locked, lane.piece->group, why);
+  }
+  for (const Piece& piece : lane.untaken) {
+    abort(locked, piece.group, why);
+  }
+  if (!lane.isOpen) {
+    const Endpoint& endpoint = receiver.address.endpoints[lane.endpoint];
+    why.message = "cannot connect to " + toString(endpoint) +
+        " for large tensors: " + why.message;
+    ++receiver.failures;
+  }
+  // As long as there are other lanes, these do the work. If there are none,
+  // each endpoint is tried once.
+  if (lane.isOpen) {
+    feed(locked, receiver);
+  } else if (receiver.lanes.empty()) {
+    if (receiver.failures >= receiver.address.endpoints.size()) {
+      receiver.failures = 0;
+      loseWaiting(locked, receiver, why);
+    } else {
+      feed(locked, receiver);
+    }
+  }
+}
+
+void BulkSender::loseWaiting(
+    Locked& locked,
+    Receiver& receiver,
+    const base::Error& why) {
+  for (const Piece& piece : std::exchange(receiver.waiting, {})) {
+    abort(locked, piece.group, why);
+  }
+}
+
+// Ends a send(), unless it has ended, so that none of its bytes is read any
+// more. A lane that has written a part of a piece cannot be used again.
+void BulkSender::abort(
+    Locked& locked,
+    const std::shared_ptr<Group>& group,
+    const base::Error& why) {
+  if (!groups_.contains(group->id)) {
+    return;
+  }
+  end(locked, group, why);
+  for (auto& [address, receiver] : receivers_) {
+    std::erase_if(receiver->waiting, [&](const Piece& piece) {
+      return piece.group == group;
+    });
+  }
+  std::vector<uint64_t> cut;
+  for (auto& [id, lane] : lanes_) {
+    if (lane.piece && lane.piece->group == group) {
+      if (lane.written == 0) {
+        lane.piece.reset();
+      } else {
+        cut.push_back(id);
+      }
+    }
+  }
+  for (const uint64_t id : cut) {
+    if (lanes_.contains(id)) {
+      fail(locked, id, why);
+    }
+  }
+}
+
+void BulkSender::end(
+    Locked& locked,
+    const std::shared_ptr<Group>& group,
+    base::Error error) {
+  groups_.erase(group->id);
+  locked.defer([callback = std::move(group->callback),
+                error = std::move(error)] { callback(error); });
+}
+
+} // namespace torch_rpc_ext::transport::tcp

@@ -1,0 +1,118 @@
+#pragma once
+
+#include "base/buffer.h"
+#include "base/error.h"
+#include "base/gate.h"
+#include "base/poller.h"
+#include "base/task.h"
+#include "transport/tcp/lane_set.h"
+#include "transport/tcp/socket.h"
+#include "transport/tcp/wire.h"
+#include "transport/transport.h"
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_rpc_ext::transport::tcp {
+
+// Sends bulk over lanes (wire.h), straight from where it lies. Lanes to a
+// receiver are opened when there is more to send than those that are open can
+// take, and stay open.
+//
+// Owns: the lanes, and what is to be sent; not the bytes.
+// Thread: any.
+class BulkSender {
+ public:
+  BulkSender(
+      double keepaliveSeconds,
+      base::Poller& poller,
+      base::TaskRunner& runner,
+      std::shared_ptr<base::Gate> gate);
+
+  // Sends chunks to the BulkReceiver at `address`, with the tags `tag`, `tag` +
+  // 1, and so on. Returns an id for cancel(). The callback fires when the
+  // receiver has taken all of them, or with an error when no byte of them is
+  // read here any more.
+  uint64_t send(
+      const std::string& address,
+      uint64_t tag,
+      std::vector<base::ConstSpan> chunks,
+      Callback callback);
+  // Ends a send() with an error, unless it has ended.
+  void cancel(uint64_t id, const base::Error& why);
+
+  // Ends all sends.
+  void stop();
+
+ private:
+  using Locked = LaneSet::Locked;
+  // One send().
+  struct Group {
+    uint64_t id = 0;
+    size_t left = 0; // pieces that the receiver has not taken
+    Callback callback;
+  };
+  struct Piece {
+    std::shared_ptr<Group> group;
+    PieceHeader header;
+    const char* bytes = nullptr;
+  };
+  struct Receiver;
+  struct Lane {
+    uint64_t id = 0;
+    Receiver* receiver = nullptr;
+    size_t endpoint = 0; // of the receiver's, which the lane goes to
+    Socket socket;
+    bool isOpen = false;
+    bool isBlocked = false; // waits until the socket has room
+    bool isQueued = false; // in writable_
+    size_t helloLeft = sizeof(Hello);
+    std::optional<Piece> piece = {}; // that is being written
+    size_t written = 0; // bytes of it, the header included
+    std::deque<Piece> untaken = {}; // written, and not yet answered
+    size_t window = 1; // most pieces without an answer
+  };
+  struct Receiver {
+    Address address;
+    std::vector<uint64_t> lanes;
+    std::deque<Piece> waiting; // for a lane
+    size_t nextEndpoint = 0;
+    size_t failures = 0; // attempts to connect that failed in a row
+  };
+
+  void handle(Locked& locked, uint64_t id, uint32_t events);
+  bool work(Locked& locked);
+  void feed(Locked& locked, Receiver& receiver);
+  bool take(Lane& lane);
+  void queue(Lane& lane);
+  base::Error openLane(Locked& locked, Receiver& receiver);
+  // False if the lane has failed; `error` is then errno's.
+  bool write(Locked& locked, Lane& lane, int& error);
+  bool readAnswers(Locked& locked, Lane& lane, int& error);
+  void fail(Locked& locked, uint64_t lane, base::Error why);
+  void loseWaiting(Locked& locked, Receiver& receiver, const base::Error& why);
+  void abort(
+      Locked& locked,
+      const std::shared_ptr<Group>& group,
+      const base::Error& why);
+  void end(Locked& locked, const std::shared_ptr<Group>& group, base::Error);
+
+  const double keepaliveSeconds_;
+
+  // All guarded by the lock of set_.
+  std::unordered_map<std::string, std::unique_ptr<Receiver>> receivers_;
+  std::unordered_map<uint64_t, Lane> lanes_;
+  std::deque<uint64_t> writable_; // lanes that have a piece and are not blocked
+  std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  uint64_t nextId_ = 1;
+  bool stopped_ = false;
+
+  const std::shared_ptr<LaneSet> set_; // last: it calls this object
+};
+
+} // namespace torch_rpc_ext::transport::tcp

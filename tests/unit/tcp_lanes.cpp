@@ -1,0 +1,379 @@
+// Bulk over TCP: a sender and a receiver in one process, and strangers.
+
+#include "agent/executor.h"
+#include "sanitize/stress.h"
+#include "transport/tcp/bulk_receiver.h"
+#include "transport/tcp/bulk_sender.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::transport;
+using stress::require;
+
+namespace {
+
+constexpr size_t kPiece = tcp::kPieceBytes;
+using Bytes = std::vector<char>;
+
+Bytes numbered(size_t size, int seed) {
+  Bytes bytes(size);
+  for (size_t i = 0; i < size; ++i) {
+    bytes[i] = static_cast<char>((i * 7 + seed) ^ (i >> 11));
+  }
+  return bytes;
+}
+
+// The end of a send() or of a receive().
+struct End {
+  std::promise<base::Error> promise;
+  std::future<base::Error> future = promise.get_future();
+  std::atomic<int> times{0};
+
+  Callback callback() {
+    return [this](const base::Error& error) {
+      require(times.fetch_add(1) == 0, "each callback fires once");
+      promise.set_value(error);
+    };
+  }
+  base::Error wait() {
+    require(
+        future.wait_for(std::chrono::seconds(60)) == std::future_status::ready,
+        "the callback fires");
+    return future.get();
+  }
+  bool fired() const {
+    return times.load() != 0;
+  }
+};
+
+struct Fixture {
+  agent::Executor executor{2};
+  std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
+  tcp::BulkReceiver receiver{{}, executor.poller(), executor, gate};
+  tcp::BulkSender sender{2.0, executor.poller(), executor, gate};
+  std::string address;
+
+  Fixture() {
+    executor.start();
+    auto made = receiver.addressAt({"127.0.0.1"});
+    require(made.ok(), "it listens");
+    address = made.value();
+  }
+  ~Fixture() {
+    sender.stop();
+    receiver.stop();
+    require(executor.stop(10'000), "the threads end");
+  }
+
+  // Moves one message of these sizes; both ends must succeed.
+  void move(const std::vector<size_t>& sizes, int seed) {
+    std::vector<Bytes> from;
+    std::vector<Bytes> to;
+    std::vector<base::ConstSpan> out;
+    std::vector<base::MutableSpan> in;
+    for (const size_t size : sizes) {
+      from.push_back(numbered(size, seed));
+      to.emplace_back(size);
+    }
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      out.push_back({from[i].data(), sizes[i]});
+      in.push_back({to[i].data(), sizes[i]});
+    }
+    const uint64_t tag = receiver.reserveTags(sizes.size());
+    End received;
+    End sent;
+    std::atomic<uint64_t> arrived{0};
+    receiver.receive(tag, in, received.callback(), [&](base::MutableSpan part) {
+      arrived.fetch_add(part.size);
+    });
+    sender.send(address, tag, out, sent.callback());
+    require(!sent.wait(), "it is sent");
+    require(!received.wait(), "it is received");
+    require(from == to, "the bytes are the sender's");
+    uint64_t all = 0;
+    for (const size_t size : sizes) {
+      all += size;
+    }
+    // The last part may be told on another thread, after the callback.
+    for (int i = 0; i < 1000 && arrived.load() != all; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    require(arrived.load() == all, "all parts are told");
+  }
+};
+
+void testSizes() {
+  Fixture f;
+  f.move({}, 1);
+  f.move({0}, 2);
+  f.move({1}, 3);
+  f.move({kPiece - 1, kPiece, kPiece + 1, 0, 5}, 4);
+  f.move({20 * kPiece + 77, 3}, 5);
+}
+
+void testManyAtOnce() {
+  Fixture f;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&f, i] {
+      for (int round = 0; round < 10; ++round) {
+        f.move({kPiece * (1 + i), 100}, i + round);
+      }
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+void testCancelledReceive() {
+  Fixture f;
+  const Bytes from = numbered(64 * kPiece, 1);
+  for (int round = 0; round < 20; ++round) {
+    Bytes to(from.size());
+    const uint64_t tag = f.receiver.reserveTags(1);
+    End received;
+    End sent;
+    const uint64_t id = f.receiver.receive(
+        tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+    f.sender.send(
+        f.address, tag, {{from.data(), from.size()}}, sent.callback());
+    std::this_thread::sleep_for(std::chrono::microseconds(300 * round));
+    f.receiver.cancel(id, {base::ErrorKind::kRefused, "not wanted"});
+    const base::Error end = received.wait();
+    require(!end || end.message == "not wanted", "its own reason");
+    const Bytes then = to;
+    require(!sent.wait(), "the sender gets rid of the rest");
+    require(to == then, "nothing is written after the end");
+    f.receiver.cancel(id, {base::ErrorKind::kRefused, "again"});
+  }
+  f.move({kPiece}, 9);
+}
+
+void testCancelledSend() {
+  Fixture f;
+  for (int round = 0; round < 20; ++round) {
+    auto from = std::make_unique<Bytes>(numbered(64 * kPiece, 1));
+    Bytes to(from->size());
+    const uint64_t tag = f.receiver.reserveTags(1);
+    End received;
+    End sent;
+    const uint64_t receive = f.receiver.receive(
+        tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+    const uint64_t send = f.sender.send(
+        f.address, tag, {{from->data(), from->size()}}, sent.callback());
+    std::this_thread::sleep_for(std::chrono::microseconds(300 * round));
+    f.sender.cancel(send, {base::ErrorKind::kPeerLost, "gone"});
+    const base::Error end = sent.wait();
+    from.reset(); // AddressSanitizer sees a later read
+    require(!end || end.message == "gone", "its own reason");
+    f.receiver.cancel(receive, {base::ErrorKind::kPeerLost, "aborted"});
+    (void)received.wait();
+  }
+  f.move({5 * kPiece}, 9);
+}
+
+void testNobodyThere() {
+  Fixture f;
+  std::string nowhere = f.address;
+  {
+    Fixture other;
+    nowhere = other.address;
+  }
+  const Bytes from = numbered(3 * kPiece, 1);
+  End sent;
+  f.sender.send(nowhere, 7, {{from.data(), from.size()}}, sent.callback());
+  const base::Error error = sent.wait();
+  require(error.kind == base::ErrorKind::kPeerLost, "the receiver is lost");
+  require(
+      error.message.find("cannot connect to 127.0.0.1:") != std::string::npos,
+      "where it was looked for");
+  End refused;
+  f.sender.send("rubbish", 7, {{from.data(), 1}}, refused.callback());
+  require(refused.wait().kind == base::ErrorKind::kInvalid, "no address");
+  f.move({kPiece}, 2);
+}
+
+void testAReceiverThatEnds() {
+  const Bytes from = numbered(400 * kPiece, 1);
+  Fixture f;
+  auto other = std::make_unique<Fixture>();
+  Bytes to(from.size());
+  const uint64_t tag = other->receiver.reserveTags(1);
+  End received;
+  End sent;
+  other->receiver.receive(
+      tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+  f.sender.send(
+      other->address, tag, {{from.data(), from.size()}}, sent.callback());
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  other.reset();
+  require(received.fired(), "stop() fires all callbacks");
+  (void)received.wait();
+  (void)sent.wait(); // with an error, or before the end
+  f.move({kPiece}, 3);
+}
+
+// A socket of a stranger, connected to the receiver.
+class Stranger {
+ public:
+  explicit Stranger(const std::string& address) {
+    auto parsed = tcp::parseAddress(address);
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(parsed.value().endpoints[0].port);
+    inet_pton(AF_INET, "127.0.0.1", &to.sin_addr);
+    require(
+        ::connect(fd_, reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0,
+        "anybody can connect");
+  }
+  ~Stranger() {
+    close(fd_);
+  }
+  void say(const void* data, size_t size) {
+    (void)!::send(fd_, data, size, MSG_NOSIGNAL);
+  }
+  bool isClosed() {
+    char byte = 0;
+    timeval patience{.tv_sec = 20, .tv_usec = 0};
+    setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+    const ssize_t got = ::recv(fd_, &byte, 1, 0);
+    return got == 0 || (got < 0 && errno != EAGAIN);
+  }
+
+ private:
+  const int fd_ = ::socket(AF_INET, SOCK_STREAM, 0);
+};
+
+tcp::Hello helloOf(const std::string& address) {
+  tcp::Hello hello;
+  tcp::parseAddress(address).value().key.copy(hello.key, tcp::kKeyBytes);
+  return hello;
+}
+
+void testStrangers() {
+  Fixture f;
+  Bytes to(2 * kPiece, 'o');
+  const uint64_t tag = f.receiver.reserveTags(1);
+  End received;
+  f.receiver.receive(
+      tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+  const tcp::PieceHeader good{tag, 0, kPiece};
+  const Bytes piece = numbered(kPiece, 1);
+  {
+    Stranger wrongKey(f.address);
+    tcp::Hello hello = helloOf(f.address);
+    hello.key[3] ^= 1;
+    wrongKey.say(&hello, sizeof(hello));
+    wrongKey.say(&good, sizeof(good));
+    wrongKey.say(piece.data(), piece.size());
+    require(wrongKey.isClosed(), "a wrong key");
+    Stranger rubbish(f.address);
+    const std::string http = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
+    rubbish.say(http.data(), http.size());
+    require(rubbish.isClosed(), "no Hello");
+  }
+  // These know the key, as a member of the group does.
+  const auto says = [&](tcp::PieceHeader header, const char* what) {
+    Stranger member(f.address);
+    const tcp::Hello hello = helloOf(f.address);
+    member.say(&hello, sizeof(hello));
+    member.say(&header, sizeof(header));
+    require(member.isClosed(), what);
+  };
+  says({tag, 0, 0}, "an empty piece");
+  says({tag, 0, kPiece + 1}, "a piece that is too large");
+  says({tag, kPiece + 1, kPiece}, "a piece that leads out of the chunk");
+  says({tag, ~uint64_t{0}, kPiece}, "an offset that overflows");
+  says({tag, ~uint64_t{0} - kPiece + 1, kPiece}, "a sum that overflows");
+  says({tag + 99, 0, ~uint64_t{0}}, "the same for a tag that nobody expects");
+  require(to == Bytes(2 * kPiece, 'o'), "nothing was written");
+  require(!received.fired(), "nothing has ended");
+  {
+    // A tag that nobody expects: its bytes are dropped.
+    Stranger member(f.address);
+    const tcp::Hello hello = helloOf(f.address);
+    const tcp::PieceHeader unknown{tag + 99, 5, kPiece};
+    member.say(&hello, sizeof(hello));
+    member.say(&unknown, sizeof(unknown));
+    member.say(piece.data(), piece.size());
+    require(!member.isClosed(), "an answer to it");
+    // Half of a piece, and then silence.
+    member.say(&good, sizeof(good));
+    member.say(piece.data(), piece.size() / 2);
+    f.move({3 * kPiece}, 4);
+  }
+  {
+    // The same piece twice, at once.
+    Stranger one(f.address);
+    const tcp::Hello hello = helloOf(f.address);
+    const tcp::PieceHeader second{tag, kPiece, kPiece};
+    one.say(&hello, sizeof(hello));
+    for (const auto& header : {good, second}) {
+      one.say(&header, sizeof(header));
+      one.say(piece.data(), piece.size());
+    }
+    require(!received.wait(), "whoever knows key and tag may send");
+  }
+}
+
+void testManySilentStrangers() {
+  Fixture f;
+  std::vector<std::unique_ptr<Stranger>> silent;
+  for (int i = 0; i < 600; ++i) {
+    silent.push_back(std::make_unique<Stranger>(f.address));
+  }
+  require(silent[0]->isClosed(), "the oldest makes room");
+  f.move({9 * kPiece}, 5);
+}
+
+void testAddresses() {
+  Fixture f;
+  require(tcp::parseAddress(f.address).ok(), "its own");
+  const std::string key(tcp::kKeyBytes, 'k');
+  for (const char* text :
+       {"",
+        "127.0.0.1",
+        "127.0.0.1 \n",
+        "127.0.0.1 0\n",
+        "127.0.0.1 65536\n",
+        "127.0.0.1 99999999999999999999\n",
+        "127.0.0.1 -1\n",
+        "localhost 80\n",
+        "127.0.0.1 80",
+        " 80\n",
+        "::1%eth0 80\n",
+        "127.0.0.1 80\nx"}) {
+    require(!tcp::parseAddress(key + text).ok(), text);
+  }
+  require(!tcp::parseAddress("short").ok(), "no key");
+  require(tcp::parseAddress(key + "::1 80\n10.0.0.1 9\n").ok(), "two");
+  require(!f.receiver.addressAt({"192.0.2.1"}).ok(), "not of this host");
+  require(!f.receiver.addressAt({}).ok(), "none");
+}
+
+} // namespace
+
+int main() {
+  testAddresses();
+  testSizes();
+  testManyAtOnce();
+  testCancelledReceive();
+  testCancelledSend();
+  testNobodyThere();
+  testAReceiverThatEnds();
+  testStrangers();
+  testManySilentStrangers();
+  return 0;
+}

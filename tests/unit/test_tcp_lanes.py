@@ -1,0 +1,49 @@
+"""Bulk over TCP alone: lanes, their ends, and strangers."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.sanitize.programs import SANITIZERS, compiler
+from tests.support import cxx
+
+BASE = (
+    "agent/executor.cpp",
+    *(
+        f"base/{name}.cpp"
+        for name in (
+            "boundary",
+            "busy_poll",
+            "error",
+            "gate",
+            "log",
+            "poller",
+            "short_time_slices",
+            "timer",
+        )
+    ),
+    "crypto/crypto.cpp",
+    *(
+        f"transport/tcp/{name}.cpp"
+        for name in ("bulk_receiver", "bulk_sender", "lane_set", "socket")
+    ),
+)
+
+
+@pytest.mark.timeout(cxx.TIMEOUT)
+def test_lanes() -> None:
+    # A read of memory that has been given back would be silent without this.
+    address = SANITIZERS["address"]
+    flags = ("-O1", "-pthread", *([address] if cxx.accepts(compiler(), address) else []))
+    built = cxx.build(
+        cxx.ROOT / "build" / "unit_tcp_lanes",
+        {"tcp_lanes": [Path(__file__).parent / "tcp_lanes.cpp", *(cxx.CSRC / s for s in BASE)]},
+        compiler=compiler(),
+        flags=flags,
+        libraries=("-lcrypto",),
+    )
+    ended = subprocess.run([built["tcp_lanes"]], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
