@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch_rpc_ext import takeover as takeover
     from torch_rpc_ext._calls.current_call import CurrentCall as CurrentCall
     from torch_rpc_ext._calls.current_call import current_call as current_call
+    from torch_rpc_ext._calls.fan_out import rpc_async_all as rpc_async_all
     from torch_rpc_ext._calls.wire_dtype import wire_dtype as wire_dtype
     from torch_rpc_ext._lifecycle.info import info as info
     from torch_rpc_ext.events import on_worker_event as on_worker_event
@@ -53,6 +54,7 @@ __all__ = [
     "options",
     "profiler",
     "retry",
+    "rpc_async_all",
     "scripting",
     "sharding",
     "take_over",
@@ -86,6 +88,7 @@ _NAMES = {
     "current_call": "_calls.current_call",
     "info": "_lifecycle.info",
     "on_worker_event": "events",
+    "rpc_async_all": "_calls.fan_out",
     "take_over": "takeover",
     "wire_dtype": "_calls.wire_dtype",
     "worker_events": "events",

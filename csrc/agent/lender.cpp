@@ -37,18 +37,16 @@ constexpr std::chrono::microseconds kMostPatience{200'000};
 // 20 us: after each the thread gives way to whoever woke up behind it.
 constexpr size_t kPieceBytes = size_t{128} << 10;
 
-// Shared by the threads that copy one message.
+// Shared by the threads that fill some blocks.
 class Copy {
  public:
-  Copy(Encoded encoded, Blocks blocks, bool streams, Lender::Then then)
-      : encoded_(std::move(encoded)),
-        blocks_(std::move(blocks)),
-        streams_(streams),
-        then_(std::move(then)) {
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-      const auto* const from = static_cast<const char*>(encoded_.bulk[i].data);
-      auto* const to = static_cast<char*>(blocks_[i]->data());
-      const size_t size = encoded_.bulk[i].size;
+  // `done` runs on the thread that ends last.
+  Copy(const std::vector<Lender::Source>& sources, bool streams, base::TaskPtr done)
+      : streams_(streams), done_(std::move(done)) {
+    for (const Lender::Source& source : sources) {
+      const auto* const from = static_cast<const char*>(source.bytes);
+      auto* const to = static_cast<char*>(source.block->data());
+      const size_t size = source.block->size();
       for (size_t at = 0; at < size; at += kShareBytes) {
         shares_.push_back(
             {to + at, from + at, std::min(kShareBytes, size - at)});
@@ -78,7 +76,7 @@ class Copy {
       }
     }
     if (threads_.fetch_sub(1) == 1) {
-      finish();
+      done_->run();
     }
   }
 
@@ -89,33 +87,39 @@ class Copy {
     size_t size;
   };
 
-  void finish() {
-    for (size_t i = 0; i < blocks_.size(); ++i) {
-      transport::BulkSpan& span = encoded_.bulk[i];
-      span.data = blocks_[i]->data();
-      span.region = blocks_[i]->region();
-      span.owner = {blocks_[i], blocks_[i]->shared()};
-    }
-    encoded_.storages.clear();
-    encoded_.lent = std::move(blocks_);
-    then_(std::move(encoded_));
-  }
-
-  Encoded encoded_;
-  Blocks blocks_;
   const bool streams_; // past the caches
-  const Lender::Then then_;
+  const base::TaskPtr done_;
   std::vector<Share> shares_;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> threads_{1};
 };
+
+// The bulk has been copied to the blocks: they are what is sent.
+void sendBlocks(
+    Encoded encoded,
+    Blocks blocks,
+    const std::vector<bool>& areCommon,
+    const Lender::Then& then) {
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    transport::BulkSpan& span = encoded.bulk[i];
+    span.data = blocks[i]->data();
+    span.region = blocks[i]->region();
+    span.owner = {blocks[i], blocks[i]->shared()};
+    span.isCommon = !areCommon.empty() && areCommon[i];
+  }
+  encoded.storages.clear();
+  encoded.lent = std::move(blocks);
+  then(std::move(encoded));
+}
 
 // While this thread takes blocks: what it gives back because a message needs
 // more than there are has not been in use.
 thread_local bool acquiring = false;
 
 // All, or none.
-Blocks acquire(memory::BufferCache& cache, const Encoded& encoded) {
+Blocks acquire(
+    memory::BufferCache& cache,
+    const std::vector<base::ConstSpan>& spans) {
   acquiring = true;
   struct Done {
     ~Done() {
@@ -123,7 +127,7 @@ Blocks acquire(memory::BufferCache& cache, const Encoded& encoded) {
     }
   } done; // destroyed after `blocks`
   Blocks blocks;
-  for (const auto& span : encoded.bulk) {
+  for (const auto& span : spans) {
     auto block = cache.acquireShared(span.size);
     if (!block) {
       return {};
@@ -178,6 +182,10 @@ void Lender::lend(Encoded encoded, Then then) {
     then(std::move(encoded));
     return;
   }
+  if (OneCopy* const common = OneCopy::current()) {
+    lendCommon(*common, std::move(encoded), std::move(then));
+    return;
+  }
   uint64_t bytes = 0;
   for (const auto& span : encoded.bulk) {
     bytes += span.size;
@@ -205,24 +213,35 @@ void Lender::lend(Encoded encoded, Then then) {
 }
 
 bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
-  Blocks blocks = acquire(*cache_, encoded);
+  Blocks blocks = acquire(*cache_, {encoded.bulk.begin(), encoded.bulk.end()});
   if (blocks.empty()) {
     return false;
   }
+  std::vector<Source> sources;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    sources.push_back({blocks[i], encoded.bulk[i].data});
+  }
+  copy(
+      sources,
+      bytes,
+      base::makeTask([encoded = std::move(encoded),
+                      blocks = std::move(blocks),
+                      then = std::move(then)]() mutable {
+        sendBlocks(std::move(encoded), std::move(blocks), {}, then);
+      }));
+  return true;
+}
+
+void Lender::copy(
+    const std::vector<Source>& sources,
+    uint64_t bytes,
+    base::TaskPtr done) {
   if (bytes <= kAtOnceBytes) {
-    Copy(
-        std::move(encoded),
-        std::move(blocks),
-        /*streams=*/false,
-        std::move(then))
-        .work(nullptr);
-    return true;
+    Copy(sources, /*streams=*/false, std::move(done)).work(nullptr);
+    return;
   }
   const auto copy = std::make_shared<Copy>(
-      std::move(encoded),
-      std::move(blocks),
-      bytes >= kStreamedBytes,
-      std::move(then));
+      sources, bytes >= kStreamedBytes, std::move(done));
   static const uint64_t cores =
       std::max(1u, std::thread::hardware_concurrency());
   const uint64_t threads = std::clamp<uint64_t>(
@@ -234,7 +253,71 @@ bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
       copy->work(&slices);
     }));
   }
-  return true;
+}
+
+// A message whose copies are also those of other messages. It does not wait for
+// memory: the messages after it would have to wait, too.
+void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
+  std::vector<base::ConstSpan> missing;
+  for (const auto& span : encoded.bulk) {
+    if (common.find(span) == nullptr) {
+      missing.push_back(span);
+    }
+  }
+  const Blocks blocks = acquire(*cache_, missing);
+  if (blocks.size() != missing.size()) {
+    then(std::move(encoded));
+    return;
+  }
+  std::vector<std::shared_ptr<Loan>> made;
+  std::vector<Source> sources;
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    made.push_back(
+        std::make_shared<Loan>(
+            missing[i], blocks[i], common.shares(missing[i])));
+    sources.push_back({blocks[i], missing[i].data});
+    bytes += missing[i].size;
+  }
+  common.add(made, encoded.storages);
+
+  struct Message {
+    Encoded encoded;
+    Then then;
+    std::vector<std::shared_ptr<Loan>> loans = {};
+    std::atomic<size_t> left{0};
+
+    void oneCopied() {
+      if (left.fetch_sub(1) == 1) {
+        Blocks blocks;
+        std::vector<bool> areCommon;
+        for (const auto& loan : loans) {
+          blocks.push_back(loan->block());
+          areCommon.push_back(loan->isCommon);
+        }
+        sendBlocks(std::move(encoded), std::move(blocks), areCommon, then);
+      }
+    }
+  };
+  const auto message =
+      std::make_shared<Message>(std::move(encoded), std::move(then));
+  auto next = made.begin();
+  for (const auto& span : message->encoded.bulk) {
+    const bool isMade = next != made.end() && (*next)->from().data == span.data;
+    message->loans.push_back(isMade ? *next++ : common.find(span));
+  }
+  message->left.store(message->loans.size());
+  if (!made.empty()) {
+    copy(sources, bytes, base::makeTask([made] {
+           for (const auto& loan : made) {
+             loan->copied();
+           }
+         }));
+  }
+  // A copy of the list: the last oneCopied() sends the message.
+  for (const auto& loan : std::vector(message->loans)) {
+    loan->whenCopied(base::makeTask([message] { message->oneCopied(); }));
+  }
 }
 
 void Lender::addLocked(

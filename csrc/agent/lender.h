@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/codec.h"
+#include "agent/one_copy.h"
 #include "base/poller.h"
 #include "base/task.h"
 #include "base/timer.h"
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -49,6 +51,12 @@ class Lender : public std::enable_shared_from_this<Lender> {
   // there is much to copy, or the message has to wait, later on the runner.
   void lend(Encoded encoded, Then then);
 
+  // Where a block is filled from.
+  struct Source {
+    std::shared_ptr<memory::BufferCache::Block> block;
+    const void* bytes;
+  };
+
   // Drops the messages that wait: `then` is destroyed without a call.
   void stop();
 
@@ -80,6 +88,11 @@ class Lender : public std::enable_shared_from_this<Lender> {
       base::TaskRunner& runner,
       base::Poller& poller);
   bool tryToLend(Encoded& encoded, Then& then, uint64_t bytes);
+  void lendCommon(OneCopy& common, Encoded encoded, Then then);
+  void copy(
+      const std::vector<Source>& sources,
+      uint64_t bytes,
+      base::TaskPtr done);
   void returned(size_t capacity, bool isIdle);
   void serve(size_t capacity, bool isIdle);
   void expire();

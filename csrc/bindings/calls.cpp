@@ -13,6 +13,7 @@
 //   each answer. Here the waiting thread makes the object, since it takes the
 //   GIL anyway.
 
+#include "agent/one_copy.h"
 #include "bindings/bindings.h"
 #include "bindings/remote_exception.h"
 #include "bindings/rrefs.h"
@@ -33,6 +34,8 @@
 #include <torch/csrc/distributed/rpc/script_resp.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
@@ -361,9 +364,36 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
       });
 }
 
+// Of the calling thread; a number for Python, 0 for none.
+uintptr_t setOneCopy(agent::OneCopy* next) {
+  return reinterpret_cast<uintptr_t>(agent::OneCopy::setCurrent(next));
+}
+
+std::unique_ptr<agent::OneCopy> makeOneCopy(
+    const std::optional<std::vector<at::Tensor>>& only) {
+  if (!only) {
+    return std::make_unique<agent::OneCopy>();
+  }
+  std::vector<const void*> addresses;
+  for (const at::Tensor& tensor : *only) {
+    addresses.push_back(tensor.storage().data());
+  }
+  return std::make_unique<agent::OneCopy>(std::move(addresses));
+}
+
 } // namespace
 
 void bindCalls(py::module_& module) {
+  py::class_<agent::OneCopy>(
+      module, "OneCopy", "Calls that share the copies of their tensors.")
+      .def(py::init(&makeOneCopy), py::arg("only"))
+      .def(
+          "enter",
+          [](agent::OneCopy& self) { return setOneCopy(&self); },
+          "Begin on this thread; returns what leave() gets.")
+      .def("leave", [](agent::OneCopy&, uintptr_t before) {
+        setOneCopy(reinterpret_cast<agent::OneCopy*>(before));
+      });
   // The parameters have no names here: a name could clash with a keyword
   // argument of the operator.
   module.def("invoke_builtin", &invokeBuiltin);

@@ -58,6 +58,9 @@ struct BulkSpan : base::ConstSpan {
   // The region belongs to the receiver, which has sent it to this process over
   // this connection.
   bool returned = false;
+  // Other receivers are sent the region, too: each maps it as its own (copy on
+  // write), and none returns it.
+  bool isCommon = false;
   // Null: all bytes of the buffer are there. Otherwise byte i of the buffer is
   // there once the first `fillingOffset` + i + 1 bytes of the filling are
   // written. Only for a connection that sendsPieces(). When a filling fails,

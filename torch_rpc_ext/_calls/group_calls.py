@@ -15,6 +15,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._calls import fan_out
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import WorkerInfo
@@ -25,8 +26,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 T = TypeVar("T")
 
-# Stands for the time-out of the back end's options, as in upstream.
-_DEFAULT_TIMEOUT = -1.0
+_DEFAULT_TIMEOUT = fan_out.DEFAULT_TIMEOUT
 
 
 class Remote(Protocol[T]):
@@ -91,6 +91,27 @@ class _Calls:
             queue.SimpleQueue()
         )
 
+    def start_all(
+        self, args: Sequence[object], kwargs: Mapping[str, object] | None, *, apart: bool
+    ) -> None:
+        """Call all workers; their tensors are copied once for all of this host.
+
+        Args:
+            args: the function's arguments.
+            kwargs: the function's keyword arguments.
+            apart: the calls to another host end one by one: none of its workers passes them on.
+        """
+        if apart or hasattr(self.function, "async_"):
+            with fan_out.one_copy():
+                for worker in range(len(self.workers)):
+                    self.start(worker, args, kwargs)
+            return
+        calls = fan_out.begin_all(
+            self.workers, self.function, tuple(args), dict(kwargs or {}), self.timeout
+        )
+        for worker, call in enumerate(calls):
+            self._begun(worker, None, call)
+
     def start(
         self,
         worker: int,
@@ -113,10 +134,16 @@ class _Calls:
             else:
                 future = rpc.rpc_async(to, self.function, tuple(args), kwargs, self.timeout)
         except RuntimeError as error:
+            self._begun(worker, tag, error)
+        else:
+            self._begun(worker, tag, future)
+
+    def _begun(self, worker: int, tag: Any, call: Future[Any] | Exception) -> None:
+        if isinstance(call, Exception):
             # The call could not begin: the worker is not in the group, for example.
-            self._done.put((worker, tag, error))
-            return
-        future.add_done_callback(lambda done: self._done.put((worker, tag, done)))
+            self._done.put((worker, tag, call))
+        else:
+            call.add_done_callback(lambda done: self._done.put((worker, tag, done)))
 
     def next(self) -> tuple[int, Any, Any, Exception | None]:
         """Wait for an answer; return (index of the worker, tag, result, error)."""
@@ -202,8 +229,7 @@ def gather(
         ValueError: no workers.
     """
     calls = _Calls("gather", function, workers, timeout)
-    for worker in range(len(workers)):
-        calls.start(worker, args, kwargs)
+    calls.start_all(args, kwargs, apart=False)
     results: list[Any] = [None] * len(workers)
     for _ in workers:
         worker, _tag, result, error = calls.next()
@@ -264,8 +290,7 @@ def first_of(
         ValueError: no workers.
     """
     calls = _Calls("first_of", function, workers, timeout)
-    for worker in range(len(workers)):
-        calls.start(worker, args, kwargs)
+    calls.start_all(args, kwargs, apart=True)
     for _ in workers:
         _worker, _tag, result, error = calls.next()
         if error is None:
@@ -332,8 +357,10 @@ def map_reduce(
     if not len(items):
         raise ValueError("map_reduce needs one item or more, got none")
     started = min(len(workers), len(items))
-    for place in range(started):
-        calls.start(place, (items[place], *args), kwargs, tag=place)
+    # All calls share the copies of `args`; an item that is sent once takes a copy of its own.
+    with fan_out.one_copy(only=(tuple(args), dict(kwargs or {}))) as common:
+        for place in range(started):
+            calls.start(place, (items[place], *args), kwargs, tag=place)
     waiting: dict[int, Any] = {}
     reduced, count = None, 0
     while count < len(items):
@@ -342,7 +369,8 @@ def map_reduce(
             error.add_note(f"items[{place}] of map_reduce, on worker {calls.names[worker]}")
             raise calls.failure()
         if started < len(items):
-            calls.start(worker, (items[started], *args), kwargs, tag=started)
+            with fan_out.one_copy(common):
+                calls.start(worker, (items[started], *args), kwargs, tag=started)
             started += 1
         waiting[place] = result
         while count in waiting:

@@ -10,6 +10,7 @@ from typing import Any
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
 
+from torch_rpc_ext._calls import fan_out
 from torch_rpc_ext._group import sessions
 from torch_rpc_ext._lifecycle.shutdown import wait_all_workers
 from torch_rpc_ext._upstream import hooks
@@ -35,7 +36,14 @@ def open_session(session: sessions.Session) -> None:
     """Set this process's session, and install the hooks in upstream's Python."""
     watch()
     sessions.set_current(session)
+    fan_out.set_host_of(_host_of)
     hooks.install(session.agent, wait_all_workers, session.allowed)
+
+
+def _host_of(name: str) -> str:
+    session = sessions.current()
+    member = session.members.get(name) if session else None
+    return member.host if member else ""
 
 
 def close_session() -> None:

@@ -1,0 +1,73 @@
+#include "agent/one_copy.h"
+
+#include <algorithm>
+
+namespace torch_rpc_ext::agent {
+
+namespace {
+
+thread_local OneCopy* current_ = nullptr;
+
+} // namespace
+
+void Loan::whenCopied(base::TaskPtr then) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!copied_) {
+      waiting_.push_back(std::move(then));
+      return;
+    }
+  }
+  then->run();
+}
+
+void Loan::copied() {
+  std::vector<base::TaskPtr> waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    copied_ = true;
+    waiting.swap(waiting_);
+  }
+  for (const auto& then : waiting) {
+    then->run();
+  }
+}
+
+OneCopy* OneCopy::current() {
+  return current_;
+}
+
+OneCopy* OneCopy::setCurrent(OneCopy* next) {
+  return std::exchange(current_, next);
+}
+
+bool OneCopy::shares(base::ConstSpan bytes) const {
+  return !only_ ||
+      std::find(only_->begin(), only_->end(), bytes.data) != only_->end();
+}
+
+std::shared_ptr<Loan> OneCopy::find(base::ConstSpan bytes) const {
+  const auto found =
+      std::find_if(loans_.begin(), loans_.end(), [&](const auto& loan) {
+        return loan->from().data == bytes.data &&
+            loan->from().size == bytes.size;
+      });
+  return found == loans_.end() ? nullptr : *found;
+}
+
+void OneCopy::add(
+    const std::vector<std::shared_ptr<Loan>>& loans,
+    const std::vector<c10::Storage>& sources) {
+  for (const auto& loan : loans) {
+    if (loan->isCommon) {
+      loans_.push_back(loan);
+    }
+  }
+  for (const auto& source : sources) {
+    if (shares({source.data(), source.nbytes()})) {
+      sources_.push_back(source);
+    }
+  }
+}
+
+} // namespace torch_rpc_ext::agent

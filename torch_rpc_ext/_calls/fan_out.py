@@ -1,0 +1,281 @@
+"""The same call to several workers: large tensors are copied once for all receivers of this host,
+and cross to each other host once, where a worker passes them on.
+
+rpc_async_all() is public; gather() and broadcast() of torch_rpc_ext.scripting use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import rpc as _untyped_rpc
+from torch.futures import Future
+
+from torch_rpc_ext import errors
+from torch_rpc_ext._native import loader
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# Stands for the time-out of the back end's options, as in upstream.
+DEFAULT_TIMEOUT = -1.0
+# Smaller tensors are sent to each worker by itself: a worker that passes them on costs the delay of
+# a second call.
+_LEAST_BYTES = 1 << 20
+# The caller waits a little longer for the worker that passes a call on than that worker waits for
+# the others: its answer says which of them was late.
+_SLACK = 1.0  # s
+
+_host_of: Callable[[str], str] = lambda name: ""  # noqa: E731
+
+
+def set_host_of(function: Callable[[str], str]) -> None:
+    """Set what knows the host of a worker: name -> host, '' where that is not known."""
+    global _host_of
+    _host_of = function
+
+
+@contextlib.contextmanager
+def one_copy(common: Any = None, only: Any = None) -> Iterator[Any]:
+    """Let the calls that this thread begins in the block share the copies of their tensors.
+
+    The value of a tensor is that of the first call. The tensors must not be written to before the
+    last of these blocks has ended.
+
+    Args:
+        common: what the block of earlier calls gave, to share their copies too.
+        only: a value of tuples, lists and dictionaries; the copies of its tensors are shared, and
+            of no others. By default of all tensors.
+    """
+    if type(rpc.api._get_current_rpc_agent()).__name__ != "UcxAgent":
+        yield None  # another back end
+        return
+    native = loader.load()
+    if common is None:
+        common = native.OneCopy(None if only is None else list(_tensors(only)))
+    before = common.enter()
+    try:
+        yield common
+    finally:
+        common.leave(before)
+
+
+def rpc_async_all(
+    to: Sequence[Any],
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> list[Future[Any]]:
+    """Call a function on several workers at once, with the same arguments.
+
+    ::
+
+        weights = model.state_dict()
+        actors = ["worker1", "worker2", "worker3"]
+        for done in torch_rpc_ext.rpc_async_all(actors, load_weights, args=(weights,)):
+            done.wait()
+
+    Each call is one of rpc_async(); what differs is how its tensors travel. On this host they are
+    copied once, and each receiver maps the copy: it may write to its tensors, and sees only its
+    own writes. To each other host they are sent once, if two or more of the workers are there and
+    the tensors have 1 MiB or more: the first of these workers passes the call on to the others. Then
+    the calls to that host end together, current_call().caller is that worker's name, and with an
+    allow_list it must allow `torch_rpc_ext._calls.fan_out`; where it does not, or is lost before it
+    has begun, each worker is called by itself. On TENSORPIPE each call sends its own copy.
+
+    The tensors must not be written to before the calls have ended.
+
+    Args:
+        to: names, ranks or WorkerInfos; a worker that is listed twice is called twice.
+        func: what rpc.rpc_async() takes.
+        args: the function's arguments.
+        kwargs: the function's keyword arguments.
+        timeout: of each call, s; 0 for none, -1 for the back end's default.
+
+    Returns:
+        A future for each worker, in the order of `to`.
+
+    Raises:
+        What rpc.rpc_async() raises: a worker is not in the group, for example.
+    """
+    calls = begin_all(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
+    futures = []
+    for call in calls:
+        if isinstance(call, Exception):
+            raise call
+        futures.append(call)
+    return futures
+
+
+def begin_all(
+    to: Sequence[Any],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> list[Future[Any] | Exception]:
+    """Begin the calls of rpc_async_all(); an exception is in the place of a call that could not
+    begin."""
+    begun: dict[int, Future[Any] | Exception] = {}
+    names: dict[int, str] = {}
+    for at, worker in enumerate(to):
+        try:
+            names[at] = str(rpc.api._to_worker_info(worker).name)
+        except Exception as error:  # noqa: BLE001  upstream's, for a worker that is not in the group
+            begun[at] = error
+    if sum(one.numel() * one.element_size() for one in _tensors((args, kwargs))) >= _LEAST_BYTES:
+        for places in _elsewhere(names):
+            call = _PassedOn([names[at] for at in places], func, args, kwargs, timeout)
+            begun.update(zip(places, call.start(), strict=True))
+    with one_copy():
+        for at, name in names.items():
+            if at not in begun:
+                begun[at] = _begin(name, func, args, kwargs, timeout)
+    return [begun[at] for at in range(len(to))]
+
+
+def _begin(
+    name: str, func: Callable[..., Any], args: Any, kwargs: Any, timeout: float
+) -> Future[Any] | Exception:
+    try:
+        future: Future[Any] = rpc.rpc_async(name, func, args, kwargs, timeout)
+    except Exception as error:  # noqa: BLE001  the other calls go on
+        return error
+    return future
+
+
+def _elsewhere(names: Mapping[int, str]) -> list[list[int]]:
+    """Return the places of the calls to each other host that has two of the workers or more."""
+    here = _host_of(rpc.get_worker_info().name)
+    by_host: dict[str, list[int]] = {}
+    for at, name in names.items():
+        host = _host_of(name)
+        if host and host != here:
+            by_host.setdefault(host, []).append(at)
+    return [places for places in by_host.values() if len({names[at] for at in places}) > 1]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the plain CPU tensors in a value of tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type == "cpu":
+            yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+
+
+class _PassedOn:
+    """A call to workers of another host, of which the first passes it on.
+
+    Args:
+        names: of the workers.
+        func, args, kwargs, timeout: as in rpc_async_all().
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+    ) -> None:
+        self.names, self.func, self.args, self.kwargs = names, func, args, kwargs
+        self.timeout = timeout
+        self.futures: list[Future[Any]] = [Future() for _ in names]
+
+    def start(self) -> list[Future[Any]]:
+        """Begin the call; return a future for each worker."""
+        inner = rpc.get_rpc_timeout() if self.timeout < 0 else self.timeout
+        outer = inner + _SLACK if inner > 0 else 0.0
+        call = (self.names, self.func, self.args, self.kwargs, inner)
+        begun = _begin(self.names[0], pass_on, call, {}, outer)
+        if isinstance(begun, Exception):
+            self._call_each()
+        else:
+            begun.add_done_callback(self._answered)
+        return self.futures
+
+    def _answered(self, done: Future[Any]) -> None:
+        try:
+            outcomes: list[tuple[bool, Any]] = done.wait()
+        except errors.RefusedError:
+            self._call_each()  # it has not begun
+            return
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the futures'
+            error.add_note(f"The calls went to their host by way of worker {self.names[0]!r}.")
+            outcomes = [(False, error)] * len(self.names)
+        for future, outcome in zip(self.futures, outcomes, strict=True):
+            _complete(future, outcome)
+
+    def _call_each(self) -> None:
+        for future, name in zip(self.futures, self.names, strict=True):
+            call = _begin(name, self.func, self.args, self.kwargs, self.timeout)
+            if isinstance(call, Exception):
+                future.set_exception(call)
+            else:
+                call.add_done_callback(partial(_copy_end, future))
+
+
+@rpc.functions.async_execution
+def pass_on(
+    names: Sequence[str],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> Future[list[tuple[bool, Any]]]:
+    """Call a function on workers of this host; runs on one of them.
+
+    Returns:
+        For each worker (True, the result), or (False, what the call raised).
+    """
+    with one_copy():
+        calls = [_begin(name, func, args, kwargs, timeout) for name in names]
+    outcomes = [
+        _sendable(call) if isinstance(call, Exception) else call.then(_outcome) for call in calls
+    ]
+    # collect_all() ends with the first error, so each of these has its outcome as its value.
+    pending = [outcome for outcome in outcomes if isinstance(outcome, Future)]
+    together: Future[list[tuple[bool, Any]]] = torch.futures.collect_all(pending).then(
+        lambda _: [
+            outcome.value() if isinstance(outcome, Future) else outcome for outcome in outcomes
+        ]
+    )
+    return together
+
+
+def _outcome(done: Future[Any]) -> tuple[bool, Any]:
+    """Return what has become of a call, as a value that can be sent."""
+    try:
+        return True, done.wait()
+    except Exception as error:  # noqa: BLE001  the function may raise anything
+        return _sendable(error)
+
+
+def _sendable(error: Exception) -> tuple[bool, Any]:
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
+        return False, RuntimeError(f"{type(error).__name__}: {error}")
+    return False, error
+
+
+def _copy_end(future: Future[Any], done: Future[Any]) -> None:
+    _complete(future, _outcome(done))
+
+
+def _complete(future: Future[Any], outcome: tuple[bool, Any]) -> None:
+    succeeded, value = outcome
+    if succeeded:
+        future.set_result(value)
+    else:
+        future.set_exception(value)
