@@ -59,7 +59,7 @@ group = WorkerGroup(WORKERS).start()
 group.init_rpc("UCX", join="notebook")
 
 tiny = sharding.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)), WORKERS)
-pipeline = sharding.Pipeline(tiny, nn.functional.mse_loss, micro_batches=4)
+pipeline = sharding.Pipeline(tiny, n_microbatches=4, loss_fn=nn.functional.mse_loss)
 with dist_autograd.context() as context:
     print("loss", pipeline.forward_backward(torch.ones(8, 4), torch.zeros(8, 1)).item())
 tiny
@@ -196,7 +196,7 @@ for part_x, part_y in zip(x.chunk(4), y.chunk(4), strict=True):
     (gpt_parts.loss(local(part_x), part_y) / 4).backward()
 expected = [parameter.grad for parameter in local.parameters()]
 
-pipeline = sharding.Pipeline(model, gpt_parts.loss, micro_batches=4)
+pipeline = sharding.Pipeline(model, 4, gpt_parts.loss, reduction="mean")
 parameters = {worker: [] for worker in WORKERS}
 for rref in model.remote_parameters():
     parameters[rref.owner().name].append(rref)
@@ -251,7 +251,7 @@ slow = sharding.shard(gpt_parts.gpt(len(letters), pace=0.02), WORKERS, partition
 def intervals(micro_batches, schedule):
     """Run a batch; return (stage, what, micro-batch, begin, end) of all that was done, s."""
     pipeline = sharding.Pipeline(
-        slow, gpt_parts.loss, micro_batches=micro_batches, schedule=schedule
+        slow, micro_batches, gpt_parts.loss, schedule=schedule, reduction="mean"
     )
     for _ in range(2):  # the first batch warms up
         for worker in WORKERS:
@@ -317,23 +317,19 @@ for (m, schedule), found in runs.items():
 
 # %%
 try:
-    sharding.Pipeline(slow, lambda scores, y: scores.sum(), micro_batches=2)
+    sharding.Pipeline(slow, 2, lambda scores, y: scores.sum())
 except ValueError as error:
     print(error)
 
 # %% [markdown]
-# **2. A batch that is too small, and a call outside of a context.**
+# **2. A batch that is too small.**
 
 # %%
-pipeline = sharding.Pipeline(slow, gpt_parts.loss, micro_batches=32)
+pipeline = sharding.Pipeline(slow, 32, gpt_parts.loss, reduction="mean")
 try:
     with dist_autograd.context():
         pipeline.forward_backward(x, y)
 except ValueError as error:
-    print(error)
-try:
-    pipeline.forward_backward(x, y)
-except RuntimeError as error:
     print(error)
 
 # %% [markdown]
@@ -341,7 +337,7 @@ except RuntimeError as error:
 # embedding does not know:
 
 # %%
-pipeline = sharding.Pipeline(slow, gpt_parts.loss, micro_batches=2)
+pipeline = sharding.Pipeline(slow, 2, gpt_parts.loss, reduction="mean")
 with dist_autograd.context():
     try:
         pipeline.forward_backward(x + 1000, y)
@@ -368,7 +364,7 @@ ROUNDS, STEPS = (1, 3) if SMALL else (2, 20)
 def measure(steps):
     """Seconds of each step, and the bytes of the calls of one."""
     model = sharding.shard(gpt_parts.gpt(len(letters)), WORKERS, partition=PARTITION)
-    pipeline = sharding.Pipeline(model, gpt_parts.loss, micro_batches=4)
+    pipeline = sharding.Pipeline(model, 4, gpt_parts.loss, reduction="mean")
     times = []
     for step in range(steps):
         begin = time.perf_counter()

@@ -409,7 +409,10 @@ def test_with_few_threads() -> None:
 ALLOWED = [
     *(
         f"torch_rpc_ext.sharding.{name}"
-        for name in ("stage", "runner", "job", "schedule", "placement", "failures")
+        for name in (
+            *("failures", "job", "placement"),
+            *("runner", "schedule", "stage"),
+        )
     ),
     *(
         f"torch.distributed.checkpoint.{name}"
@@ -427,7 +430,7 @@ def test_with_an_allow_list(tmp_path: Path) -> None:
     local = m.mlp()
     x, y = m.batch_of("mlp")
     model = shard(local, ["worker1", "worker2"])
-    pipeline = sharding.Pipeline(model, nn.functional.mse_loss, micro_batches=2)
+    pipeline = sharding.Pipeline(model, 2, nn.functional.mse_loss)
     with dist_autograd.context():
         m.same(
             pipeline.forward_backward(x, y),

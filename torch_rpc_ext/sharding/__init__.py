@@ -3,7 +3,7 @@
     model = sharding.shard(nn.Sequential(*layers), ["worker1", "worker2"])  # a ShardedModule
     y = model(x)
 
-    pipeline = sharding.Pipeline(model, nn.functional.mse_loss, micro_batches=4)
+    pipeline = sharding.Pipeline(model, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     try:
         with dist_autograd.context() as context:
             pipeline.forward_backward(x, target)
@@ -20,9 +20,16 @@ from __future__ import annotations
 from torch_rpc_ext._upstream import torch_names
 
 torch_names.require("torch_rpc_ext.sharding")  # before the names are imported
+from torch_rpc_ext.sharding.creation import shard  # noqa: E402
 from torch_rpc_ext.sharding.failures import StageError  # noqa: E402
 from torch_rpc_ext.sharding.job import StageStats  # noqa: E402
-from torch_rpc_ext.sharding.module import ShardedModule, shard  # noqa: E402
+from torch_rpc_ext.sharding.module import ShardedModule  # noqa: E402
 from torch_rpc_ext.sharding.pipeline import Pipeline  # noqa: E402
 
-__all__ = ["Pipeline", "ShardedModule", "StageError", "StageStats", "shard"]
+__all__ = [
+    "Pipeline",
+    "ShardedModule",
+    "StageError",
+    "StageStats",
+    "shard",
+]

@@ -20,14 +20,14 @@ class Route:
     Attributes:
         name: of the pipeline, unique in the group.
         workers: one per stage.
-        loss: for the last stage; called with the output and the target of a micro-batch.
+        loss_fn: for the last stage; called with the output and the target of a micro-batch.
         patience: how long to wait for a neighbour, s; 0 for ever. A caller that lives gives the
             batch up earlier.
     """
 
     name: str
     workers: list[str]
-    loss: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
     patience: float
 
 
@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         batch: its number, from 1.
-        context: id of the distributed autograd context that gets the gradients.
+        context: id of the distributed autograd context that gets the gradients; None for .grad.
         steps: of the stage.
         weights: of the loss of each micro-batch.
         inputs: of the whole batch, for the first stage; else None.
@@ -45,7 +45,7 @@ class Job:
     """
 
     batch: int
-    context: int
+    context: int | None
     steps: Sequence[Action]
     weights: Sequence[float]
     inputs: Any

@@ -1,128 +1,27 @@
-"""shard() and what it returns: a module whose parts are on several workers."""
+"""What shard() returns: a module whose parts are on several workers."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed import autograd as _untyped_autograd
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, stage, tensors
+from torch_rpc_ext.sharding import checkpoint, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
-from torch_rpc_ext.sharding.placement import Place, places
+from torch_rpc_ext.sharding.gradients import context_id
+from torch_rpc_ext.sharding.handles import Handles, StageHandle
 
-__all__ = ["ShardedModule", "StageHandle", "context_id", "shard"]
+__all__ = ["ShardedModule"]
 
-# Upstream's functions have no types.
-rpc: Any = _untyped_rpc
-dist_autograd: Any = _untyped_autograd
+rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 # How much longer a stage waits than the stage before it, s; see _patience().
 _STEP = 0.5
-
-
-def shard(
-    module: nn.Module,
-    workers: Sequence[str],
-    *,
-    partition: cutting.Partition | None = None,
-    balance: cutting.Balance = "parameters",
-    example: Any = None,
-    timeout: float | None = None,
-) -> ShardedModule:
-    """Copy the parts of a module to workers and return a module that runs them there.
-
-    The module must be a chain: its forward takes one value and passes it from submodule to
-    submodule. An nn.Sequential is a chain; another module is checked with ``example``. The parts
-    are copies; the module itself is not changed. Hooks of the submodules are copied, hooks of the
-    module itself are not.
-
-    Args:
-        module: what to split.
-        workers: one per stage, as RemoteModule writes them: "worker1", "worker1/cuda:0",
-            "rank:1/cpu". A worker may have several stages.
-        partition: names of submodules per stage, [["0", "1"], ["2"]], or the number of layers per
-            stage, [2, 1]. None for a balanced one. Layers are the children; plain nn.Sequentials
-            and nn.ModuleLists among them count as their own children.
-        balance: what is balanced: "parameters", their number, or "time", of forward and backward,
-            measured here on ``example``.
-        example: an input of the module, for the two uses above.
-        timeout: of each call to a stage, s; 0 for none, None for the options' rpc_timeout.
-
-    Returns:
-        The sharded module.
-
-    Raises:
-        ValueError: a worker that is not in the group, more workers than layers, a partition that
-            does not cover the module or overlaps, a tensor that two stages would share, a module
-            that is no chain.
-        StageError: a part could not be put on its worker.
-        RuntimeError: within a distributed autograd context.
-    """
-    if context_id() is not None:
-        raise RuntimeError("call shard() outside of distributed autograd contexts")
-    where = places(workers)
-    names = cutting.cut(module, len(where), partition, balance, example)
-    seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
-    return ShardedModule(
-        [
-            _create(stage.Spec(index, place, stage.part_of(module, part), part), seconds)
-            for index, (place, part) in enumerate(zip(where, names, strict=True))
-        ],
-        seconds,
-    )
-
-
-@dataclass(frozen=True)
-class StageHandle:
-    """A stage as the caller knows it.
-
-    Attributes:
-        index: of the stage, from 0.
-        place: worker and device.
-        names: of the submodules.
-        keys: of the state.
-        rref: RRef of the stage.Stage.
-    """
-
-    index: int
-    place: Place
-    names: list[str]
-    keys: list[str]
-    rref: Any
-
-    def start(self, method: str, *args: Any, timeout: float) -> Any:
-        """Return a future of what a method of the stage returns, for result()."""
-        try:
-            return rpc.rpc_async(
-                self.place.worker, stage.call, args=(self.rref, method, *args), timeout=timeout
-            )
-        except Exception as error:
-            raise self.lost(error) from error
-
-    def result(self, future: Any) -> Any:
-        """Return the result of a method that start() has started.
-
-        Raises:
-            StageError: the stage raised, or its worker is lost.
-        """
-        try:
-            result = future.wait()
-        except Exception as error:
-            raise self.lost(error) from error
-        if isinstance(result, Failure):
-            raise result.error()
-        return result
-
-    def lost(self, error: Exception) -> StageError:
-        """Return the error to raise when a call to the stage's worker has failed."""
-        return Failure.of(self.index, self.place.worker, "lost", error).error()
 
 
 class ShardedModule(nn.Module):
@@ -143,15 +42,14 @@ class ShardedModule(nn.Module):
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
 
-    def __init__(self, stages: list[StageHandle], timeout: float) -> None:
+    def __init__(self, stages: Handles[StageHandle], timeout: float) -> None:
         super().__init__()
-        self._stages = stages
-        self._timeout = timeout
+        self._stages, self._timeout = stages, timeout
 
     @property
-    def stages(self) -> list[StageHandle]:
+    def stages(self) -> Handles[StageHandle]:
         """The stages, in their order."""
-        return list(self._stages)
+        return self._stages
 
     def forward(self, value: Any) -> Any:
         """Run all stages.
@@ -169,13 +67,14 @@ class ShardedModule(nn.Module):
         given = tensors.for_the_wire(value)
         made: list[Any] = []  # kept until the end: when an RRef goes, its value goes too
         for handle in self._stages:
+            request = stage.Request(with_grad, self._patience(handle.index))
             try:
                 # No time-out here, but one for fetching: an RRef whose creation has timed out is
                 # never deleted, and shutdown() would wait for it.
                 given = rpc.remote(
                     handle.place.worker,
                     stage.forward,
-                    args=(handle.rref, given, with_grad, self._patience(handle.index)),
+                    args=(handle.rref, given, request),
                     timeout=0,
                 )
             except Exception as error:
@@ -191,12 +90,12 @@ class ShardedModule(nn.Module):
 
     def remote_parameters(self) -> list[Any]:
         """Return an RRef of each parameter, stage by stage, for DistributedOptimizer."""
-        return [rref for part in self._each("parameters") for rref in part]
+        return [rref for part in self._stages.each("parameters") for rref in part]
 
     def stream_state_dict(self) -> Iterator[OrderedDict[str, Any]]:
         """Yield the state of one stage after the other, with the names of the whole module."""
         for handle in self._stages:
-            yield self._one(handle, "state_dict")
+            yield self._stages.one(handle, "state_dict")
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -237,8 +136,8 @@ class ShardedModule(nn.Module):
         """
         text = os.fspath(path)
         coordinator = checkpoint.Coordinator(text, overwrite)
-        plans = coordinator.plan(self._each("plan_checkpoint", text))
-        results = self._each_own("write_checkpoint", [(plan,) for plan in plans])
+        plans = coordinator.plan(self._stages.each("plan_checkpoint", text))
+        results = self._stages.each_own("write_checkpoint", [(plan,) for plan in plans])
         for handle, result in zip(self._stages, results, strict=True):
             missing = coordinator.missing_files(result)
             if missing:
@@ -260,31 +159,29 @@ class ShardedModule(nn.Module):
             StageError: there is none, or a name is missing, or a size differs. Other stages may
                 have been loaded.
         """
-        self._each("read_checkpoint", os.fspath(path))
+        self._stages.each("read_checkpoint", os.fspath(path))
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set all stages to training or evaluation."""
         super().train(mode)
-        self._each("train", mode)
+        self._stages.each("train", mode)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModule:
         """As nn.Module.to, on all stages; a device is the one of that name on each worker."""
-        self._each("to", args, kwargs)
+        self._stages.each("to", args, kwargs)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the .grad of all parameters.
 
-        Gradients of forward() and of a Pipeline are in the distributed autograd context and end
-        with it. A .grad is left only by a DistributedOptimizer of an optimizer that upstream cannot
-        script.
+        Gradients in a distributed autograd context end with it.
         """
-        self._each("zero_grad", set_to_none)
+        self._stages.each("zero_grad", set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
         """Set whether the parameters of all stages get gradients."""
-        self._each("requires_grad_", requires_grad)
+        self._stages.each("requires_grad_", requires_grad)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -310,20 +207,6 @@ class ShardedModule(nn.Module):
         stage that hangs, which names that stage.
         """
         return self._timeout + stages_before * _STEP if self._timeout > 0 else 0.0
-
-    def _one(self, handle: StageHandle, method: str, *args: Any) -> Any:
-        return handle.result(handle.start(method, *args, timeout=self._timeout))
-
-    def _each(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all stages at once."""
-        return self._each_own(method, [args] * len(self._stages))
-
-    def _each_own(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        futures = [
-            handle.start(method, *args, timeout=self._timeout)
-            for handle, args in zip(self._stages, arguments, strict=True)
-        ]
-        return [handle.result(future) for handle, future in zip(self._stages, futures, strict=True)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError("the parameters are on other workers: use to()")
@@ -352,7 +235,7 @@ class ShardedModule(nn.Module):
             if not prefix:
                 part._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
             try:
-                missing = self._one(handle, "load_state_dict", part, assign)
+                missing = self._stages.one(handle, "load_state_dict", part, assign)
             except StageError as error:
                 error_msgs.append(str(error))
             else:
@@ -360,25 +243,3 @@ class ShardedModule(nn.Module):
         if strict:
             given = {key for key in state_dict if key.startswith(prefix)}
             unexpected_keys += sorted(given - expected)
-
-
-def context_id() -> int | None:
-    """Return the id of the distributed autograd context of this thread, None outside of one."""
-    try:
-        return int(dist_autograd._current_context()._context_id())
-    except RuntimeError:
-        return None
-
-
-def _create(spec: stage.Spec, timeout: float) -> StageHandle:
-    try:
-        made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
-    except Exception as error:  # noqa: BLE001  raised below
-        made = Failure.of(spec.index, spec.place.worker, "lost", error)
-    if isinstance(made, Failure):
-        raise StageError(
-            f"stage {spec.index} could not be put on {spec.place}: {made.what}",
-            stage=spec.index,
-            worker=spec.place.worker,
-        ) from made.cause
-    return StageHandle(spec.index, spec.place, spec.names, list(spec.module.state_dict()), made)

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import runner, tensors
 from torch_rpc_ext.sharding.failures import Failure, first_cause
+from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
-from torch_rpc_ext.sharding.module import ShardedModule, context_id
+from torch_rpc_ext.sharding.module import ShardedModule
 from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
 
 __all__ = ["Pipeline"]
@@ -33,15 +34,16 @@ class Pipeline:
     """Runs batches through the stages of a sharded module, several micro-batches at a time.
 
     Activations and their gradients go from worker to worker. The loss is computed on the last
-    stage, so outputs do not travel. The gradients of the parameters end up in the distributed
-    autograd context of the caller, as those of a plain forward and dist_autograd.backward() do::
+    stage, so outputs do not travel::
 
-        pipeline = Pipeline(model, nn.functional.cross_entropy, micro_batches=8)
+        pipeline = Pipeline(model, n_microbatches=8, loss_fn=nn.functional.cross_entropy)
         with dist_autograd.context() as context:
             loss = pipeline.forward_backward(x, y)
             optimizer.step(context)
 
-    Gradients are those of the local module run on the same micro-batches one after another, to the
+    Gradients are added to the .grad of the parameters, as backward() adds them; or, within a
+    distributed autograd context, to those of the context, where DistributedOptimizer looks for
+    them. They are those of the local module run on the same micro-batches one after another, to the
     last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
     micro-batches.
 
@@ -49,12 +51,12 @@ class Pipeline:
 
     Args:
         model: from shard().
-        loss: called on the last stage with the output and the target of a micro-batch; returns one
-            number. A function of a module or a picklable object.
-        micro_batches: into how many parts a batch is cut along dimension 0.
+        n_microbatches: into how many parts a batch is cut along dimension 0.
+        loss_fn: called on the last stage with the output and the target of a micro-batch; returns
+            one number. A function of a module or a picklable object.
         schedule: "gpipe" or "1f1b", which holds fewer activations.
-        reduction: how ``loss`` goes over a micro-batch, "mean" or "sum", so that the whole is what
-            it would be for the batch.
+        reduction: how ``loss_fn`` goes over a micro-batch, "mean" or "sum", so that the whole is
+            what it would be for the batch.
         timeout: for a batch, s; 0 for none, None for the options' rpc_timeout.
 
     Raises:
@@ -65,32 +67,32 @@ class Pipeline:
     def __init__(
         self,
         model: ShardedModule,
-        loss: Callable[[Any, Any], torch.Tensor],
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
-        micro_batches: int,
         schedule: Schedule = "1f1b",
         reduction: Literal["mean", "sum"] = "mean",
         timeout: float | None = None,
     ) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches must be at least 1, got {micro_batches!r}")
+        if not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ValueError(f"n_microbatches must be at least 1, got {n_microbatches!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        _check_picklable(loss)
+        _check_picklable("loss_fn", loss_fn)
         self._stages = model.stages
-        self._count, self._reduction = micro_batches, reduction
+        self._count, self._reduction = n_microbatches, reduction
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
         self._steps = [
-            SCHEDULES[schedule](stage, len(self._stages), micro_batches)
+            SCHEDULES[schedule](stage, len(self._stages), n_microbatches)
             for stage in range(len(self._stages))
         ]
         self.name = uuid.uuid4().hex
         self._batch = 0
         self._one_at_a_time = threading.Lock()
         self._stats: list[StageStats] = []
-        self._runners = self._create_runners(loss)
+        self._runners = self._create_runners(loss_fn)
 
     @property
     def stats(self) -> list[StageStats]:
@@ -98,10 +100,11 @@ class Pipeline:
         return list(self._stats)
 
     def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Run a batch; the gradients are then in the caller's distributed autograd context.
+        """Run a batch; its gradients are then in the distributed autograd context in which this is
+        called, or, outside of one, in the .grad of the parameters.
 
-        They add up over several batches in one context. After an error the context may hold the
-        gradients of some of the stages: leave it.
+        They add up over several batches. After an error there may be those of some of the stages:
+        call zero_grad(), or leave the context.
 
         Args:
             inputs: of the module, batch along dimension 0 of each tensor; must not require
@@ -112,42 +115,49 @@ class Pipeline:
             The loss of the batch, shape (), on the CPU, without history.
 
         Raises:
-            RuntimeError: outside of a distributed autograd context.
             ValueError: inputs that do not fit each other or the micro-batches.
             StageError: a stage raised, or its worker is lost; the others have stopped.
         """
-        context = context_id()
-        if context is None:
-            raise RuntimeError(
-                "call forward_backward() within torch.distributed.autograd.context(): it holds "
-                "the gradients"
+        size = _checked(inputs, target)
+        if size < self._count:
+            raise ValueError(
+                f"a batch of {size} cannot be cut into {self._count} micro-batches: "
+                "give a larger batch or fewer micro-batches"
             )
-        weights = self._weights(inputs, target)
+        weights = self._weights(size)
+        last = len(self._stages) - 1
         with self._one_at_a_time:
             self._batch += 1
-            last = len(self._stages) - 1
-            jobs = [
-                Job(
-                    batch=self._batch,
-                    context=context,
-                    steps=steps,
-                    weights=weights,
-                    inputs=tensors.detached(inputs) if index == 0 else None,
-                    target=tensors.detached(target) if index == last else None,
-                )
-                for index, steps in enumerate(self._steps)
-            ]
-            results = self._run(jobs)
-        self._stats = [stats for _, stats in results]
+            results = self._run(
+                [
+                    Job(
+                        batch=self._batch,
+                        context=context_id(),
+                        steps=steps,
+                        weights=weights,
+                        inputs=tensors.detached(inputs) if index == 0 else None,
+                        target=tensors.detached(target) if index == last else None,
+                    )
+                    for index, steps in enumerate(self._steps)
+                ]
+            )
+            self._stats = [stats for _, stats in results]
         loss = results[-1][0]
         assert loss is not None, "the last stage returns it"
         return loss
 
-    def _create_runners(self, loss: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
+    def _weights(self, size: int) -> list[float]:
+        """Return the weight of each micro-batch's loss."""
+        if self._reduction == "sum":
+            return [1.0] * self._count
+        sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
+        return [part / size for part in sizes]
+
+    def _create_runners(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
         workers = [handle.place.worker for handle in self._stages]
         runners = []
         for handle in self._stages:
-            own = loss if handle is self._stages[-1] else None
+            own = loss_fn if handle.index == len(workers) - 1 else None
             route = Route(self.name, workers, own, patience=self._longest())
             try:
                 made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
@@ -155,29 +165,6 @@ class Pipeline:
                 raise handle.lost(error) from error
             runners.append(made)
         return runners
-
-    def _weights(self, inputs: Any, target: Any) -> list[float]:
-        """Check a batch; return the weight of each micro-batch's loss."""
-        size = tensors.batch_size(inputs, "inputs")
-        if size < self._count:
-            raise ValueError(
-                f"a batch of {size} cannot be cut into {self._count} micro-batches: "
-                "give a larger batch or fewer micro-batches"
-            )
-        if tensors.batch_size(target, "target") != size:
-            raise ValueError(
-                f"inputs hold a batch of {size} and target one of "
-                f"{tensors.batch_size(target, 'target')}"
-            )
-        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs)):
-            raise ValueError(
-                "inputs require gradients, which a pipeline does not return: detach() them, or "
-                "use the module's forward()"
-            )
-        if self._reduction == "sum":
-            return [1.0] * self._count
-        sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
-        return [part / size for part in sizes]
 
     def _longest(self) -> float:
         """After how long a stage is taken for lost that does not answer; s, 0 for never."""
@@ -249,13 +236,29 @@ class Pipeline:
                 continue
 
 
-def _check_picklable(loss: Any) -> None:
-    if not callable(loss):
-        raise ValueError(f"loss must be callable, got {loss!r}")
+def _checked(inputs: Any, target: Any) -> int:
+    """Return the size of a batch."""
+    size = tensors.batch_size(inputs, "inputs")
+    if tensors.batch_size(target, "target") != size:
+        raise ValueError(
+            f"inputs hold a batch of {size} and target one of "
+            f"{tensors.batch_size(target, 'target')}"
+        )
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs)):
+        raise ValueError(
+            "inputs require gradients, which a pipeline does not return: detach() them, or "
+            "use the module's forward()"
+        )
+    return size
+
+
+def _check_picklable(what: str, function: Any) -> None:
+    if not callable(function):
+        raise ValueError(f"{what} must be callable, got {function!r}")
     try:
-        pickle.dumps(loss)
+        pickle.dumps(function)
     except Exception as problem:
         raise ValueError(
-            f"loss {loss!r} cannot be sent to the last stage: use a function of a module or an "
-            f"nn.Module, no lambda or local function ({problem})"
+            f"{what} {function!r} cannot be sent to the last stage: use a function of a module or "
+            f"an nn.Module, no lambda or local function ({problem})"
         ) from problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, tensors
+from torch_rpc_ext.sharding import checkpoint, cutting, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 
-__all__ = ["Spec", "Stage", "call", "create", "forward", "part_of"]
+__all__ = ["Request", "Resident", "Spec", "Stage", "call", "create", "forward", "part_of"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -37,7 +38,16 @@ class Spec:
     names: list[str]
 
 
-class Stage:
+class Resident:
+    """An object that never leaves its worker, where RRefs refer to it."""
+
+    def __reduce__(self) -> Any:
+        # Torch pickles the value of an RRef to find its tensors, and refuses those on devices that
+        # the options do not name. So the pickle has none.
+        return _refuse, (type(self).__name__,)
+
+
+class Stage(Resident):
     """The submodules of a stage on their device.
 
     Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it.
@@ -47,12 +57,32 @@ class Stage:
         self.index, self.place, self.names = spec.index, spec.place, spec.names
         self.device = spec.place.device
         self.module = spec.module.to(self.device)
+        #: Held by who puts other gradients into .grad for a while.
+        self.grads = threading.Lock()
+        self._is_checked = False
         self.saving: checkpoint.StageWriter | None = None
 
     def forward(self, value: Any) -> Any:
         """Run the submodules on a value whose tensors may be on any device."""
         moved = tensors.moved(value, self.device)
         return cutting.run_chain(self.module, self.names, moved)
+
+    def forward_for_autograd(self, value: Any) -> Any:
+        """As forward(), for a backward of distributed autograd.
+
+        Raises:
+            RuntimeError: a layer computes its activations again in a way that loses gradients.
+        """
+        made = self.forward(value)
+        # Walking the graph takes time, and layers do the same each time in one mode.
+        if not self._is_checked and gradients.has_reentrant_checkpoint(tensors.leaves(made)):
+            raise RuntimeError(
+                "a layer calls torch.utils.checkpoint.checkpoint() with use_reentrant=True, whose "
+                "gradients do not come to a distributed autograd context: pass "
+                "use_reentrant=False, or use a Pipeline"
+            )
+        self._is_checked = True
+        return made
 
     def parameters(self) -> list[Any]:
         """Return an RRef of each parameter."""
@@ -76,6 +106,7 @@ class Stage:
     def train(self, mode: bool) -> None:
         """As nn.Module.train."""
         self.module.train(mode)
+        self._is_checked = False
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As nn.Module.zero_grad."""
@@ -109,64 +140,91 @@ class Stage:
 
 
 def create(spec: Spec) -> Any:
-    """Return an RRef of a new stage on this worker, or a Failure."""
+    """Make a stage on this worker.
+
+    Returns:
+        An RRef of the stage, or a Failure.
+    """
     try:
         return rpc.RRef(Stage(spec))
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(spec.index, spec.place.worker, "raised", error)
 
 
-def call(stage: Any, method: str, *args: Any) -> Any:
+def call(target: Any, method: str, *args: Any) -> Any:
     """Return what a method of the stage returns, or a Failure.
 
     Args:
-        stage: RRef of the stage, owned by this worker.
-        method: name of a method of Stage.
+        target: RRef of the stage, owned by this worker.
+        method: its name.
         *args: for the method.
     """
-    own: Stage = stage.local_value()
+    own: Stage = target.local_value()
     try:
         return getattr(own, method)(*args)
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
 
 
-def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
+@dataclass(frozen=True)
+class Request:
+    """How a stage runs forward for the caller.
+
+    Attributes:
+        with_grad: whether the caller records gradients.
+        timeout: for fetching the value, s; 0 for none.
+    """
+
+    with_grad: bool
+    timeout: float
+
+
+def forward(stage: Any, given: Any, request: Request) -> Any:
     """Run the stage; for rpc.remote(), so that the next stage fetches the result from here.
 
     Args:
         stage: RRef of the stage, owned by this worker.
         given: the value, or an RRef of what the stage before has returned.
-        with_grad: whether the caller records gradients.
-        timeout: for fetching the value, s; 0 for none.
+        request: how.
 
     Returns:
-        What the submodules return, tensors on the CPU, or a Failure.
+        What the submodules return, or a Failure.
     """
     own: Stage = stage.local_value()
     if isinstance(given, rpc.PyRRef):
         try:
-            given = given.to_here(timeout)
+            given = given.to_here(request.timeout)
         except Exception as error:  # noqa: BLE001  the caller raises it
             return Failure.of(own.index - 1, given.owner_name(), "lost", error)
     if isinstance(given, Failure):
         return given
     try:
-        with torch.set_grad_enabled(with_grad):
-            return tensors.for_the_wire(own.forward(given))
+        with torch.set_grad_enabled(request.with_grad):
+            made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
+            return tensors.for_the_wire(made)
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
 
 
 def part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
     """Return a module that holds the named submodules, not copied, under the same names."""
-    part = nn.Module()
+    part = _container(module)
     for name in names:
         *path, last = name.split(".")
         at = part
         for step in path:
             if not hasattr(at, step):
-                at.add_module(step, nn.Module())
+                at.add_module(step, _container(module))
             at = at.get_submodule(step)
         at.add_module(last, module.get_submodule(name))
     return part
+
+
+def _container(module: nn.Module) -> nn.Module:
+    made = nn.Module()
+    made.training = module.training  # or a part of a module in evaluation mode would seem to train
+    return made
+
+
+def _refuse(name: str) -> Any:
+    raise TypeError(f"a {name} stays on its worker; send its RRef")

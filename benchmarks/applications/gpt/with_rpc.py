@@ -80,7 +80,7 @@ class Sharded:
         self.pipeline = None
         if job.schedule != "plain":
             self.pipeline = sharding.Pipeline(
-                self.model, model.token_loss, micro_batches=job.parts, schedule=job.schedule
+                self.model, job.parts, model.token_loss, schedule=job.schedule, reduction="mean"
             )
         found = self.model.remote_parameters()
         self.parts = []

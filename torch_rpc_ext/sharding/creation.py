@@ -1,0 +1,86 @@
+"""shard(): puts the parts of a module on workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext.sharding import cutting, stage
+from torch_rpc_ext.sharding.failures import Failure, StageError
+from torch_rpc_ext.sharding.gradients import context_id
+from torch_rpc_ext.sharding.handles import Handles, StageHandle
+from torch_rpc_ext.sharding.module import ShardedModule
+from torch_rpc_ext.sharding.placement import places
+
+__all__ = ["shard"]
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+
+def shard(
+    module: nn.Module,
+    workers: Sequence[str],
+    *,
+    partition: cutting.Partition | None = None,
+    balance: cutting.Balance = "parameters",
+    example: Any = None,
+    timeout: float | None = None,
+) -> ShardedModule:
+    """Copy the parts of a module to workers and return a module that runs them there.
+
+    The module must be a chain: its forward takes one value and passes it from submodule to
+    submodule. An nn.Sequential is a chain; another module is checked with ``example``. The parts
+    are copies; the module itself is not changed. Hooks of the submodules are copied, hooks of the
+    module itself are not.
+
+    Args:
+        module: what to split.
+        workers: one per stage, as RemoteModule writes them: "worker1", "worker1/cuda:0",
+            "rank:1/cpu". A worker may have several stages.
+        partition: names of submodules per stage, [["0", "1"], ["2"]], or the number of layers per
+            stage, [2, 1]. None for a balanced one. Layers are the children; plain nn.Sequentials
+            and nn.ModuleLists among them count as their own children.
+        balance: what is balanced: "parameters", their number, or "time", of forward and backward,
+            measured here on ``example``.
+        example: an input of the module, for the two uses above.
+        timeout: of each call to a stage, s; 0 for none, None for the options' rpc_timeout.
+
+    Returns:
+        The sharded module.
+
+    Raises:
+        ValueError: a worker that is not in the group, more workers than layers, a partition that
+            does not cover the module or overlaps, a tensor that two stages would share, a module
+            that is no chain.
+        StageError: a part could not be put on its worker.
+        RuntimeError: within a distributed autograd context.
+    """
+    if context_id() is not None:
+        raise RuntimeError("call shard() outside of distributed autograd contexts")
+    where = places(workers)
+    names = cutting.cut(module, len(where), partition, balance, example)
+    seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
+    handles = [
+        _create(stage.Spec(index, place, stage.part_of(module, part), part), seconds)
+        for index, (place, part) in enumerate(zip(where, names, strict=True))
+    ]
+    sharded = ShardedModule(Handles(handles, seconds), seconds)
+    sharded.training = module.training
+    return sharded
+
+
+def _create(spec: stage.Spec, timeout: float) -> StageHandle:
+    try:
+        made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
+    except Exception as error:  # noqa: BLE001  raised below
+        made = Failure.of(spec.index, spec.place.worker, "lost", error)
+    if isinstance(made, Failure):
+        raise StageError(
+            f"stage {spec.index} could not be put on {spec.place}: {made.what}",
+            stage=spec.index,
+            worker=spec.place.worker,
+        ) from made.cause
+    return StageHandle(spec.index, spec.place, made, spec.names, list(spec.module.state_dict()))
