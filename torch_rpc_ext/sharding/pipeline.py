@@ -9,13 +9,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import runner, tensors
+from torch_rpc_ext.sharding import losses, runner, tensors
 from torch_rpc_ext.sharding.failures import Failure, first_cause
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
@@ -55,12 +55,17 @@ class Pipeline:
         loss_fn: called on the last stage with the output and the target of a micro-batch; returns
             one number. A function of a module or a picklable object.
         schedule: "gpipe" or "1f1b", which holds fewer activations.
-        reduction: how ``loss_fn`` goes over a micro-batch, "mean" or "sum", so that the whole is
-            what it would be for the batch.
+        reduction: "mean" or "sum", what ``loss_fn`` is over a micro-batch, so that the whole is
+            what it would be for the batch. None where ``loss_fn`` is one of torch's losses, which
+            are known; "mean" of any other says that each row of a batch counts the same.
+        count: for a mean that goes over something else than rows: a function that returns, for the
+            target of a micro-batch, over how many terms the mean goes. Called on the caller with
+            CPU tensors; 0 for a micro-batch that does not count.
         timeout: for a batch, s; 0 for none, None for the options' rpc_timeout.
 
     Raises:
-        ValueError: an argument out of range, or a loss that cannot be pickled.
+        ValueError: an argument out of range; a loss that cannot be pickled; a loss of which nobody
+            knows whether it is a mean or a sum, or of which something else was said than it is.
         StageError: a stage cannot be reached.
     """
 
@@ -71,18 +76,18 @@ class Pipeline:
         loss_fn: Callable[[Any, Any], torch.Tensor],
         *,
         schedule: Schedule = "1f1b",
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: losses.Reduction | None = None,
+        count: losses.Count | None = None,
         timeout: float | None = None,
     ) -> None:
         if not isinstance(n_microbatches, int) or n_microbatches < 1:
             raise ValueError(f"n_microbatches must be at least 1, got {n_microbatches!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
         _check_picklable("loss_fn", loss_fn)
+        self._weigh = losses.weigher(loss_fn, reduction, count)
         self._stages = model.stages
-        self._count, self._reduction = n_microbatches, reduction
+        self._count = n_microbatches
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
         self._steps = [
             SCHEDULES[schedule](stage, len(self._stages), n_microbatches)
@@ -112,7 +117,8 @@ class Pipeline:
             target: for the loss; batch along dimension 0 as well.
 
         Returns:
-            The loss of the batch, shape (), on the CPU, without history.
+            The loss of the batch, shape (), on the CPU, without history; NaN if no micro-batch
+            counts.
 
         Raises:
             ValueError: inputs that do not fit each other or the micro-batches.
@@ -124,7 +130,8 @@ class Pipeline:
                 f"a batch of {size} cannot be cut into {self._count} micro-batches: "
                 "give a larger batch or fewer micro-batches"
             )
-        weights = self._weights(size)
+        targets = tensors.micro_batches(tensors.detached(target), self._count)
+        weights = self._weigh(targets)
         last = len(self._stages) - 1
         with self._one_at_a_time:
             self._batch += 1
@@ -143,15 +150,7 @@ class Pipeline:
             )
             self._stats = [stats for _, stats in results]
         loss = results[-1][0]
-        assert loss is not None, "the last stage returns it"
-        return loss
-
-    def _weights(self, size: int) -> list[float]:
-        """Return the weight of each micro-batch's loss."""
-        if self._reduction == "sum":
-            return [1.0] * self._count
-        sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
-        return [part / size for part in sizes]
+        return torch.tensor(math.nan) if loss is None else loss  # as a mean over nothing is
 
     def _create_runners(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
         workers = [handle.place.worker for handle in self._stages]

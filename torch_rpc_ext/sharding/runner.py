@@ -174,14 +174,17 @@ class StageRunner(Resident):
         batch.peak = max(batch.peak, len(batch.held))
         return made, flags
 
-    def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor:
-        """Return the weighted loss of a micro-batch, and add it up."""
+    def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor | None:
+        """Return the weighted loss of a micro-batch, and add it up; None if it does not count."""
         assert self._route.loss_fn is not None, "the last stage has it"
+        weight = batch.job.weights[index]
+        if weight == 0:
+            return None  # a mean over nothing is NaN, also times 0
         loss = self._route.loss_fn(made, tensors.moved(batch.targets[index], self._stage.device))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return one number in a tensor, it returned {what}")
-        loss = loss.reshape(()) * batch.job.weights[index]
+        loss = loss.reshape(()) * weight
         value = loss.detach()
         batch.loss = value if batch.loss is None else batch.loss + value
         return loss
