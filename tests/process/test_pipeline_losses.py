@@ -62,6 +62,7 @@ def compare(local: nn.Module, loss_fn: Any, x: Any, y: Any, **options: Any) -> N
     expected.backward()
     loss = pipe.forward_backward(x, y)
     torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(pipe.evaluate(x, y), expected.detach())
     found = m.remote_grads(model)
     torch.testing.assert_close({name: found[name] for name in m.grads(local)}, m.grads(local))
 
@@ -133,6 +134,7 @@ def check_nothing_counts() -> None:
     pipe = sharding.Pipeline(model, 4, token_loss, count=tokens)
     x, y = batch(11)
     assert math.isnan(pipe.forward_backward(x, torch.zeros_like(y)).item())
+    assert math.isnan(pipe.evaluate(x, torch.zeros_like(y)).item())
     assert m.remote_grads(model) == {}
 
 

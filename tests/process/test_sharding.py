@@ -436,6 +436,7 @@ def test_with_an_allow_list(tmp_path: Path) -> None:
             pipeline.forward_backward(x, y),
             m.local_gradients(local, nn.functional.mse_loss, x, y, 2)[0],
         )
+    torch.testing.assert_close(pipeline.forward(x), local(x).detach())
     model.save_checkpoint(tmp_path)
     model.load_checkpoint(tmp_path)
     m.same(dict(model.state_dict()), dict(local.state_dict()))

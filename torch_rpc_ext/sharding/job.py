@@ -10,7 +10,7 @@ import torch
 
 from torch_rpc_ext.sharding.schedule import Action
 
-__all__ = ["Job", "Result", "Route", "StageStats"]
+__all__ = ["Evaluation", "Job", "Result", "Route", "StageStats", "Training"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,37 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Training:
+    """Forward and backward; the result is the loss of the batch.
+
+    Attributes:
+        context: id of the distributed autograd context that gets the gradients; None for .grad.
+    """
+
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Forward without autograd.
+
+    Attributes:
+        metric: for the last stage; called with the output and the target of a micro-batch. The
+            result is the list of what it returns. None for the outputs, or for the loss.
+        wants_loss: whether the result is the loss of the batch.
+    """
+
+    metric: Callable[[Any, Any], Any] | None
+    wants_loss: bool
+
+
+@dataclass(frozen=True)
 class Job:
     """A batch, for one stage.
 
     Attributes:
         batch: its number, from 1.
-        context: id of the distributed autograd context that gets the gradients; None for .grad.
+        task: what is computed.
         steps: of the stage.
         weights: of the loss of each micro-batch.
         inputs: of the whole batch, for the first stage; else None.
@@ -45,7 +70,7 @@ class Job:
     """
 
     batch: int
-    context: int | None
+    task: Training | Evaluation
     steps: Sequence[Action]
     weights: Sequence[float]
     inputs: Any
@@ -71,5 +96,5 @@ class StageStats:
     total_s: float
 
 
-#: The loss of the batch, shape (), on the last stage; how the time was spent.
-Result = tuple[torch.Tensor | None, StageStats]
+#: What the task asks for, on the last stage; how the time was spent.
+Result = tuple[Any, StageStats]

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from torch_rpc_ext.sharding import losses, runner, tensors
 from torch_rpc_ext.sharding.failures import Failure, first_cause
 from torch_rpc_ext.sharding.gradients import context_id
-from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
+from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
 from torch_rpc_ext.sharding.module import ShardedModule
-from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
+from torch_rpc_ext.sharding.schedule import SCHEDULES, Action, Schedule, forward_only
 
 __all__ = ["Pipeline"]
 
@@ -53,7 +53,8 @@ class Pipeline:
         model: from shard().
         n_microbatches: into how many parts a batch is cut along dimension 0.
         loss_fn: called on the last stage with the output and the target of a micro-batch; returns
-            one number. A function of a module or a picklable object.
+            one number. A function of a module or a picklable object. None for a pipeline that only
+            runs forward().
         schedule: "gpipe" or "1f1b", which holds fewer activations.
         reduction: "mean" or "sum", what ``loss_fn`` is over a micro-batch, so that the whole is
             what it would be for the batch. None where ``loss_fn`` is one of torch's losses, which
@@ -73,7 +74,7 @@ class Pipeline:
         self,
         model: ShardedModule,
         n_microbatches: int,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         schedule: Schedule = "1f1b",
         reduction: losses.Reduction | None = None,
@@ -84,8 +85,10 @@ class Pipeline:
             raise ValueError(f"n_microbatches must be at least 1, got {n_microbatches!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        _check_picklable("loss_fn", loss_fn)
-        self._weigh = losses.weigher(loss_fn, reduction, count)
+        self._weigh = None
+        if loss_fn is not None:
+            _check_picklable("loss_fn", loss_fn)
+            self._weigh = losses.weigher(loss_fn, reduction, count)
         self._stages = model.stages
         self._count = n_microbatches
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
@@ -121,9 +124,12 @@ class Pipeline:
             counts.
 
         Raises:
-            ValueError: inputs that do not fit each other or the micro-batches.
+            ValueError: inputs that do not fit each other or the micro-batches; a pipeline without
+                ``loss_fn``.
             StageError: a stage raised, or its worker is lost; the others have stopped.
         """
+        if self._weigh is None:
+            raise ValueError("forward_backward() needs a loss: give Pipeline a loss_fn")
         size = _checked(inputs, target)
         if size < self._count:
             raise ValueError(
@@ -131,28 +137,98 @@ class Pipeline:
                 "give a larger batch or fewer micro-batches"
             )
         targets = tensors.micro_batches(tensors.detached(target), self._count)
-        weights = self._weigh(targets)
+        task = Training(context_id())
+        return _loss(self._result(task, self._steps, self._weigh(targets), inputs, target))
+
+    def forward(self, inputs: Any) -> Any:
+        """Run all stages on a batch, several micro-batches at a time, without autograd.
+
+        Args:
+            inputs: of the module, batch along dimension 0 of each tensor. A batch with fewer rows
+                than micro-batches is cut into as many as there are rows.
+
+        Returns:
+            What the module returns for the batch, tensors on the CPU: those of the micro-batches
+            put together along dimension 0.
+
+        Raises:
+            ValueError: inputs that do not fit each other, outputs that cannot be put together.
+            StageError: a stage raised, or its worker is lost; the others have stopped.
+        """
+        size = _checked(inputs)
+        return tensors.joined(self._evaluated(Evaluation(None, False), size, inputs, None))
+
+    def evaluate(
+        self, inputs: Any, target: Any, metric: Callable[[Any, Any], Any] | None = None
+    ) -> Any:
+        """Compute the loss or a metric of a batch on the last stage, several micro-batches at a
+        time, without autograd. Outputs do not travel. Whether layers are in evaluation mode, is
+        for model.eval() to say.
+
+        Args:
+            inputs: as those of forward().
+            target: batch along dimension 0 as well.
+            metric: called on the last stage with the output and the target of a micro-batch; a
+                function of a module or a picklable object. None for the loss.
+
+        Returns:
+            The loss as forward_backward() returns it. With ``metric`` the list of what it has
+            returned for each micro-batch, tensors on the CPU.
+
+        Raises:
+            ValueError: inputs that do not fit each other; a metric that cannot be pickled; neither
+                a metric nor a ``loss_fn``.
+            StageError: a stage raised, or its worker is lost; the others have stopped.
+        """
+        size = _checked(inputs, target)
+        if metric is not None:
+            _check_picklable("metric", metric)
+        elif self._weigh is None:
+            raise ValueError("evaluate() needs a metric, or a loss: give Pipeline a loss_fn")
+        found = self._evaluated(Evaluation(metric, metric is None), size, inputs, target)
+        return _loss(found) if metric is None else found
+
+    def _evaluated(self, task: Evaluation, size: int, inputs: Any, target: Any) -> Any:
+        count = min(self._count, size)
+        weights = [1.0] * count
+        if task.wants_loss:
+            assert self._weigh is not None, "evaluate() has looked"
+            weights = self._weigh(tensors.micro_batches(tensors.detached(target), count))
+        steps = [forward_only(count)] * len(self._stages)
+        return self._result(task, steps, weights, inputs, target)
+
+    def _result(
+        self,
+        task: Training | Evaluation,
+        steps: Sequence[Sequence[Action]],
+        weights: Sequence[float],
+        inputs: Any,
+        target: Any,
+    ) -> Any:
+        """Run a batch; return what the last stage returns."""
         last = len(self._stages) - 1
+        tasks = [task] * len(self._stages)
+        if isinstance(task, Evaluation):
+            tasks[:last] = [Evaluation(None, task.wants_loss)] * last  # only the last has a metric
         with self._one_at_a_time:
             self._batch += 1
             results = self._run(
                 [
                     Job(
                         batch=self._batch,
-                        context=context_id(),
-                        steps=steps,
+                        task=tasks[index],
+                        steps=own,
                         weights=weights,
                         inputs=tensors.detached(inputs) if index == 0 else None,
                         target=tensors.detached(target) if index == last else None,
                     )
-                    for index, steps in enumerate(self._steps)
+                    for index, own in enumerate(steps)
                 ]
             )
             self._stats = [stats for _, stats in results]
-        loss = results[-1][0]
-        return torch.tensor(math.nan) if loss is None else loss  # as a mean over nothing is
+        return results[-1][0]
 
-    def _create_runners(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
+    def _create_runners(self, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> list[Any]:
         workers = [handle.place.worker for handle in self._stages]
         runners = []
         for handle in self._stages:
@@ -235,10 +311,10 @@ class Pipeline:
                 continue
 
 
-def _checked(inputs: Any, target: Any) -> int:
+def _checked(inputs: Any, target: Any = None) -> int:
     """Return the size of a batch."""
     size = tensors.batch_size(inputs, "inputs")
-    if tensors.batch_size(target, "target") != size:
+    if target is not None and tensors.batch_size(target, "target") != size:
         raise ValueError(
             f"inputs hold a batch of {size} and target one of "
             f"{tensors.batch_size(target, 'target')}"
@@ -249,6 +325,10 @@ def _checked(inputs: Any, target: Any) -> int:
             "use the module's forward()"
         )
     return size
+
+
+def _loss(found: torch.Tensor | None) -> torch.Tensor:
+    return torch.tensor(math.nan) if found is None else found  # as a mean over nothing is
 
 
 def _check_picklable(what: str, function: Any) -> None:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch_rpc_ext.sharding import tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
-from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
+from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
 from torch_rpc_ext.sharding.stage import Resident, Stage
 
@@ -58,6 +58,7 @@ class _Batch:
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
     loss: torch.Tensor | None = None
+    results: list[Any] = field(default_factory=list)
     held: dict[int, _Held] = field(default_factory=dict)
     peak: int = 0
     compute_s: float = 0.0
@@ -83,7 +84,8 @@ class StageRunner(Resident):
         """Do the steps of a batch and put the gradients where they belong. Raises nothing.
 
         Returns:
-            (loss, statistics); the loss is None on all stages but the last. Or a Failure.
+            What the task asks for, which is None on all stages but the last, and statistics. Or a
+            Failure.
         """
         if not self._busy.acquire(blocking=False):
             return self._failure("raised", RuntimeError("it is still busy with an earlier batch"))
@@ -128,8 +130,8 @@ class StageRunner(Resident):
                     f"{reason}; it was at work on the {step.kind} of micro-batch {step.micro_batch}"
                 )
         self._check_sent(batch, wait=True)
-        if job.context is not None:
-            into_context(job.context, batch.parameters, batch.gradients)
+        if isinstance(job.task, Training) and job.task.context is not None:
+            into_context(job.task.context, batch.parameters, batch.gradients)
         stats = StageStats(
             self._stage.index,
             self._stage.place.worker,
@@ -137,7 +139,9 @@ class StageRunner(Resident):
             batch.compute_s,
             time.perf_counter() - begin,
         )
-        return tensors.for_the_wire(batch.loss), stats
+        wants_loss = isinstance(job.task, Training) or job.task.wants_loss
+        result = batch.loss if wants_loss or not self._last else batch.results
+        return tensors.detached(result), stats
 
     def _forward(self, batch: _Batch, index: int) -> None:
         if self._first:
@@ -145,7 +149,10 @@ class StageRunner(Resident):
         else:
             given, wanted = self._take(batch, "forward", index)
         with self._at_work(batch):
-            made, flags = self._recorded(batch, index, given, wanted)
+            if isinstance(batch.job.task, Training):
+                made, flags = self._recorded(batch, index, given, wanted)
+            else:
+                made, flags = self._unrecorded(batch, batch.job.task, index, given), None
         if not self._last:
             self._send(batch, self._stage.index + 1, ("forward", index), (made, flags))
 
@@ -173,6 +180,19 @@ class StageRunner(Resident):
         )
         batch.peak = max(batch.peak, len(batch.held))
         return made, flags
+
+    def _unrecorded(self, batch: _Batch, task: Evaluation, index: int, given: Any) -> Any:
+        """Run forward without autograd; return the output."""
+        with torch.no_grad():
+            made = self._stage.forward(given)
+            if self._last and task.wants_loss:
+                self._weighted_loss(batch, index, made)
+            elif self._last and task.metric is not None:
+                target = tensors.moved(batch.targets[index], self._stage.device)
+                batch.results.append(tensors.detached(task.metric(made, target)))
+            elif self._last:
+                batch.results.append(tensors.detached(made))
+        return made
 
     def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor | None:
         """Return the weighted loss of a micro-batch, and add it up; None if it does not count."""
@@ -210,7 +230,8 @@ class StageRunner(Resident):
         ]
         if pairs:
             outputs, given = zip(*pairs, strict=True)
-            if batch.job.context is None:
+            assert isinstance(batch.job.task, Training), "an evaluation has no backward"
+            if batch.job.task.context is None:
                 torch.autograd.backward(outputs, given)
             else:
                 with self._stage.grads, collected_in(batch.gradients, batch.parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ __all__ = [
     "batch_size",
     "detached",
     "for_the_wire",
+    "joined",
     "leaves",
     "micro_batches",
     "moved",
@@ -49,6 +51,31 @@ def micro_batches(value: Any, count: int) -> list[Any]:
         for leaf in flat
     ]
     return [pytree.tree_unflatten(list(one), form) for one in zip(*pieces, strict=True)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as those of the batch: tensors put together along
+    dimension 0; of values that are no tensors the first.
+
+    Raises:
+        ValueError: the parts differ in their structure, or hold tensors without a dimension.
+    """
+    flat = [pytree.tree_flatten(part) for part in parts]
+    forms = [form for _, form in flat]
+    if any(form != forms[0] for form in forms):
+        raise ValueError(f"the outputs of micro-batches differ: {forms[0]} and others")
+    whole = []
+    for column in zip(*(values for values, _ in flat), strict=True):
+        if not isinstance(column[0], torch.Tensor):
+            whole.append(column[0])
+        elif column[0].dim() == 0:
+            raise ValueError(
+                "an output is one number for each micro-batch, which nobody can put together: "
+                "compute it by evaluate(..., metric=)"
+            )
+        else:
+            whole.append(torch.cat(column))
+    return pytree.tree_unflatten(whole, forms[0])
 
 
 def batch_size(value: Any, name: str) -> int:
