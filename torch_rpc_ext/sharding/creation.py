@@ -63,16 +63,28 @@ def shard(
     where = places(workers)
     names = cutting.cut(module, len(where), partition, balance, example)
     seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
-    handles = [
-        _create(stage.Spec(index, place, stage.part_of(module, part), part), seconds)
+    before = [None, *(place.worker for place in where)]  # of each stage
+    specs = [
+        stage.Spec(index, place, stage.part_of(module, part), part, before[index])
         for index, (place, part) in enumerate(zip(where, names, strict=True))
+    ]
+    made = [_create(spec, seconds) for spec in specs]
+    # What a stage may leave on its device is what the next one can fetch; the caller fetches CPU
+    # tensors.
+    direct = [*(arriving for _, arriving in made[1:]), []]
+    handles = [
+        StageHandle(
+            spec.index, spec.place, rref, spec.names, list(spec.module.state_dict()), devices
+        )
+        for spec, (rref, _), devices in zip(specs, made, direct, strict=True)
     ]
     sharded = ShardedModule(Handles(handles, seconds), seconds)
     sharded.training = module.training
     return sharded
 
 
-def _create(spec: stage.Spec, timeout: float) -> StageHandle:
+def _create(spec: stage.Spec, timeout: float) -> Any:
+    """Return what stage.create() has returned."""
     try:
         made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
     except Exception as error:  # noqa: BLE001  raised below
@@ -83,4 +95,4 @@ def _create(spec: stage.Spec, timeout: float) -> StageHandle:
             stage=spec.index,
             worker=spec.place.worker,
         ) from made.cause
-    return StageHandle(spec.index, spec.place, made, spec.names, list(spec.module.state_dict()))
+    return made

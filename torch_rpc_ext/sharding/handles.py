@@ -66,10 +66,13 @@ class StageHandle(Handle):
     Attributes:
         names: of the submodules.
         keys: of the state.
+        direct: devices of the stage whose tensors the next stage fetches by its device map, without
+            the CPU.
     """
 
     names: list[str]
     keys: list[str]
+    direct: Sequence[str]
 
 
 HandleT = TypeVar("HandleT", bound=Handle)

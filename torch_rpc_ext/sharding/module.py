@@ -36,8 +36,9 @@ class ShardedModule(nn.Module):
             optimizer.step(context)
 
     forward() records gradients in the distributed autograd context of the caller; outside of a
-    context it records none. Values go from stage to stage, not through the caller. They travel as
-    CPU tensors, and each stage moves them to its device.
+    context it records none. Values go from stage to stage, not through the caller: as they are
+    where the later worker's device map names the device, else as CPU tensors, and each stage moves
+    them to its device.
 
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
@@ -67,7 +68,7 @@ class ShardedModule(nn.Module):
         given = tensors.for_the_wire(value)
         made: list[Any] = []  # kept until the end: when an RRef goes, its value goes too
         for handle in self._stages:
-            request = stage.Request(with_grad, self._patience(handle.index))
+            request = stage.Request(with_grad, handle.direct, self._patience(handle.index))
             try:
                 # No time-out here, but one for fetching: an RRef whose creation has timed out is
                 # never deleted, and shutdown() would wait for it.

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import tensors
+from torch_rpc_ext.sharding import device_maps, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
@@ -76,6 +76,9 @@ class StageRunner(Resident):
         self._stage, self._route = stage, route
         self._first = stage.index == 0
         self._last = stage.index == len(route.workers) - 1
+        self._here = route.workers[stage.index]
+        neighbours = route.workers[max(stage.index - 1, 0) : stage.index + 2]
+        self._mapped = {worker: set(device_maps.mapped(worker)) for worker in neighbours}
         self._busy = threading.Lock()
         self.mailbox = Mailbox()
         _RUNNERS[runner_name(route.name, stage.index)] = self
@@ -254,7 +257,11 @@ class StageRunner(Resident):
         worker = self._route.workers[neighbour]
         name = runner_name(self._route.name, neighbour)
         try:
-            sent = tensors.detached(value)
+            if worker == self._here:
+                # A copy, as on the way to another worker: its first layer may change it in place.
+                leave(name, batch.job.batch, key, tensors.copied(value))
+                return
+            sent = tensors.detached(value, self._mapped[worker])
             future = rpc.rpc_async(worker, leave, args=(name, batch.job.batch, key, sent))
         except Exception as error:
             raise _NeighbourLostError(neighbour, error) from error

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, gradients, tensors
+from torch_rpc_ext.sharding import checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 
@@ -30,12 +30,14 @@ class Spec:
         place: worker and device of the stage.
         module: holds the submodules of the stage under their names in the whole module.
         names: of these submodules, in the order in which they run.
+        before: name of the worker of the stage before; None for the first.
     """
 
     index: int
     place: Place
     module: nn.Module
     names: list[str]
+    before: str | None
 
 
 class Resident:
@@ -143,10 +145,12 @@ def create(spec: Spec) -> Any:
     """Make a stage on this worker.
 
     Returns:
-        An RRef of the stage, or a Failure.
+        An RRef of the stage, and the devices of the stage before whose tensors this worker can
+        fetch without the CPU. Or a Failure.
     """
     try:
-        return rpc.RRef(Stage(spec))
+        own = rpc.RRef(Stage(spec))
+        return own, device_maps.arriving(spec.before) if spec.before else []
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(spec.index, spec.place.worker, "raised", error)
 
@@ -172,10 +176,12 @@ class Request:
 
     Attributes:
         with_grad: whether the caller records gradients.
+        direct: devices whose tensors stay there, for the next stage.
         timeout: for fetching the value, s; 0 for none.
     """
 
     with_grad: bool
+    direct: Sequence[str]
     timeout: float
 
 
@@ -201,7 +207,7 @@ def forward(stage: Any, given: Any, request: Request) -> Any:
     try:
         with torch.set_grad_enabled(request.with_grad):
             made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
-            return tensors.for_the_wire(made)
+            return tensors.for_the_wire(made, {torch.device(one) for one in request.direct})
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "batch_size",
+    "copied",
     "detached",
+    "devices",
     "for_the_wire",
     "joined",
     "leaves",
@@ -24,14 +26,34 @@ def moved(value: Any, device: str) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def for_the_wire(value: Any) -> Any:
-    """Return the value with its tensors on the CPU, where every back end can send them."""
-    return moved(value, "cpu")
+def for_the_wire(value: Any, stay: Collection[torch.device] = ()) -> Any:
+    """Return the value as it is sent.
+
+    Args:
+        value: holds tensors on any device.
+        stay: devices that the connection carries; all other tensors go to the CPU, where every
+            back end can send them.
+    """
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor if tensor.device in stay else tensor.cpu(), value
+    )
 
 
-def detached(value: Any) -> Any:
-    """Return the value with its tensors on the CPU and without their history."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+def detached(value: Any, stay: Collection[torch.device] = ()) -> Any:
+    """As for_the_wire(), and the tensors have no history."""
+    return for_the_wire(
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value), stay
+    )
+
+
+def copied(value: Any) -> Any:
+    """Return the value with copies of its tensors, on their devices, without their history."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def devices(value: Any) -> set[torch.device]:
+    """Return the devices of the tensors, without the CPU."""
+    return {leaf.device for leaf in leaves(value) if leaf.device.type != "cpu"}
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
