@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
@@ -14,6 +15,7 @@ from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.handles import Handles, StageHandle
 from torch_rpc_ext.sharding.module import ShardedModule
 from torch_rpc_ext.sharding.placement import places
+from torch_rpc_ext.sharding.random_numbers import seed_of
 
 __all__ = ["shard"]
 
@@ -28,6 +30,7 @@ def shard(
     balance: cutting.Balance = "parameters",
     example: Any = None,
     timeout: float | None = None,
+    seed: int | None = None,
 ) -> ShardedModule:
     """Copy the parts of a module to workers and return a module that runs them there.
 
@@ -47,6 +50,7 @@ def shard(
             measured here on ``example``.
         example: an input of the module, for the two uses above.
         timeout: of each call to a stage, s; 0 for none, None for the options' rpc_timeout.
+        seed: for manual_seed() of the sharded module; None for that of torch.manual_seed() here.
 
     Returns:
         The sharded module.
@@ -63,9 +67,12 @@ def shard(
     where = places(workers)
     names = cutting.cut(module, len(where), partition, balance, example)
     seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
+    seed = torch.initial_seed() if seed is None else seed
     before = [None, *(place.worker for place in where)]  # of each stage
     specs = [
-        stage.Spec(index, place, stage.part_of(module, part), part, before[index])
+        stage.Spec(
+            index, place, stage.part_of(module, part), part, before[index], seed_of(seed, index)
+        )
         for index, (place, part) in enumerate(zip(where, names, strict=True))
     ]
     made = [_create(spec, seconds) for spec in specs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch_rpc_ext.sharding import checkpoint, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.handles import Handles, StageHandle
+from torch_rpc_ext.sharding.random_numbers import seed_of
 
 __all__ = ["ShardedModule"]
 
@@ -92,6 +93,33 @@ class ShardedModule(nn.Module):
     def remote_parameters(self) -> list[Any]:
         """Return an RRef of each parameter, stage by stage, for DistributedOptimizer."""
         return [rref for part in self._stages.each("parameters") for rref in part]
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin the random numbers of all stages anew.
+
+        In training mode a stage draws from a state of its own: dropout on stage i gets the numbers
+        that torch.manual_seed(seed + i) gives, whatever else its worker computes.
+        """
+        own = [(seed_of(seed, handle.index),) for handle in self._stages]
+        self._stages.each_own("manual_seed", own)
+
+    def get_rng_state(self) -> list[dict[str, torch.Tensor]]:
+        """Return the state of each stage's random numbers, by device type, as
+        torch.get_rng_state() does."""
+        return self._stages.each("get_rng_state")
+
+    def set_rng_state(self, states: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Take what get_rng_state() has returned, with as many stages.
+
+        Raises:
+            ValueError: it has been returned by a model with another number of stages.
+        """
+        if len(states) != len(self._stages):
+            raise ValueError(
+                f"{len(states)} states of random numbers for {len(self._stages)} stages: with "
+                "another partition use manual_seed()"
+            )
+        self._stages.each_own("set_rng_state", [(state,) for state in states])
 
     def stream_state_dict(self) -> Iterator[OrderedDict[str, Any]]:
         """Yield the state of one stage after the other, with the names of the whole module."""

@@ -243,12 +243,18 @@ class StageRunner(Resident):
 
     @contextlib.contextmanager
     def _at_work(self, batch: _Batch) -> Iterator[None]:
-        """Count the time of the block."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            batch.compute_s += time.perf_counter() - begin
+        """Wait until no other stage of this worker computes; within the block this one does."""
+        with self._stage.turn(lambda: self._check_stopped(batch)):
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                batch.compute_s += time.perf_counter() - begin
+
+    def _check_stopped(self, batch: _Batch) -> None:
+        reason = self.mailbox.stopped(batch.job.batch)
+        if reason is not None:
+            raise StoppedError(reason)
 
     def _take(self, batch: _Batch, kind: str, index: int) -> Any:
         return self.mailbox.take(batch.job.batch, (kind, index), self._route.patience)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch_rpc_ext.sharding import checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
+from torch_rpc_ext.sharding.random_numbers import RandomNumbers
 
 __all__ = ["Request", "Resident", "Spec", "Stage", "call", "create", "forward", "part_of"]
 
@@ -31,6 +33,7 @@ class Spec:
         module: holds the submodules of the stage under their names in the whole module.
         names: of these submodules, in the order in which they run.
         before: name of the worker of the stage before; None for the first.
+        seed: of the stage's random numbers.
     """
 
     index: int
@@ -38,6 +41,7 @@ class Spec:
     module: nn.Module
     names: list[str]
     before: str | None
+    seed: int
 
 
 class Resident:
@@ -52,17 +56,33 @@ class Resident:
 class Stage(Resident):
     """The submodules of a stage on their device.
 
-    Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it.
+    Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it; in training
+    mode one thread at a time, together with the other stages of this worker.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.index, self.place, self.names = spec.index, spec.place, spec.names
         self.device = spec.place.device
         self.module = spec.module.to(self.device)
+        self._random = RandomNumbers(self.device, spec.seed)
         #: Held by who puts other gradients into .grad for a while.
         self.grads = threading.Lock()
         self._is_checked = False
         self.saving: checkpoint.StageWriter | None = None
+
+    @contextlib.contextmanager
+    def turn(self, check: Callable[[], None] | None = None) -> Iterator[None]:
+        """Compute within the block, forward or backward; in training mode with the stage's own
+        random numbers.
+
+        Args:
+            check: called again and again while another stage of this worker computes; may raise.
+        """
+        if any(part.training for part in self.module.modules()):
+            with self._random.turn(check):
+                yield
+        else:  # nothing is drawn, so that many threads can compute at once
+            yield
 
     def forward(self, value: Any) -> Any:
         """Run the submodules on a value whose tensors may be on any device."""
@@ -122,6 +142,19 @@ class Stage(Resident):
         """As nn.Module.to; a device is a device of this worker."""
         self.module.to(*args, **kwargs)
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
+        self._random.move(self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin the stage's random numbers anew."""
+        self._random.manual_seed(seed)
+
+    def get_rng_state(self) -> dict[str, torch.Tensor]:
+        """Return the state of the stage's random numbers, by device type."""
+        return self._random.get()
+
+    def set_rng_state(self, states: dict[str, torch.Tensor]) -> None:
+        """Take what get_rng_state() has returned."""
+        self._random.set(states)
 
     def plan_checkpoint(self, path: str) -> Any:
         """First half of saving: return the plan of what this stage would write."""
@@ -206,7 +239,8 @@ def forward(stage: Any, given: Any, request: Request) -> Any:
         return given
     try:
         with torch.set_grad_enabled(request.with_grad):
-            made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
+            with own.turn():
+                made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
             return tensors.for_the_wire(made, {torch.device(one) for one in request.direct})
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
