@@ -411,7 +411,7 @@ ALLOWED = [
         f"torch_rpc_ext.sharding.{name}"
         for name in (
             *("failures", "job", "placement"),
-            *("runner", "schedule", "stage"),
+            *("runner", "schedule", "stage", "stage_optimizer"),
         )
     ),
     *(
@@ -419,6 +419,7 @@ ALLOWED = [
         for name in ("planner", "metadata", "filesystem", "storage")
     ),
     *(f"torch.nn.{name}" for name in ("Module", "Linear", "ReLU", "Tanh", "functional.mse_loss")),
+    "torch.optim.AdamW",
 ]
 
 
@@ -436,8 +437,15 @@ def test_with_an_allow_list(tmp_path: Path) -> None:
             pipeline.forward_backward(x, y),
             m.local_gradients(local, nn.functional.mse_loss, x, y, 2)[0],
         )
-    torch.testing.assert_close(pipeline.forward(x), local(x).detach())
-    model.save_checkpoint(tmp_path)
-    model.load_checkpoint(tmp_path)
-    model.set_rng_state(model.get_rng_state())
+    model.save_checkpoint(tmp_path / "model")
+    optimizer = sharding.ShardedOptimizer(torch.optim.AdamW, model)
+    m.same(pipeline.forward(x), local(x).detach())
+    pipeline.forward_backward(x, y)
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "random": model.get_rng_state()}
+    sharding.save_checkpoint(state, tmp_path / "all")
+    sharding.load_checkpoint(state, tmp_path / "all")
+    model.set_rng_state(state["random"])
+    model.load_checkpoint(tmp_path / "model")
     m.same(dict(model.state_dict()), dict(local.state_dict()))

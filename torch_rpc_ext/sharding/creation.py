@@ -85,7 +85,8 @@ def shard(
         )
         for spec, (rref, _), devices in zip(specs, made, direct, strict=True)
     ]
-    sharded = ShardedModule(Handles(handles, seconds), seconds)
+    order = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    sharded = ShardedModule(Handles(handles, seconds), seconds, order)
     sharded.training = module.training
     return sharded
 

@@ -1,5 +1,8 @@
-"""Gradients of a stage: where its autograd graph begins, and where backward() leaves them: in a
-distributed autograd context, or, without one, in the .grad of the parameters."""
+"""Gradients of a stage: where its autograd graph begins, where backward() leaves them, where an
+optimizer finds them.
+
+They are in a distributed autograd context, or, without one, in the .grad of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ import torch
 from torch.distributed import autograd as _untyped_autograd
 
 __all__ = [
+    "as_grad",
     "collected_in",
     "context_id",
     "deliver",
     "enter",
+    "find",
     "has_reentrant_checkpoint",
     "into_context",
+    "norms",
 ]
 
 dist_autograd: Any = _untyped_autograd  # upstream's functions have no types
@@ -103,6 +109,31 @@ def collected_in(
             totals[place], parameter.grad = parameter.grad, own
 
 
+@contextlib.contextmanager
+def as_grad(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> Iterator[None]:
+    """Let an optimizer find the gradients as .grad within the block."""
+    with collected_in(list(gradients), parameters):
+        yield
+
+
+def find(parameters: Sequence[torch.Tensor], context: int | None) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter, not copied; None where it has none.
+
+    Args:
+        parameters: of this worker.
+        context: id of a distributed autograd context; None for .grad.
+    """
+    if context is None:
+        return [parameter.grad for parameter in parameters]
+    try:
+        found = dist_autograd.get_gradients(context)
+    except RuntimeError:  # no gradient has come to this worker
+        found = {}
+    return [found.get(parameter) for parameter in parameters]
+
+
 def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether torch.utils.checkpoint with use_reentrant=True has a part in computing them.
 
@@ -120,3 +151,13 @@ def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
                 seen.add(before)
                 left.append(before)
     return False
+
+
+def norms(gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.Tensor:
+    """Return the norm of each gradient that there is, shape (n,), on the CPU."""
+    found = [
+        torch.linalg.vector_norm(gradient, norm_type)
+        for gradient in gradients
+        if gradient is not None
+    ]
+    return torch.stack([one.cpu() for one in found]) if found else torch.empty(0)

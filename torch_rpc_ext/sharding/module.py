@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, stage, tensors
+from torch_rpc_ext.sharding import stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.handles import Handles, StageHandle
 from torch_rpc_ext.sharding.random_numbers import seed_of
+from torch_rpc_ext.sharding.saving import SavedByStages, write
 
 __all__ = ["ShardedModule"]
 
@@ -25,16 +26,16 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 _STEP = 0.5
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, SavedByStages):
     """A module whose parts are on several workers; made by shard().
 
     ::
 
         model = sharding.shard(local, ["worker1", "worker2"])  # a ShardedModule
-        optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+        optimizer = sharding.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
         with dist_autograd.context() as context:
             dist_autograd.backward(context, [model(x).sum()])
-            optimizer.step(context)
+            optimizer.step()
 
     forward() records gradients in the distributed autograd context of the caller; outside of a
     context it records none. Values go from stage to stage, not through the caller: as they are
@@ -44,14 +45,24 @@ class ShardedModule(nn.Module):
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
 
-    def __init__(self, stages: Handles[StageHandle], timeout: float) -> None:
+    def __init__(self, stages: Handles[StageHandle], timeout: float, order: list[str]) -> None:
         super().__init__()
-        self._stages, self._timeout = stages, timeout
+        self._stages, self._timeout, self._order = stages, timeout, order
 
     @property
     def stages(self) -> Handles[StageHandle]:
         """The stages, in their order."""
         return self._stages
+
+    @property
+    def timeout(self) -> float:
+        """Of each call to a stage, s; 0 for none."""
+        return self._timeout
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters, in the order of the local module's named_parameters()."""
+        return self._order
 
     def forward(self, value: Any) -> Any:
         """Run all stages.
@@ -93,6 +104,46 @@ class ShardedModule(nn.Module):
     def remote_parameters(self) -> list[Any]:
         """Return an RRef of each parameter, stage by stage, for DistributedOptimizer."""
         return [rref for part in self._stages.each("parameters") for rref in part]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all stages by their norm, as of one vector, in place.
+
+        As torch.nn.utils.clip_grad_norm_() does with the parameters of the local model. The
+        gradients are those of the distributed autograd context in which this is called, outside of
+        one the .grad of the parameters.
+
+        Args:
+            max_norm: the norm that the gradients have at most, afterwards.
+            norm_type: of the norm; may be math.inf.
+            error_if_nonfinite: whether a norm that is NaN or infinite is an error.
+
+        Returns:
+            The norm before, shape (), on the CPU.
+
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+            StageError: a stage raised, or its worker is lost.
+        """
+        context = context_id()
+        found: dict[str, torch.Tensor] = {}
+        for names, norms in self._stages.each("gradient_norms", context, float(norm_type)):
+            found.update(zip(names, norms, strict=True))
+        if not found:
+            return torch.tensor(0.0)
+        # In the order of the local model's parameters: the norm is the same to the last bit.
+        ordered = torch.stack([found[name] for name in self._order if name in found])
+        total: torch.Tensor = torch.linalg.vector_norm(ordered, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients of all stages is non-finite, "
+                "so it cannot be clipped. To scale the gradients by it anyway, set "
+                "error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self._stages.each("scale_gradients", context, factor)
+        return total
 
     def manual_seed(self, seed: int) -> None:
         """Begin the random numbers of all stages anew.
@@ -150,9 +201,10 @@ class ShardedModule(nn.Module):
         return destination
 
     def save_checkpoint(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint of torch.distributed.checkpoint; each stage writes its own part.
+        """Write a checkpoint of the model alone; for one with the optimizer see save_checkpoint().
 
-        It has the names of the whole module, and dcp.load() reads it. No process group is needed.
+        It is one of torch.distributed.checkpoint with the names of the whole module, and dcp.load()
+        reads it. Each stage writes its own part. No process group is needed.
 
         Args:
             path: a folder that all workers and the caller share.
@@ -163,19 +215,7 @@ class ShardedModule(nn.Module):
             StageError: a stage could not write, or there is a checkpoint already.
             ValueError: a stage has written where the caller does not see it.
         """
-        text = os.fspath(path)
-        coordinator = checkpoint.Coordinator(text, overwrite)
-        plans = coordinator.plan(self._stages.each("plan_checkpoint", text))
-        results = self._stages.each_own("write_checkpoint", [(plan,) for plan in plans])
-        for handle, result in zip(self._stages, results, strict=True):
-            missing = coordinator.missing_files(result)
-            if missing:
-                raise ValueError(
-                    f"stage {handle.index} on {handle.place.worker} has written "
-                    f"{', '.join(missing)} into a {text} that is not the one here: "
-                    "the folder must be on storage that all workers share"
-                )
-        coordinator.finish(results)
+        write({"": self}, {}, path, overwrite)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Take the state from a checkpoint; each stage reads its own part.
@@ -188,7 +228,11 @@ class ShardedModule(nn.Module):
             StageError: there is none, or a name is missing, or a size differs. Other stages may
                 have been loaded.
         """
-        self._stages.each("read_checkpoint", os.fspath(path))
+        self._stages.each("read_checkpoint", os.fspath(path), "")
+
+    def checkpoint_handles(self) -> Handles[StageHandle]:
+        """Return the stages."""
+        return self._stages
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set all stages to training or evaluation."""
@@ -220,7 +264,8 @@ class ShardedModule(nn.Module):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "the parameters are on other workers: give remote_parameters() to DistributedOptimizer"
+            "the parameters are on other workers: use ShardedOptimizer(torch.optim.Adam, model), "
+            "or DistributedOptimizer with remote_parameters()"
         )
 
     def extra_repr(self) -> str:

@@ -37,9 +37,10 @@ class Pipeline:
     stage, so outputs do not travel::
 
         pipeline = Pipeline(model, n_microbatches=8, loss_fn=nn.functional.cross_entropy)
-        with dist_autograd.context() as context:
-            loss = pipeline.forward_backward(x, y)
-            optimizer.step(context)
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
+        optimizer.zero_grad()
+        loss = pipeline.forward_backward(x, y)
+        optimizer.step()
 
     Gradients are added to the .grad of the parameters, as backward() adds them; or, within a
     distributed autograd context, to those of the context, where DistributedOptimizer looks for

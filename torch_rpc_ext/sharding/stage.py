@@ -18,7 +18,7 @@ from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 from torch_rpc_ext.sharding.random_numbers import RandomNumbers
 
-__all__ = ["Request", "Resident", "Spec", "Stage", "call", "create", "forward", "part_of"]
+__all__ = ["Request", "Resident", "Saved", "Spec", "Stage", "call", "create", "forward", "part_of"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -53,7 +53,34 @@ class Resident:
         return _refuse, (type(self).__name__,)
 
 
-class Stage(Resident):
+class Saved(Resident):
+    """Something of a stage that has a part in checkpoints; see checkpoint.py."""
+
+    def __init__(self) -> None:
+        self._writer: checkpoint.Writer | None = None
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return what is saved, by its name in the checkpoint."""
+        raise NotImplementedError
+
+    def plan_checkpoint(self, path: str, key: str) -> Any:
+        """First half of saving: return the plan of what would be written.
+
+        Args:
+            path: of the checkpoint.
+            key: that is put before the names, with a dot; empty for none.
+        """
+        self._writer = checkpoint.Writer(path)
+        return self._writer.plan(_under(key, self.checkpoint_state()))
+
+    def write_checkpoint(self, plan: Any) -> Any:
+        """Second half of saving: write what the plan says; return DCP's results of writing."""
+        assert self._writer is not None, "plan_checkpoint() comes first"
+        writer, self._writer = self._writer, None
+        return writer.write(plan)
+
+
+class Stage(Saved):
     """The submodules of a stage on their device.
 
     Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it; in training
@@ -61,6 +88,7 @@ class Stage(Resident):
     """
 
     def __init__(self, spec: Spec) -> None:
+        super().__init__()
         self.index, self.place, self.names = spec.index, spec.place, spec.names
         self.device = spec.place.device
         self.module = spec.module.to(self.device)
@@ -68,7 +96,6 @@ class Stage(Resident):
         #: Held by who puts other gradients into .grad for a while.
         self.grads = threading.Lock()
         self._is_checked = False
-        self.saving: checkpoint.StageWriter | None = None
 
     @contextlib.contextmanager
     def turn(self, check: Callable[[], None] | None = None) -> Iterator[None]:
@@ -110,6 +137,10 @@ class Stage(Resident):
         """Return an RRef of each parameter."""
         return [rpc.RRef(parameter) for parameter in self.module.parameters()]
 
+    def describe_parameters(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Return name, shape and dtype of each parameter."""
+        return [(name, one.shape, one.dtype) for name, one in self.module.named_parameters()]
+
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state, with the names of the whole module, on the CPU."""
         state: Any = self.module.state_dict()
@@ -144,6 +175,21 @@ class Stage(Resident):
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
         self._random.move(self.device)
 
+    def gradient_norms(
+        self, context: int | None, norm_type: float
+    ) -> tuple[list[str], torch.Tensor]:
+        """Return the names of the parameters that have a gradient, and the norm of each."""
+        parameters = dict(self.module.named_parameters())
+        found = gradients.find(list(parameters.values()), context)
+        known = [name for name, one in zip(parameters, found, strict=True) if one is not None]
+        return known, gradients.norms(found, norm_type)
+
+    def scale_gradients(self, context: int | None, factor: torch.Tensor) -> None:
+        """Multiply all gradients by a number, shape (), in place."""
+        for gradient in gradients.find(list(self.module.parameters()), context):
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.device))
+
     def manual_seed(self, seed: int) -> None:
         """Begin the stage's random numbers anew."""
         self._random.manual_seed(seed)
@@ -156,21 +202,14 @@ class Stage(Resident):
         """Take what get_rng_state() has returned."""
         self._random.set(states)
 
-    def plan_checkpoint(self, path: str) -> Any:
-        """First half of saving: return the plan of what this stage would write."""
-        self.saving = checkpoint.StageWriter(path)
-        return self.saving.plan(self.module.state_dict())
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the state of the submodules."""
+        return dict(self.module.state_dict())
 
-    def write_checkpoint(self, plan: Any) -> Any:
-        """Second half of saving: write what the plan says; return DCP's results of writing."""
-        assert self.saving is not None, "plan_checkpoint() comes first"
-        writer, self.saving = self.saving, None
-        return writer.write(plan)
-
-    def read_checkpoint(self, path: str) -> None:
+    def read_checkpoint(self, path: str, key: str) -> None:
         """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
-        checkpoint.read(path, state)
+        checkpoint.read(path, _under(key, state))
         self.module.load_state_dict(state)
 
 
@@ -189,14 +228,15 @@ def create(spec: Spec) -> Any:
 
 
 def call(target: Any, method: str, *args: Any) -> Any:
-    """Return what a method of the stage returns, or a Failure.
+    """Return what a method of an object returns, or a Failure.
 
     Args:
-        target: RRef of the stage, owned by this worker.
+        target: RRef of a Stage, or of another object with `index` and `place`, owned by this
+            worker.
         method: its name.
         *args: for the method.
     """
-    own: Stage = target.local_value()
+    own: Any = target.local_value()
     try:
         return getattr(own, method)(*args)
     except Exception as error:  # noqa: BLE001  the caller raises it
@@ -264,6 +304,10 @@ def _container(module: nn.Module) -> nn.Module:
     made = nn.Module()
     made.training = module.training  # or a part of a module in evaluation mode would seem to train
     return made
+
+
+def _under(key: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {key: state} if key else state
 
 
 def _refuse(name: str) -> Any:
