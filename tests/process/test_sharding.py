@@ -410,7 +410,7 @@ ALLOWED = [
     *(
         f"torch_rpc_ext.sharding.{name}"
         for name in (
-            *("failures", "job", "placement"),
+            *("autocast", "failures", "job", "placement"),
             *("runner", "schedule", "stage", "stage_optimizer"),
         )
     ),
@@ -439,8 +439,9 @@ def test_with_an_allow_list(tmp_path: Path) -> None:
         )
     model.save_checkpoint(tmp_path / "model")
     optimizer = sharding.ShardedOptimizer(torch.optim.AdamW, model)
-    m.same(pipeline.forward(x), local(x).detach())
-    pipeline.forward_backward(x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        m.same(pipeline.forward(x), local(x).detach())
+        pipeline.forward_backward(x, y)
     model.clip_grad_norm_(1.0)
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "random": model.get_rng_state()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_rpc_ext.sharding.autocast import Autocast
 from torch_rpc_ext.sharding.schedule import Action
 
 __all__ = ["Evaluation", "Job", "Result", "Route", "StageStats", "Training"]
@@ -65,6 +66,7 @@ class Job:
         task: what is computed.
         steps: of the stage.
         weights: of the loss of each micro-batch.
+        autocast: the caller's.
         inputs: of the whole batch, for the first stage; else None.
         target: of the whole batch, for the last stage; else None.
     """
@@ -73,6 +75,7 @@ class Job:
     task: Training | Evaluation
     steps: Sequence[Action]
     weights: Sequence[float]
+    autocast: tuple[Autocast, ...]
     inputs: Any
     target: Any
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import stage, tensors
+from torch_rpc_ext.sharding import autocast, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.handles import Handles, StageHandle
@@ -40,7 +40,7 @@ class ShardedModule(nn.Module, SavedByStages):
     forward() records gradients in the distributed autograd context of the caller; outside of a
     context it records none. Values go from stage to stage, not through the caller: as they are
     where the later worker's device map names the device, else as CPU tensors, and each stage moves
-    them to its device.
+    them to its device. The stages compute under the caller's autocast.
 
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
@@ -48,6 +48,7 @@ class ShardedModule(nn.Module, SavedByStages):
     def __init__(self, stages: Handles[StageHandle], timeout: float, order: list[str]) -> None:
         super().__init__()
         self._stages, self._timeout, self._order = stages, timeout, order
+        self._devices = [handle.place.device for handle in stages]
 
     @property
     def stages(self) -> Handles[StageHandle]:
@@ -77,10 +78,11 @@ class ShardedModule(nn.Module, SavedByStages):
             StageError: a stage raised, or its worker is lost.
         """
         with_grad = torch.is_grad_enabled() and context_id() is not None
+        cast = autocast.current(self.device_types())
         given = tensors.for_the_wire(value)
         made: list[Any] = []  # kept until the end: when an RRef goes, its value goes too
         for handle in self._stages:
-            request = stage.Request(with_grad, handle.direct, self._patience(handle.index))
+            request = stage.Request(with_grad, cast, handle.direct, self._patience(handle.index))
             try:
                 # No time-out here, but one for fetching: an RRef whose creation has timed out is
                 # never deleted, and shutdown() would wait for it.
@@ -104,6 +106,10 @@ class ShardedModule(nn.Module, SavedByStages):
     def remote_parameters(self) -> list[Any]:
         """Return an RRef of each parameter, stage by stage, for DistributedOptimizer."""
         return [rref for part in self._stages.each("parameters") for rref in part]
+
+    def device_types(self) -> set[str]:
+        """Return the types of the devices of all stages: "cpu", "cuda"."""
+        return {torch.device(device).type for device in self._devices}
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -242,7 +248,7 @@ class ShardedModule(nn.Module, SavedByStages):
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModule:
         """As nn.Module.to, on all stages; a device is the one of that name on each worker."""
-        self._stages.each("to", args, kwargs)
+        self._devices = self._stages.each("to", args, kwargs)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import losses, runner, tensors
+from torch_rpc_ext.sharding import autocast, losses, runner, tensors
 from torch_rpc_ext.sharding.failures import Failure, first_cause
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
@@ -46,7 +46,7 @@ class Pipeline:
     distributed autograd context, to those of the context, where DistributedOptimizer looks for
     them. They are those of the local module run on the same micro-batches one after another, to the
     last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
-    micro-batches.
+    micro-batches. The stages compute under the caller's autocast, the loss included.
 
     Thread Safety: one batch at a time; others wait.
 
@@ -90,7 +90,7 @@ class Pipeline:
         if loss_fn is not None:
             _check_picklable("loss_fn", loss_fn)
             self._weigh = losses.weigher(loss_fn, reduction, count)
-        self._stages = model.stages
+        self._model, self._stages = model, model.stages
         self._count = n_microbatches
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
         self._steps = [
@@ -211,6 +211,7 @@ class Pipeline:
         tasks = [task] * len(self._stages)
         if isinstance(task, Evaluation):
             tasks[:last] = [Evaluation(None, task.wants_loss)] * last  # only the last has a metric
+        cast = autocast.current(self._model.device_types())
         with self._one_at_a_time:
             self._batch += 1
             results = self._run(
@@ -220,6 +221,7 @@ class Pipeline:
                         task=tasks[index],
                         steps=own,
                         weights=weights,
+                        autocast=cast,
                         inputs=tensors.detached(inputs) if index == 0 else None,
                         target=tensors.detached(target) if index == last else None,
                     )

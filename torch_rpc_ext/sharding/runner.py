@@ -25,7 +25,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import device_maps, tensors
+from torch_rpc_ext.sharding import autocast, device_maps, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
@@ -151,7 +151,7 @@ class StageRunner(Resident):
             given, wanted = batch.inputs[index], None
         else:
             given, wanted = self._take(batch, "forward", index)
-        with self._at_work(batch):
+        with self._at_work(batch), autocast.entered(batch.job.autocast, self._stage.device):
             if isinstance(batch.job.task, Training):
                 made, flags = self._recorded(batch, index, given, wanted)
             else:

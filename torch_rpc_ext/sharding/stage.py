@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, device_maps, gradients, tensors
+from torch_rpc_ext.sharding import autocast, checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 from torch_rpc_ext.sharding.random_numbers import RandomNumbers
@@ -169,11 +169,12 @@ class Stage(Saved):
         """As nn.Module.requires_grad_."""
         self.module.requires_grad_(requires_grad)
 
-    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As nn.Module.to; a device is a device of this worker."""
+    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """As nn.Module.to; a device is a device of this worker. Returns the stage's device."""
         self.module.to(*args, **kwargs)
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
         self._random.move(self.device)
+        return self.device
 
     def gradient_norms(
         self, context: int | None, norm_type: float
@@ -249,11 +250,13 @@ class Request:
 
     Attributes:
         with_grad: whether the caller records gradients.
+        autocast: the caller's.
         direct: devices whose tensors stay there, for the next stage.
         timeout: for fetching the value, s; 0 for none.
     """
 
     with_grad: bool
+    autocast: tuple[autocast.Autocast, ...]
     direct: Sequence[str]
     timeout: float
 
@@ -279,7 +282,7 @@ def forward(stage: Any, given: Any, request: Request) -> Any:
         return given
     try:
         with torch.set_grad_enabled(request.with_grad):
-            with own.turn():
+            with own.turn(), autocast.entered(request.autocast, own.device):
                 made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
             return tensors.for_the_wire(made, {torch.device(one) for one in request.direct})
     except Exception as error:  # noqa: BLE001  the caller raises it
