@@ -41,6 +41,7 @@ class Trainer:
         self.pipeline = sharding.Pipeline(self.model, 4, mse)
         self.optimizer = sharding.ShardedOptimizer(torch.optim.Adam, self.model, lr=lr)
         self.scheduler = lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.1, total_steps=20)
+        self.scaler = sharding.ShardedGradScaler(growth_interval=3)
         self.step = 0
 
     def train(self, steps: int) -> list[float]:
@@ -49,9 +50,11 @@ class Trainer:
             torch.manual_seed(100 + self.step)
             x, y = torch.randn(12, 6), torch.randn(12, 3)
             self.optimizer.zero_grad()
-            losses.append(self.pipeline.forward_backward(x, y).item())
+            losses.append(self.pipeline.forward_backward(x, y, scaler=self.scaler).item())
+            self.scaler.unscale_(self.optimizer)
             self.model.clip_grad_norm_(0.5)
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.scheduler.step()
             self.step += 1
         return losses
@@ -61,6 +64,7 @@ class Trainer:
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
+            "scaler": self.scaler,
             "random": self.model.get_rng_state(),
             "step": self.step,
             "own": OWN,
@@ -91,7 +95,7 @@ def check_resumed(folder: str) -> None:
         again.train(2)  # has a state of its own, which goes
         read = again.load(folder)
         assert read["own"] == OWN and read["tensor"].tolist() == [0, 1, 2]
-        assert again.step == 5
+        assert again.step == 5 and again.scaler.get_scale() == 2.0**17
         assert again.optimizer.state_dict()["param_groups"] == groups
         assert again.train(5) == rest
         m.same(dict(again.model.state_dict()), dict(whole.model.state_dict()))

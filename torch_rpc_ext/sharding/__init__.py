@@ -25,6 +25,7 @@ from torch_rpc_ext._upstream import torch_names
 torch_names.require("torch_rpc_ext.sharding")  # before the names are imported
 from torch_rpc_ext.sharding.creation import shard  # noqa: E402
 from torch_rpc_ext.sharding.failures import StageError  # noqa: E402
+from torch_rpc_ext.sharding.grad_scaler import ShardedGradScaler  # noqa: E402
 from torch_rpc_ext.sharding.job import StageStats  # noqa: E402
 from torch_rpc_ext.sharding.module import ShardedModule  # noqa: E402
 from torch_rpc_ext.sharding.optimizer import ShardedOptimizer  # noqa: E402
@@ -33,6 +34,7 @@ from torch_rpc_ext.sharding.saving import load_checkpoint, save_checkpoint  # no
 
 __all__ = [
     "Pipeline",
+    "ShardedGradScaler",
     "ShardedModule",
     "ShardedOptimizer",
     "StageError",

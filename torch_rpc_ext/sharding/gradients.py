@@ -24,6 +24,7 @@ __all__ = [
     "has_reentrant_checkpoint",
     "into_context",
     "norms",
+    "unscale",
 ]
 
 dist_autograd: Any = _untyped_autograd  # upstream's functions have no types
@@ -161,3 +162,22 @@ def norms(gradients: Sequence[torch.Tensor | None], norm_type: float) -> torch.T
         if gradient is not None
     ]
     return torch.stack([one.cpu() for one in found]) if found else torch.empty(0)
+
+
+def unscale(gradients: Sequence[torch.Tensor | None], factor: float) -> bool:
+    """Multiply gradients by a number in place; return whether all were finite before.
+
+    Raises:
+        ValueError: a gradient is float16, whose range is too small for unscaled gradients.
+    """
+    finite = []
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        if gradient.dtype == torch.float16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        # A sparse gradient may have several values for one place, which add up.
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        finite.append(torch.isfinite(values).all())
+        gradient.mul_(factor)
+    return all(bool(one) for one in finite)

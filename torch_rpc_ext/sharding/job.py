@@ -38,9 +38,11 @@ class Training:
 
     Attributes:
         context: id of the distributed autograd context that gets the gradients; None for .grad.
+        scale: what the loss is multiplied by before backward.
     """
 
     context: int | None
+    scale: float
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,11 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             raise RuntimeError("give all parameter groups to the constructor, as param_groups=")
         super().add_param_group(param_group)
 
+    def unscale(self, factor: float) -> bool:
+        """Multiply all gradients by a number in place; return whether all were finite before. For
+        ShardedGradScaler."""
+        return all(self._parts.each("unscale", gradients.context_id(), factor))
+
     def checkpoint_handles(self) -> Handles[Handle]:
         """Return the parts of the stages."""
         return self._parts

@@ -108,7 +108,9 @@ class Pipeline:
         """How each stage has spent the last batch that ended well."""
         return list(self._stats)
 
-    def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
+    def forward_backward(
+        self, inputs: Any, target: Any, *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
         """Run a batch; its gradients are then in the distributed autograd context in which this is
         called, or, outside of one, in the .grad of the parameters.
 
@@ -119,10 +121,11 @@ class Pipeline:
             inputs: of the module, batch along dimension 0 of each tensor; must not require
                 gradients.
             target: for the loss; batch along dimension 0 as well.
+            scaler: the loss is multiplied by its scale before backward.
 
         Returns:
-            The loss of the batch, shape (), on the CPU, without history; NaN if no micro-batch
-            counts.
+            The loss of the batch, shape (), on the CPU, without history and not scaled; NaN if
+            no micro-batch counts.
 
         Raises:
             ValueError: inputs that do not fit each other or the micro-batches; a pipeline without
@@ -137,8 +140,9 @@ class Pipeline:
                 f"a batch of {size} cannot be cut into {self._count} micro-batches: "
                 "give a larger batch or fewer micro-batches"
             )
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
         targets = tensors.micro_batches(tensors.detached(target), self._count)
-        task = Training(context_id())
+        task = Training(context_id(), scale)
         return _loss(self._result(task, self._steps, self._weigh(targets), inputs, target))
 
     def forward(self, inputs: Any) -> Any:

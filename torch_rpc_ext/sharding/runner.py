@@ -153,14 +153,14 @@ class StageRunner(Resident):
             given, wanted = self._take(batch, "forward", index)
         with self._at_work(batch), autocast.entered(batch.job.autocast, self._stage.device):
             if isinstance(batch.job.task, Training):
-                made, flags = self._recorded(batch, index, given, wanted)
+                made, flags = self._recorded(batch, batch.job.task, index, given, wanted)
             else:
                 made, flags = self._unrecorded(batch, batch.job.task, index, given), None
         if not self._last:
             self._send(batch, self._stage.index + 1, ("forward", index), (made, flags))
 
     def _recorded(
-        self, batch: _Batch, index: int, given: Any, wanted: list[bool] | None
+        self, batch: _Batch, task: Training, index: int, given: Any, wanted: list[bool] | None
     ) -> tuple[Any, list[bool]]:
         """Run forward with autograd; return the output, and which of its leaves want gradients."""
         leaves, form = pytree.tree_flatten(tensors.moved(given, self._stage.device))
@@ -174,7 +174,8 @@ class StageRunner(Resident):
         ]
         made = self._stage.forward(pytree.tree_unflatten(values, form))
         if self._last:
-            made = self._weighted_loss(batch, index, made)
+            loss = self._weighted_loss(batch, index, made)
+            made = loss if loss is None or task.scale == 1 else loss * task.scale
         outputs = pytree.tree_leaves(made)
         flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs]
         batch.held[index] = _Held(

@@ -94,6 +94,12 @@ class StageOptimizer(Saved):
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none)
 
+    def unscale(self, context: int | None, factor: float) -> bool:
+        """Multiply the gradients by a number in place; return whether all were finite."""
+        found = gradients.find(list(self._named.values()), context)
+        with torch.no_grad():
+            return gradients.unscale(found, factor)
+
     def state(self) -> dict[str, Any]:
         """Return the state of each parameter that has one, by name, on the CPU."""
         with self._lock:
