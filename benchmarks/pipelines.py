@@ -51,7 +51,7 @@ def measure(count: int) -> tuple[float, float, float, str, str]:
     held = []
     for schedule in ("gpipe", "1f1b"):
         pipeline = sharding.Pipeline(
-            model, nn.functional.mse_loss, micro_batches=count, schedule=schedule
+            model, n_microbatches=count, loss_fn=nn.functional.mse_loss, schedule=schedule
         )
         times.append(_median(lambda: _batch(pipeline, x, y)) / ideal)  # noqa: B023  runs at once
         held.append(", ".join(str(stats.peak_micro_batches) for stats in pipeline.stats))

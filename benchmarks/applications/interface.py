@@ -89,12 +89,14 @@ class Metric:
         unit: "s", "1/s", or empty.
         is_spread: shown as mean and deviation of the rounds instead of the median of all values.
         is_course: its values follow each other; those of a run are kept for a plot.
+        is_list: its values are of several things, of each stage for one; all are shown.
     """
 
     title: str
     unit: str = "s"
     is_spread: bool = False
     is_course: bool = False
+    is_list: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def of_result(result: JobResult) -> Iterator[Record]:
     drawn = [key for key, one in application.metrics.items() if one.is_course and key not in shown]
     for key in (*shown, *drawn):
         metric = application.metrics[key]
-        course = metric.is_course
+        course, listed = metric.is_course, metric.is_list
         for way, rounds in result.rounds.items():
             values = [one for figures in rounds for one in figures.get(key, ())]
             if values:
@@ -53,6 +53,7 @@ def of_result(result: JobResult) -> Iterator[Record]:
                     "samples": len(values),
                     "rounds": [_rounded(median(one[key])) for one in rounds if one.get(key)],
                     **({"course": [_rounded(one) for one in rounds[0][key]]} if course else {}),
+                    **({"list": _medians([one[key] for one in rounds])} if listed else {}),
                 }
     for kind, reasons in (("failure", result.failures), ("skip", result.skips)):
         for way, why in reasons.items():
@@ -88,6 +89,8 @@ def rows(stored: Sequence[Mapping[str, Any]], application: str) -> Iterator[tupl
 
 def cell(result: Mapping[str, Any]) -> str:
     """Return a figure as people read it."""
+    if result.get("list"):
+        return ", ".join(value(one, result["unit"]) for one in result["list"])
     if result["is_spread"] and result["samples"] > 1:
         mean, deviation = (value(result[key], result["unit"]) for key in ("mean", "deviation"))
         return f"{mean} +- {deviation}"
@@ -122,8 +125,14 @@ def table(stored: Sequence[Mapping[str, Any]], applications: Mapping[str, Applic
 
 def _line(cells: Sequence[str]) -> str:
     first, *others = cells
-    right = "".join(f"{one:>{width}}" for one, width in zip(others, _WIDTHS[1:], strict=False))
+    # A list may be wider than its column.
+    right = "".join(f" {one:>{width - 1}}" for one, width in zip(others, _WIDTHS[1:], strict=False))
     return f"{first:<{_WIDTHS[0]}}{right}".rstrip()
+
+
+def _medians(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median over the rounds at each place."""
+    return [_rounded(median(column)) for column in zip(*rounds, strict=True)]
 
 
 def _rounded(figure: float) -> float:

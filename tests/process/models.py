@@ -107,6 +107,24 @@ class Sleep(nn.Module):
         return x
 
 
+class Infinite(nn.Module):
+    """Adds a bias whose gradient is infinite; that of the input is not."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias.clone()
+        if bias.requires_grad:
+            bias.register_hook(infinite)
+        return x + bias
+
+
+def infinite(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(gradient, torch.inf)
+
+
 class Pair(nn.Module):
     """Makes a dict of two tensors and a text from a tensor or from a dict of two."""
 
@@ -143,6 +161,23 @@ def _own_gradients(stage: Any, context: int) -> dict[str, torch.Tensor]:
         for name, parameter in stage.local_value().module.named_parameters()
         if parameter in by_parameter
     }
+
+
+def grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The .grad of a local model's parameters."""
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def remote_grads(model: Any) -> dict[str, torch.Tensor]:
+    """The .grad of all stages, by the names in the whole model."""
+    found = {}
+    for handle in model.stages:
+        found.update(rpc.rpc_sync(handle.place.worker, _own_grads, args=(handle.rref,)))
+    return found
+
+
+def _own_grads(stage: Any) -> dict[str, torch.Tensor]:
+    return grads(stage.local_value().module)
 
 
 def modes(stage: Any) -> list[bool]:

@@ -409,13 +409,17 @@ def test_with_few_threads() -> None:
 ALLOWED = [
     *(
         f"torch_rpc_ext.sharding.{name}"
-        for name in ("stage", "runner", "job", "schedule", "placement", "failures")
+        for name in (
+            *("autocast", "failures", "job", "placement"),
+            *("runner", "schedule", "stage", "stage_optimizer"),
+        )
     ),
     *(
         f"torch.distributed.checkpoint.{name}"
         for name in ("planner", "metadata", "filesystem", "storage")
     ),
     *(f"torch.nn.{name}" for name in ("Module", "Linear", "ReLU", "Tanh", "functional.mse_loss")),
+    "torch.optim.AdamW",
 ]
 
 
@@ -427,12 +431,22 @@ def test_with_an_allow_list(tmp_path: Path) -> None:
     local = m.mlp()
     x, y = m.batch_of("mlp")
     model = shard(local, ["worker1", "worker2"])
-    pipeline = sharding.Pipeline(model, nn.functional.mse_loss, micro_batches=2)
+    pipeline = sharding.Pipeline(model, 2, nn.functional.mse_loss)
     with dist_autograd.context():
         m.same(
             pipeline.forward_backward(x, y),
             m.local_gradients(local, nn.functional.mse_loss, x, y, 2)[0],
         )
-    model.save_checkpoint(tmp_path)
-    model.load_checkpoint(tmp_path)
+    model.save_checkpoint(tmp_path / "model")
+    optimizer = sharding.ShardedOptimizer(torch.optim.AdamW, model)
+    with torch.autocast("cpu", torch.bfloat16):
+        m.same(pipeline.forward(x), local(x).detach())
+        pipeline.forward_backward(x, y)
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "random": model.get_rng_state()}
+    sharding.save_checkpoint(state, tmp_path / "all")
+    sharding.load_checkpoint(state, tmp_path / "all")
+    model.set_rng_state(state["random"])
+    model.load_checkpoint(tmp_path / "model")
     m.same(dict(model.state_dict()), dict(local.state_dict()))

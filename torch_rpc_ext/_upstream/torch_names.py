@@ -97,6 +97,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 #: Nothing is refused for lack of these: the code that uses a name says what it does without.
 DONE_WITHOUT = (
     "torch._GLOBAL_DEVICE_CONTEXT",
+    # Without it, sharding sends values by way of the CPU.
+    "torch._C._distributed_rpc.TensorPipeAgent._get_device_map",
     "torch.distributed.rendezvous._create_c10d_store",
     "torch.distributed.rpc.api._ALL_WORKER_NAMES",
     "torch.distributed.rpc.api._broadcast_to_followers",

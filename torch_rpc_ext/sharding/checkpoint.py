@@ -11,29 +11,46 @@ Source: torch.distributed.checkpoint.state_dict_saver._save_state_dict, planner.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import checkpoint as _untyped_dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-__all__ = ["Coordinator", "StageWriter", "read"]
+__all__ = ["Coordinator", "Writer", "names", "read", "read_named"]
 
 dcp: Any = _untyped_dcp  # upstream's functions have no types
 
 
-class StageWriter:
-    """Plans and writes the file of one stage."""
+class Writer:
+    """Plans and writes one file of a checkpoint.
 
-    def __init__(self, path: str) -> None:
-        self._planner = dcp.DefaultSavePlanner()
+    Args:
+        path: of the checkpoint.
+        flatten: whether dicts are stored as one entry for each of their values, as dcp.save() does;
+            otherwise each value of the state is one entry.
+    """
+
+    def __init__(self, path: str, *, flatten: bool = True) -> None:
+        # Whatever the planner flattens loses empty dicts, and keys that are no strings.
+        self._planner = dcp.DefaultSavePlanner(
+            flatten_state_dict=flatten, flatten_sharded_tensors=flatten
+        )
+        self._flatten = flatten
         self._storage = dcp.FileSystemWriter(path, overwrite=False)
 
     def plan(self, state: dict[str, Any]) -> Any:
-        """Return what this stage would write, a SavePlan."""
-        # As a coordinator, because only that plans state that is no tensor; each stage has its own.
+        """Return what this writer would write, a SavePlan."""
+        # As a coordinator, because only that plans state that is no tensor; each has its own.
         self._planner.set_up_planner(state, self._storage.storage_meta(), is_coordinator=True)
         self._storage.set_up_storage_writer(True)
-        return self._storage.prepare_local_plan(self._planner.create_local_plan())
+        plan = self._planner.create_local_plan()
+        if not self._flatten:
+            plan = dataclasses.replace(plan, planner_data={name: (name,) for name in state})
+        return self._storage.prepare_local_plan(plan)
 
     def write(self, plan: Any) -> Any:
         """Write what the plan says; return the list of WriteResults."""
@@ -43,7 +60,7 @@ class StageWriter:
 
 
 class Coordinator:
-    """Does what is needed once for all stages: which stage writes which file, and the metadata.
+    """Does what is needed once for all writers: who writes which file, and the metadata.
 
     Until the metadata is written the checkpoint does not exist for readers.
     """
@@ -58,13 +75,13 @@ class Coordinator:
         self._metadata: Any = None
 
     def plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plan of each stage, given what each would write."""
+        """Return the plan of each writer, given what each would write."""
         plans, self._metadata = dcp.DefaultSavePlanner().create_global_plan(plans)
         final: list[Any] = self._storage.prepare_global_plan(plans)
         return final
 
     def missing_files(self, results: list[Any]) -> list[str]:
-        """Return the files of one stage that cannot be seen from here."""
+        """Return the files of one writer that cannot be seen from here."""
         files = {result.storage_data.relative_path for result in results}
         return sorted(file for file in files if not (self._path / file).exists())
 
@@ -74,7 +91,7 @@ class Coordinator:
 
 
 def read(path: str, state: dict[str, Any]) -> None:
-    """Fill the tensors of a state dict in place from the checkpoint.
+    """Fill a state dict in place from the checkpoint.
 
     As dcp.load(no_dist=True), which warns each time that there is no process group.
 
@@ -90,3 +107,24 @@ def read(path: str, state: dict[str, Any]) -> None:
     plan = storage.prepare_local_plan(planner.create_local_plan())
     [plan] = storage.prepare_global_plan(planner.create_global_plan([plan]))
     storage.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def names(path: str) -> list[str]:
+    """Return the names of all entries of a checkpoint."""
+    return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def read_named(path: str, wanted: Iterable[str]) -> dict[str, Any]:
+    """Return entries of a checkpoint, tensors on the CPU, by their names.
+
+    Raises:
+        Exception: as read().
+    """
+    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {}
+    for name in wanted:
+        stored = known.get(name)
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        state[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+    read(path, state)
+    return state

@@ -276,7 +276,7 @@ def _costs(module: nn.Module, names: list[str], balance: Balance, example: Any) 
 def _seconds(module: nn.Module, names: list[str], example: Any) -> list[float]:
     """Time of forward and backward of each unit here, s."""
     seconds = []
-    value = copy.deepcopy(example)
+    value = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), example)
     # Copies and a forked generator, so that measuring changes neither buffers nor random numbers.
     with torch.random.fork_rng(devices=[]):
         for name in names:
@@ -284,13 +284,29 @@ def _seconds(module: nn.Module, names: list[str], example: Any) -> list[float]:
             times = []
             for _ in range(_REPEATS):
                 given = pytree.tree_map_only(torch.Tensor, _fresh, value)
+                devices = _devices(unit, given)
+                _wait_for(devices)
                 begin = time.perf_counter()
                 made = unit(given)
                 _backward(made)
+                _wait_for(devices | _devices(unit, made))
                 times.append(time.perf_counter() - begin)
             seconds.append(min(times))
             value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
     return seconds
+
+
+def _devices(unit: nn.Module, value: Any) -> set[torch.device]:
+    """Return the devices on which a unit may still be at work."""
+    tensors = [*unit.parameters(), *unit.buffers(), *pytree.tree_leaves(value)]
+    found = {one.device for one in tensors if isinstance(one, torch.Tensor)}
+    return {device for device in found if device.type not in ("cpu", "meta")}
+
+
+def _wait_for(devices: set[torch.device]) -> None:
+    # A device works on after the call that has given it the work; the clock would not see that.
+    for device in devices:
+        torch.get_device_module(device).synchronize(device)
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from torch_rpc_ext.sharding.autocast import Autocast
 from torch_rpc_ext.sharding.schedule import Action
 
-__all__ = ["Job", "Result", "Route", "StageStats"]
+__all__ = ["Evaluation", "Job", "Result", "Route", "StageStats", "Training"]
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,42 @@ class Route:
     Attributes:
         name: of the pipeline, unique in the group.
         workers: one per stage.
-        loss: for the last stage; called with the output and the target of a micro-batch.
+        loss_fn: for the last stage; called with the output and the target of a micro-batch.
         patience: how long to wait for a neighbour, s; 0 for ever. A caller that lives gives the
             batch up earlier.
     """
 
     name: str
     workers: list[str]
-    loss: Callable[[Any, Any], torch.Tensor] | None
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
     patience: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """Forward and backward; the result is the loss of the batch.
+
+    Attributes:
+        context: id of the distributed autograd context that gets the gradients; None for .grad.
+        scale: what the loss is multiplied by before backward.
+    """
+
+    context: int | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Forward without autograd.
+
+    Attributes:
+        metric: for the last stage; called with the output and the target of a micro-batch. The
+            result is the list of what it returns. None for the outputs, or for the loss.
+        wants_loss: whether the result is the loss of the batch.
+    """
+
+    metric: Callable[[Any, Any], Any] | None
+    wants_loss: bool
 
 
 @dataclass(frozen=True)
@@ -37,17 +65,19 @@ class Job:
 
     Attributes:
         batch: its number, from 1.
-        context: id of the distributed autograd context that gets the gradients.
+        task: what is computed.
         steps: of the stage.
         weights: of the loss of each micro-batch.
+        autocast: the caller's.
         inputs: of the whole batch, for the first stage; else None.
         target: of the whole batch, for the last stage; else None.
     """
 
     batch: int
-    context: int
+    task: Training | Evaluation
     steps: Sequence[Action]
     weights: Sequence[float]
+    autocast: tuple[Autocast, ...]
     inputs: Any
     target: Any
 
@@ -71,5 +101,5 @@ class StageStats:
     total_s: float
 
 
-#: The loss of the batch, shape (), on the last stage; how the time was spent.
-Result = tuple[torch.Tensor | None, StageStats]
+#: What the task asks for, on the last stage; how the time was spent.
+Result = tuple[Any, StageStats]

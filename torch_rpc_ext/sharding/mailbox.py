@@ -6,6 +6,10 @@ import threading
 import time
 from typing import Any
 
+import torch
+
+from torch_rpc_ext.sharding import tensors
+
 __all__ = ["Mailbox", "StoppedError"]
 
 
@@ -17,7 +21,7 @@ class Mailbox:
     """Values of numbered batches, each under a key, in any order of arrival.
 
     Thread Safety: any thread. One batch is open at a time; values of later batches are kept, values
-    of earlier ones are dropped.
+    of earlier ones are dropped. Streams of devices are synchronised from put() to take().
     """
 
     def __init__(self) -> None:
@@ -34,14 +38,21 @@ class Mailbox:
             self._stopped = {k: v for k, v in self._stopped.items() if k >= batch}
 
     def put(self, batch: int, key: Any, value: Any) -> None:
-        """Leave a value."""
+        """Leave a value, whose tensors the current streams of this thread make."""
+        devices = tensors.devices(value)
+        if devices:
+            # take() waits for these streams, and torch keeps the memory for as long as take()'s
+            # streams use it.
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
+            future.set_result(value)
+            value = future
         with self._changed:
             if batch >= self._batch:
                 self._values[batch, key] = value
                 self._changed.notify_all()
 
     def take(self, batch: int, key: Any, seconds: float) -> Any:
-        """Wait for a value and remove it.
+        """Wait for a value and remove it. The current streams of this thread can use its tensors.
 
         Args:
             batch: the open one.
@@ -60,7 +71,8 @@ class Mailbox:
                 if left is not None and left <= 0:
                     raise StoppedError(f"nothing came within {seconds:g} s")
                 self._changed.wait(left)
-            return self._values.pop((batch, key))
+            value = self._values.pop((batch, key))
+        return value.wait() if isinstance(value, torch.futures.Future) else value
 
     def stopped(self, batch: int) -> str | None:
         """Return why stop() was called for the batch, None where it was not."""

@@ -1,157 +1,69 @@
-"""shard() and what it returns: a module whose parts are on several workers."""
+"""What shard() returns: a module whose parts are on several workers."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed import autograd as _untyped_autograd
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, stage, tensors
+from torch_rpc_ext.sharding import autocast, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
-from torch_rpc_ext.sharding.placement import Place, places
+from torch_rpc_ext.sharding.gradients import context_id
+from torch_rpc_ext.sharding.handles import Handles, StageHandle
+from torch_rpc_ext.sharding.random_numbers import seed_of
+from torch_rpc_ext.sharding.saving import SavedByStages, write
 
-__all__ = ["ShardedModule", "StageHandle", "context_id", "shard"]
+__all__ = ["ShardedModule"]
 
-# Upstream's functions have no types.
-rpc: Any = _untyped_rpc
-dist_autograd: Any = _untyped_autograd
+rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 # How much longer a stage waits than the stage before it, s; see _patience().
 _STEP = 0.5
 
 
-def shard(
-    module: nn.Module,
-    workers: Sequence[str],
-    *,
-    partition: cutting.Partition | None = None,
-    balance: cutting.Balance = "parameters",
-    example: Any = None,
-    timeout: float | None = None,
-) -> ShardedModule:
-    """Copy the parts of a module to workers and return a module that runs them there.
-
-    The module must be a chain: its forward takes one value and passes it from submodule to
-    submodule. An nn.Sequential is a chain; another module is checked with ``example``. The parts
-    are copies; the module itself is not changed. Hooks of the submodules are copied, hooks of the
-    module itself are not.
-
-    Args:
-        module: what to split.
-        workers: one per stage, as RemoteModule writes them: "worker1", "worker1/cuda:0",
-            "rank:1/cpu". A worker may have several stages.
-        partition: names of submodules per stage, [["0", "1"], ["2"]], or the number of layers per
-            stage, [2, 1]. None for a balanced one. Layers are the children; plain nn.Sequentials
-            and nn.ModuleLists among them count as their own children.
-        balance: what is balanced: "parameters", their number, or "time", of forward and backward,
-            measured here on ``example``.
-        example: an input of the module, for the two uses above.
-        timeout: of each call to a stage, s; 0 for none, None for the options' rpc_timeout.
-
-    Returns:
-        The sharded module.
-
-    Raises:
-        ValueError: a worker that is not in the group, more workers than layers, a partition that
-            does not cover the module or overlaps, a tensor that two stages would share, a module
-            that is no chain.
-        StageError: a part could not be put on its worker.
-        RuntimeError: within a distributed autograd context.
-    """
-    if context_id() is not None:
-        raise RuntimeError("call shard() outside of distributed autograd contexts")
-    where = places(workers)
-    names = cutting.cut(module, len(where), partition, balance, example)
-    seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
-    return ShardedModule(
-        [
-            _create(stage.Spec(index, place, stage.part_of(module, part), part), seconds)
-            for index, (place, part) in enumerate(zip(where, names, strict=True))
-        ],
-        seconds,
-    )
-
-
-@dataclass(frozen=True)
-class StageHandle:
-    """A stage as the caller knows it.
-
-    Attributes:
-        index: of the stage, from 0.
-        place: worker and device.
-        names: of the submodules.
-        keys: of the state.
-        rref: RRef of the stage.Stage.
-    """
-
-    index: int
-    place: Place
-    names: list[str]
-    keys: list[str]
-    rref: Any
-
-    def start(self, method: str, *args: Any, timeout: float) -> Any:
-        """Return a future of what a method of the stage returns, for result()."""
-        try:
-            return rpc.rpc_async(
-                self.place.worker, stage.call, args=(self.rref, method, *args), timeout=timeout
-            )
-        except Exception as error:
-            raise self.lost(error) from error
-
-    def result(self, future: Any) -> Any:
-        """Return the result of a method that start() has started.
-
-        Raises:
-            StageError: the stage raised, or its worker is lost.
-        """
-        try:
-            result = future.wait()
-        except Exception as error:
-            raise self.lost(error) from error
-        if isinstance(result, Failure):
-            raise result.error()
-        return result
-
-    def lost(self, error: Exception) -> StageError:
-        """Return the error to raise when a call to the stage's worker has failed."""
-        return Failure.of(self.index, self.place.worker, "lost", error).error()
-
-
-class ShardedModule(nn.Module):
+class ShardedModule(nn.Module, SavedByStages):
     """A module whose parts are on several workers; made by shard().
 
     ::
 
         model = sharding.shard(local, ["worker1", "worker2"])  # a ShardedModule
-        optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.1)
+        optimizer = sharding.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
         with dist_autograd.context() as context:
             dist_autograd.backward(context, [model(x).sum()])
-            optimizer.step(context)
+            optimizer.step()
 
     forward() records gradients in the distributed autograd context of the caller; outside of a
-    context it records none. Values go from stage to stage, not through the caller. They travel as
-    CPU tensors, and each stage moves them to its device.
+    context it records none. Values go from stage to stage, not through the caller: as they are
+    where the later worker's device map names the device, else as CPU tensors, and each stage moves
+    them to its device. The stages compute under the caller's autocast.
 
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
 
-    def __init__(self, stages: list[StageHandle], timeout: float) -> None:
+    def __init__(self, stages: Handles[StageHandle], timeout: float, order: list[str]) -> None:
         super().__init__()
-        self._stages = stages
-        self._timeout = timeout
+        self._stages, self._timeout, self._order = stages, timeout, order
+        self._devices = [handle.place.device for handle in stages]
 
     @property
-    def stages(self) -> list[StageHandle]:
+    def stages(self) -> Handles[StageHandle]:
         """The stages, in their order."""
-        return list(self._stages)
+        return self._stages
+
+    @property
+    def timeout(self) -> float:
+        """Of each call to a stage, s; 0 for none."""
+        return self._timeout
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters, in the order of the local module's named_parameters()."""
+        return self._order
 
     def forward(self, value: Any) -> Any:
         """Run all stages.
@@ -166,16 +78,18 @@ class ShardedModule(nn.Module):
             StageError: a stage raised, or its worker is lost.
         """
         with_grad = torch.is_grad_enabled() and context_id() is not None
+        cast = autocast.current(self.device_types())
         given = tensors.for_the_wire(value)
         made: list[Any] = []  # kept until the end: when an RRef goes, its value goes too
         for handle in self._stages:
+            request = stage.Request(with_grad, cast, handle.direct, self._patience(handle.index))
             try:
                 # No time-out here, but one for fetching: an RRef whose creation has timed out is
                 # never deleted, and shutdown() would wait for it.
                 given = rpc.remote(
                     handle.place.worker,
                     stage.forward,
-                    args=(handle.rref, given, with_grad, self._patience(handle.index)),
+                    args=(handle.rref, given, request),
                     timeout=0,
                 )
             except Exception as error:
@@ -191,12 +105,83 @@ class ShardedModule(nn.Module):
 
     def remote_parameters(self) -> list[Any]:
         """Return an RRef of each parameter, stage by stage, for DistributedOptimizer."""
-        return [rref for part in self._each("parameters") for rref in part]
+        return [rref for part in self._stages.each("parameters") for rref in part]
+
+    def device_types(self) -> set[str]:
+        """Return the types of the devices of all stages: "cpu", "cuda"."""
+        return {torch.device(device).type for device in self._devices}
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all stages by their norm, as of one vector, in place.
+
+        As torch.nn.utils.clip_grad_norm_() does with the parameters of the local model. The
+        gradients are those of the distributed autograd context in which this is called, outside of
+        one the .grad of the parameters.
+
+        Args:
+            max_norm: the norm that the gradients have at most, afterwards.
+            norm_type: of the norm; may be math.inf.
+            error_if_nonfinite: whether a norm that is NaN or infinite is an error.
+
+        Returns:
+            The norm before, shape (), on the CPU.
+
+        Raises:
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+            StageError: a stage raised, or its worker is lost.
+        """
+        context = context_id()
+        found: dict[str, torch.Tensor] = {}
+        for names, norms in self._stages.each("gradient_norms", context, float(norm_type)):
+            found.update(zip(names, norms, strict=True))
+        if not found:
+            return torch.tensor(0.0)
+        # In the order of the local model's parameters: the norm is the same to the last bit.
+        ordered = torch.stack([found[name] for name in self._order if name in found])
+        total: torch.Tensor = torch.linalg.vector_norm(ordered, float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients of all stages is non-finite, "
+                "so it cannot be clipped. To scale the gradients by it anyway, set "
+                "error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self._stages.each("scale_gradients", context, factor)
+        return total
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin the random numbers of all stages anew.
+
+        In training mode a stage draws from a state of its own: dropout on stage i gets the numbers
+        that torch.manual_seed(seed + i) gives, whatever else its worker computes.
+        """
+        own = [(seed_of(seed, handle.index),) for handle in self._stages]
+        self._stages.each_own("manual_seed", own)
+
+    def get_rng_state(self) -> list[dict[str, torch.Tensor]]:
+        """Return the state of each stage's random numbers, by device type, as
+        torch.get_rng_state() does."""
+        return self._stages.each("get_rng_state")
+
+    def set_rng_state(self, states: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Take what get_rng_state() has returned, with as many stages.
+
+        Raises:
+            ValueError: it has been returned by a model with another number of stages.
+        """
+        if len(states) != len(self._stages):
+            raise ValueError(
+                f"{len(states)} states of random numbers for {len(self._stages)} stages: with "
+                "another partition use manual_seed()"
+            )
+        self._stages.each_own("set_rng_state", [(state,) for state in states])
 
     def stream_state_dict(self) -> Iterator[OrderedDict[str, Any]]:
         """Yield the state of one stage after the other, with the names of the whole module."""
         for handle in self._stages:
-            yield self._one(handle, "state_dict")
+            yield self._stages.one(handle, "state_dict")
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -222,9 +207,10 @@ class ShardedModule(nn.Module):
         return destination
 
     def save_checkpoint(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint of torch.distributed.checkpoint; each stage writes its own part.
+        """Write a checkpoint of the model alone; for one with the optimizer see save_checkpoint().
 
-        It has the names of the whole module, and dcp.load() reads it. No process group is needed.
+        It is one of torch.distributed.checkpoint with the names of the whole module, and dcp.load()
+        reads it. Each stage writes its own part. No process group is needed.
 
         Args:
             path: a folder that all workers and the caller share.
@@ -235,19 +221,7 @@ class ShardedModule(nn.Module):
             StageError: a stage could not write, or there is a checkpoint already.
             ValueError: a stage has written where the caller does not see it.
         """
-        text = os.fspath(path)
-        coordinator = checkpoint.Coordinator(text, overwrite)
-        plans = coordinator.plan(self._each("plan_checkpoint", text))
-        results = self._each_own("write_checkpoint", [(plan,) for plan in plans])
-        for handle, result in zip(self._stages, results, strict=True):
-            missing = coordinator.missing_files(result)
-            if missing:
-                raise ValueError(
-                    f"stage {handle.index} on {handle.place.worker} has written "
-                    f"{', '.join(missing)} into a {text} that is not the one here: "
-                    "the folder must be on storage that all workers share"
-                )
-        coordinator.finish(results)
+        write({"": self}, {}, path, overwrite)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Take the state from a checkpoint; each stage reads its own part.
@@ -260,31 +234,33 @@ class ShardedModule(nn.Module):
             StageError: there is none, or a name is missing, or a size differs. Other stages may
                 have been loaded.
         """
-        self._each("read_checkpoint", os.fspath(path))
+        self._stages.each("read_checkpoint", os.fspath(path), "")
+
+    def checkpoint_handles(self) -> Handles[StageHandle]:
+        """Return the stages."""
+        return self._stages
 
     def train(self, mode: bool = True) -> ShardedModule:
         """Set all stages to training or evaluation."""
         super().train(mode)
-        self._each("train", mode)
+        self._stages.each("train", mode)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedModule:
         """As nn.Module.to, on all stages; a device is the one of that name on each worker."""
-        self._each("to", args, kwargs)
+        self._devices = self._stages.each("to", args, kwargs)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the .grad of all parameters.
 
-        Gradients of forward() and of a Pipeline are in the distributed autograd context and end
-        with it. A .grad is left only by a DistributedOptimizer of an optimizer that upstream cannot
-        script.
+        Gradients in a distributed autograd context end with it.
         """
-        self._each("zero_grad", set_to_none)
+        self._stages.each("zero_grad", set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedModule:
         """Set whether the parameters of all stages get gradients."""
-        self._each("requires_grad_", requires_grad)
+        self._stages.each("requires_grad_", requires_grad)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -294,7 +270,8 @@ class ShardedModule(nn.Module):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "the parameters are on other workers: give remote_parameters() to DistributedOptimizer"
+            "the parameters are on other workers: use ShardedOptimizer(torch.optim.Adam, model), "
+            "or DistributedOptimizer with remote_parameters()"
         )
 
     def extra_repr(self) -> str:
@@ -310,20 +287,6 @@ class ShardedModule(nn.Module):
         stage that hangs, which names that stage.
         """
         return self._timeout + stages_before * _STEP if self._timeout > 0 else 0.0
-
-    def _one(self, handle: StageHandle, method: str, *args: Any) -> Any:
-        return handle.result(handle.start(method, *args, timeout=self._timeout))
-
-    def _each(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all stages at once."""
-        return self._each_own(method, [args] * len(self._stages))
-
-    def _each_own(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        futures = [
-            handle.start(method, *args, timeout=self._timeout)
-            for handle, args in zip(self._stages, arguments, strict=True)
-        ]
-        return [handle.result(future) for handle, future in zip(self._stages, futures, strict=True)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError("the parameters are on other workers: use to()")
@@ -352,7 +315,7 @@ class ShardedModule(nn.Module):
             if not prefix:
                 part._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
             try:
-                missing = self._one(handle, "load_state_dict", part, assign)
+                missing = self._stages.one(handle, "load_state_dict", part, assign)
             except StageError as error:
                 error_msgs.append(str(error))
             else:
@@ -360,25 +323,3 @@ class ShardedModule(nn.Module):
         if strict:
             given = {key for key in state_dict if key.startswith(prefix)}
             unexpected_keys += sorted(given - expected)
-
-
-def context_id() -> int | None:
-    """Return the id of the distributed autograd context of this thread, None outside of one."""
-    try:
-        return int(dist_autograd._current_context()._context_id())
-    except RuntimeError:
-        return None
-
-
-def _create(spec: stage.Spec, timeout: float) -> StageHandle:
-    try:
-        made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
-    except Exception as error:  # noqa: BLE001  raised below
-        made = Failure.of(spec.index, spec.place.worker, "lost", error)
-    if isinstance(made, Failure):
-        raise StageError(
-            f"stage {spec.index} could not be put on {spec.place}: {made.what}",
-            stage=spec.index,
-            worker=spec.place.worker,
-        ) from made.cause
-    return StageHandle(spec.index, spec.place, spec.names, list(spec.module.state_dict()), made)

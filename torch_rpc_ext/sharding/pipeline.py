@@ -8,18 +8,19 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import runner, tensors
+from torch_rpc_ext.sharding import autocast, losses, runner, tensors
 from torch_rpc_ext.sharding.failures import Failure, first_cause
-from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
-from torch_rpc_ext.sharding.module import ShardedModule, context_id
-from torch_rpc_ext.sharding.schedule import SCHEDULES, Schedule
+from torch_rpc_ext.sharding.gradients import context_id
+from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
+from torch_rpc_ext.sharding.module import ShardedModule
+from torch_rpc_ext.sharding.schedule import SCHEDULES, Action, Schedule, forward_only
 
 __all__ = ["Pipeline"]
 
@@ -33,121 +34,212 @@ class Pipeline:
     """Runs batches through the stages of a sharded module, several micro-batches at a time.
 
     Activations and their gradients go from worker to worker. The loss is computed on the last
-    stage, so outputs do not travel. The gradients of the parameters end up in the distributed
-    autograd context of the caller, as those of a plain forward and dist_autograd.backward() do::
+    stage, so outputs do not travel::
 
-        pipeline = Pipeline(model, nn.functional.cross_entropy, micro_batches=8)
-        with dist_autograd.context() as context:
-            loss = pipeline.forward_backward(x, y)
-            optimizer.step(context)
+        pipeline = Pipeline(model, n_microbatches=8, loss_fn=nn.functional.cross_entropy)
+        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-3)
+        optimizer.zero_grad()
+        loss = pipeline.forward_backward(x, y)
+        optimizer.step()
 
-    Gradients are those of the local module run on the same micro-batches one after another, to the
+    Gradients are added to the .grad of the parameters, as backward() adds them; or, within a
+    distributed autograd context, to those of the context, where DistributedOptimizer looks for
+    them. They are those of the local module run on the same micro-batches one after another, to the
     last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
-    micro-batches.
+    micro-batches. The stages compute under the caller's autocast, the loss included.
 
     Thread Safety: one batch at a time; others wait.
 
     Args:
         model: from shard().
-        loss: called on the last stage with the output and the target of a micro-batch; returns one
-            number. A function of a module or a picklable object.
-        micro_batches: into how many parts a batch is cut along dimension 0.
+        n_microbatches: into how many parts a batch is cut along dimension 0.
+        loss_fn: called on the last stage with the output and the target of a micro-batch; returns
+            one number. A function of a module or a picklable object. None for a pipeline that only
+            runs forward().
         schedule: "gpipe" or "1f1b", which holds fewer activations.
-        reduction: how ``loss`` goes over a micro-batch, "mean" or "sum", so that the whole is what
-            it would be for the batch.
+        reduction: "mean" or "sum", what ``loss_fn`` is over a micro-batch, so that the whole is
+            what it would be for the batch. None where ``loss_fn`` is one of torch's losses, which
+            are known; "mean" of any other says that each row of a batch counts the same.
+        count: for a mean that goes over something else than rows: a function that returns, for the
+            target of a micro-batch, over how many terms the mean goes. Called on the caller with
+            CPU tensors; 0 for a micro-batch that does not count.
         timeout: for a batch, s; 0 for none, None for the options' rpc_timeout.
 
     Raises:
-        ValueError: an argument out of range, or a loss that cannot be pickled.
+        ValueError: an argument out of range; a loss that cannot be pickled; a loss of which nobody
+            knows whether it is a mean or a sum, or of which something else was said than it is.
         StageError: a stage cannot be reached.
     """
 
     def __init__(
         self,
         model: ShardedModule,
-        loss: Callable[[Any, Any], torch.Tensor],
+        n_microbatches: int,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
-        micro_batches: int,
         schedule: Schedule = "1f1b",
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: losses.Reduction | None = None,
+        count: losses.Count | None = None,
         timeout: float | None = None,
     ) -> None:
-        if micro_batches < 1:
-            raise ValueError(f"micro_batches must be at least 1, got {micro_batches!r}")
+        if not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ValueError(f"n_microbatches must be at least 1, got {n_microbatches!r}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-        _check_picklable(loss)
-        self._stages = model.stages
-        self._count, self._reduction = micro_batches, reduction
+        self._weigh = None
+        if loss_fn is not None:
+            _check_picklable("loss_fn", loss_fn)
+            self._weigh = losses.weigher(loss_fn, reduction, count)
+        self._model, self._stages = model, model.stages
+        self._count = n_microbatches
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
         self._steps = [
-            SCHEDULES[schedule](stage, len(self._stages), micro_batches)
+            SCHEDULES[schedule](stage, len(self._stages), n_microbatches)
             for stage in range(len(self._stages))
         ]
         self.name = uuid.uuid4().hex
         self._batch = 0
         self._one_at_a_time = threading.Lock()
         self._stats: list[StageStats] = []
-        self._runners = self._create_runners(loss)
+        self._runners = self._create_runners(loss_fn)
 
     @property
     def stats(self) -> list[StageStats]:
         """How each stage has spent the last batch that ended well."""
         return list(self._stats)
 
-    def forward_backward(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Run a batch; the gradients are then in the caller's distributed autograd context.
+    def forward_backward(
+        self, inputs: Any, target: Any, *, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor:
+        """Run a batch; its gradients are then in the distributed autograd context in which this is
+        called, or, outside of one, in the .grad of the parameters.
 
-        They add up over several batches in one context. After an error the context may hold the
-        gradients of some of the stages: leave it.
+        They add up over several batches. After an error there may be those of some of the stages:
+        call zero_grad(), or leave the context.
 
         Args:
             inputs: of the module, batch along dimension 0 of each tensor; must not require
                 gradients.
             target: for the loss; batch along dimension 0 as well.
+            scaler: the loss is multiplied by its scale before backward.
 
         Returns:
-            The loss of the batch, shape (), on the CPU, without history.
+            The loss of the batch, shape (), on the CPU, without history and not scaled; NaN if
+            no micro-batch counts.
 
         Raises:
-            RuntimeError: outside of a distributed autograd context.
-            ValueError: inputs that do not fit each other or the micro-batches.
+            ValueError: inputs that do not fit each other or the micro-batches; a pipeline without
+                ``loss_fn``.
             StageError: a stage raised, or its worker is lost; the others have stopped.
         """
-        context = context_id()
-        if context is None:
-            raise RuntimeError(
-                "call forward_backward() within torch.distributed.autograd.context(): it holds "
-                "the gradients"
+        if self._weigh is None:
+            raise ValueError("forward_backward() needs a loss: give Pipeline a loss_fn")
+        size = _checked(inputs, target)
+        if size < self._count:
+            raise ValueError(
+                f"a batch of {size} cannot be cut into {self._count} micro-batches: "
+                "give a larger batch or fewer micro-batches"
             )
-        weights = self._weights(inputs, target)
+        scale = 1.0 if scaler is None else float(scaler.scale(torch.ones(())))
+        targets = tensors.micro_batches(tensors.detached(target), self._count)
+        task = Training(context_id(), scale)
+        return _loss(self._result(task, self._steps, self._weigh(targets), inputs, target))
+
+    def forward(self, inputs: Any) -> Any:
+        """Run all stages on a batch, several micro-batches at a time, without autograd.
+
+        Args:
+            inputs: of the module, batch along dimension 0 of each tensor. A batch with fewer rows
+                than micro-batches is cut into as many as there are rows.
+
+        Returns:
+            What the module returns for the batch, tensors on the CPU: those of the micro-batches
+            put together along dimension 0.
+
+        Raises:
+            ValueError: inputs that do not fit each other, outputs that cannot be put together.
+            StageError: a stage raised, or its worker is lost; the others have stopped.
+        """
+        size = _checked(inputs)
+        return tensors.joined(self._evaluated(Evaluation(None, False), size, inputs, None))
+
+    def evaluate(
+        self, inputs: Any, target: Any, metric: Callable[[Any, Any], Any] | None = None
+    ) -> Any:
+        """Compute the loss or a metric of a batch on the last stage, several micro-batches at a
+        time, without autograd. Outputs do not travel. Whether layers are in evaluation mode, is
+        for model.eval() to say.
+
+        Args:
+            inputs: as those of forward().
+            target: batch along dimension 0 as well.
+            metric: called on the last stage with the output and the target of a micro-batch; a
+                function of a module or a picklable object. None for the loss.
+
+        Returns:
+            The loss as forward_backward() returns it. With ``metric`` the list of what it has
+            returned for each micro-batch, tensors on the CPU.
+
+        Raises:
+            ValueError: inputs that do not fit each other; a metric that cannot be pickled; neither
+                a metric nor a ``loss_fn``.
+            StageError: a stage raised, or its worker is lost; the others have stopped.
+        """
+        size = _checked(inputs, target)
+        if metric is not None:
+            _check_picklable("metric", metric)
+        elif self._weigh is None:
+            raise ValueError("evaluate() needs a metric, or a loss: give Pipeline a loss_fn")
+        found = self._evaluated(Evaluation(metric, metric is None), size, inputs, target)
+        return _loss(found) if metric is None else found
+
+    def _evaluated(self, task: Evaluation, size: int, inputs: Any, target: Any) -> Any:
+        count = min(self._count, size)
+        weights = [1.0] * count
+        if task.wants_loss:
+            assert self._weigh is not None, "evaluate() has looked"
+            weights = self._weigh(tensors.micro_batches(tensors.detached(target), count))
+        steps = [forward_only(count)] * len(self._stages)
+        return self._result(task, steps, weights, inputs, target)
+
+    def _result(
+        self,
+        task: Training | Evaluation,
+        steps: Sequence[Sequence[Action]],
+        weights: Sequence[float],
+        inputs: Any,
+        target: Any,
+    ) -> Any:
+        """Run a batch; return what the last stage returns."""
+        last = len(self._stages) - 1
+        tasks = [task] * len(self._stages)
+        if isinstance(task, Evaluation):
+            tasks[:last] = [Evaluation(None, task.wants_loss)] * last  # only the last has a metric
+        cast = autocast.current(self._model.device_types())
         with self._one_at_a_time:
             self._batch += 1
-            last = len(self._stages) - 1
-            jobs = [
-                Job(
-                    batch=self._batch,
-                    context=context,
-                    steps=steps,
-                    weights=weights,
-                    inputs=tensors.detached(inputs) if index == 0 else None,
-                    target=tensors.detached(target) if index == last else None,
-                )
-                for index, steps in enumerate(self._steps)
-            ]
-            results = self._run(jobs)
-        self._stats = [stats for _, stats in results]
-        loss = results[-1][0]
-        assert loss is not None, "the last stage returns it"
-        return loss
+            results = self._run(
+                [
+                    Job(
+                        batch=self._batch,
+                        task=tasks[index],
+                        steps=own,
+                        weights=weights,
+                        autocast=cast,
+                        inputs=tensors.detached(inputs) if index == 0 else None,
+                        target=tensors.detached(target) if index == last else None,
+                    )
+                    for index, own in enumerate(steps)
+                ]
+            )
+            self._stats = [stats for _, stats in results]
+        return results[-1][0]
 
-    def _create_runners(self, loss: Callable[[Any, Any], torch.Tensor]) -> list[Any]:
+    def _create_runners(self, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> list[Any]:
         workers = [handle.place.worker for handle in self._stages]
         runners = []
         for handle in self._stages:
-            own = loss if handle is self._stages[-1] else None
+            own = loss_fn if handle.index == len(workers) - 1 else None
             route = Route(self.name, workers, own, patience=self._longest())
             try:
                 made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
@@ -155,29 +247,6 @@ class Pipeline:
                 raise handle.lost(error) from error
             runners.append(made)
         return runners
-
-    def _weights(self, inputs: Any, target: Any) -> list[float]:
-        """Check a batch; return the weight of each micro-batch's loss."""
-        size = tensors.batch_size(inputs, "inputs")
-        if size < self._count:
-            raise ValueError(
-                f"a batch of {size} cannot be cut into {self._count} micro-batches: "
-                "give a larger batch or fewer micro-batches"
-            )
-        if tensors.batch_size(target, "target") != size:
-            raise ValueError(
-                f"inputs hold a batch of {size} and target one of "
-                f"{tensors.batch_size(target, 'target')}"
-            )
-        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs)):
-            raise ValueError(
-                "inputs require gradients, which a pipeline does not return: detach() them, or "
-                "use the module's forward()"
-            )
-        if self._reduction == "sum":
-            return [1.0] * self._count
-        sizes = [len(part) for part in torch.arange(size).tensor_split(self._count)]
-        return [part / size for part in sizes]
 
     def _longest(self) -> float:
         """After how long a stage is taken for lost that does not answer; s, 0 for never."""
@@ -249,13 +318,33 @@ class Pipeline:
                 continue
 
 
-def _check_picklable(loss: Any) -> None:
-    if not callable(loss):
-        raise ValueError(f"loss must be callable, got {loss!r}")
+def _checked(inputs: Any, target: Any = None) -> int:
+    """Return the size of a batch."""
+    size = tensors.batch_size(inputs, "inputs")
+    if target is not None and tensors.batch_size(target, "target") != size:
+        raise ValueError(
+            f"inputs hold a batch of {size} and target one of "
+            f"{tensors.batch_size(target, 'target')}"
+        )
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs)):
+        raise ValueError(
+            "inputs require gradients, which a pipeline does not return: detach() them, or "
+            "use the module's forward()"
+        )
+    return size
+
+
+def _loss(found: torch.Tensor | None) -> torch.Tensor:
+    return torch.tensor(math.nan) if found is None else found  # as a mean over nothing is
+
+
+def _check_picklable(what: str, function: Any) -> None:
+    if not callable(function):
+        raise ValueError(f"{what} must be callable, got {function!r}")
     try:
-        pickle.dumps(loss)
+        pickle.dumps(function)
     except Exception as problem:
         raise ValueError(
-            f"loss {loss!r} cannot be sent to the last stage: use a function of a module or an "
-            f"nn.Module, no lambda or local function ({problem})"
+            f"{what} {function!r} cannot be sent to the last stage: use a function of a module or "
+            f"an nn.Module, no lambda or local function ({problem})"
         ) from problem

@@ -4,18 +4,20 @@ A stage has one thread per batch, which goes through the steps of the schedule. 
 values by short calls that only put them into a mailbox. So no call waits for another, and one free
 RPC thread is enough for a pipeline.
 
-The backward of a micro-batch is one torch.autograd.grad() on the stage; the gradient of the input
-goes to the stage before. Distributed autograd cannot do this: it runs one backward over all
+The backward of a micro-batch is one torch.autograd.backward() on the stage; the gradient of the
+input goes to the stage before. Distributed autograd cannot do this: it runs one backward over all
 workers, so the backward could not begin before all forwards have ended, and the graphs of all
-micro-batches would be kept until then. At the end of the batch the gradients of the parameters are
-put into the distributed autograd context, where DistributedOptimizer finds them.
+micro-batches would be kept until then. With a distributed autograd context the gradients of the
+parameters are put there at the end of the batch, without one they are in .grad.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +25,12 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext.sharding import tensors
+from torch_rpc_ext.sharding import autocast, device_maps, tensors
 from torch_rpc_ext.sharding.failures import Failure
-from torch_rpc_ext.sharding.gradients import enter, into_context
-from torch_rpc_ext.sharding.job import Job, Result, Route, StageStats
+from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
+from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
-from torch_rpc_ext.sharding.stage import Stage
+from torch_rpc_ext.sharding.stage import Resident, Stage
 
 __all__ = ["StageRunner", "create", "find", "leave", "run", "runner_name", "stop"]
 
@@ -56,13 +58,14 @@ class _Batch:
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
     loss: torch.Tensor | None = None
+    results: list[Any] = field(default_factory=list)
     held: dict[int, _Held] = field(default_factory=dict)
     peak: int = 0
     compute_s: float = 0.0
     sent: list[tuple[int, Any]] = field(default_factory=list)
 
 
-class StageRunner:
+class StageRunner(Resident):
     """One stage of one pipeline.
 
     Owns: the mailbox. Thread: run() in one thread at a time; the mailbox from any.
@@ -73,15 +76,19 @@ class StageRunner:
         self._stage, self._route = stage, route
         self._first = stage.index == 0
         self._last = stage.index == len(route.workers) - 1
+        self._here = route.workers[stage.index]
+        neighbours = route.workers[max(stage.index - 1, 0) : stage.index + 2]
+        self._mapped = {worker: set(device_maps.mapped(worker)) for worker in neighbours}
         self._busy = threading.Lock()
         self.mailbox = Mailbox()
         _RUNNERS[runner_name(route.name, stage.index)] = self
 
     def run(self, job: Job) -> Result | Failure:
-        """Do the steps of a batch and put the gradients into the context. Raises nothing.
+        """Do the steps of a batch and put the gradients where they belong. Raises nothing.
 
         Returns:
-            (loss, statistics); the loss is None on all stages but the last. Or a Failure.
+            What the task asks for, which is None on all stages but the last, and statistics. Or a
+            Failure.
         """
         if not self._busy.acquire(blocking=False):
             return self._failure("raised", RuntimeError("it is still busy with an earlier batch"))
@@ -126,7 +133,8 @@ class StageRunner:
                     f"{reason}; it was at work on the {step.kind} of micro-batch {step.micro_batch}"
                 )
         self._check_sent(batch, wait=True)
-        into_context(job.context, batch.parameters, batch.gradients)
+        if isinstance(job.task, Training) and job.task.context is not None:
+            into_context(job.task.context, batch.parameters, batch.gradients)
         stats = StageStats(
             self._stage.index,
             self._stage.place.worker,
@@ -134,14 +142,27 @@ class StageRunner:
             batch.compute_s,
             time.perf_counter() - begin,
         )
-        return tensors.for_the_wire(batch.loss), stats
+        wants_loss = isinstance(job.task, Training) or job.task.wants_loss
+        result = batch.loss if wants_loss or not self._last else batch.results
+        return tensors.detached(result), stats
 
     def _forward(self, batch: _Batch, index: int) -> None:
         if self._first:
             given, wanted = batch.inputs[index], None
         else:
             given, wanted = self._take(batch, "forward", index)
-        begin = time.perf_counter()
+        with self._at_work(batch), autocast.entered(batch.job.autocast, self._stage.device):
+            if isinstance(batch.job.task, Training):
+                made, flags = self._recorded(batch, batch.job.task, index, given, wanted)
+            else:
+                made, flags = self._unrecorded(batch, batch.job.task, index, given), None
+        if not self._last:
+            self._send(batch, self._stage.index + 1, ("forward", index), (made, flags))
+
+    def _recorded(
+        self, batch: _Batch, task: Training, index: int, given: Any, wanted: list[bool] | None
+    ) -> tuple[Any, list[bool]]:
+        """Run forward with autograd; return the output, and which of its leaves want gradients."""
         leaves, form = pytree.tree_flatten(tensors.moved(given, self._stage.device))
         wanted = wanted or [False] * len(leaves)
         inputs = [
@@ -153,7 +174,8 @@ class StageRunner:
         ]
         made = self._stage.forward(pytree.tree_unflatten(values, form))
         if self._last:
-            made = self._weighted_loss(batch, index, made)
+            loss = self._weighted_loss(batch, index, made)
+            made = loss if loss is None or task.scale == 1 else loss * task.scale
         outputs = pytree.tree_leaves(made)
         flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs]
         batch.held[index] = _Held(
@@ -161,19 +183,32 @@ class StageRunner:
             [leaf for leaf, need in zip(outputs, flags, strict=True) if need],
         )
         batch.peak = max(batch.peak, len(batch.held))
-        batch.compute_s += time.perf_counter() - begin
-        if not self._last:
-            self._send(
-                batch, self._stage.index + 1, ("forward", index), (tensors.detached(made), flags)
-            )
+        return made, flags
 
-    def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor:
-        assert self._route.loss is not None, "the last stage has it"
-        loss = self._route.loss(made, tensors.moved(batch.targets[index], self._stage.device))
+    def _unrecorded(self, batch: _Batch, task: Evaluation, index: int, given: Any) -> Any:
+        """Run forward without autograd; return the output."""
+        with torch.no_grad():
+            made = self._stage.forward(given)
+            if self._last and task.wants_loss:
+                self._weighted_loss(batch, index, made)
+            elif self._last and task.metric is not None:
+                target = tensors.moved(batch.targets[index], self._stage.device)
+                batch.results.append(tensors.detached(task.metric(made, target)))
+            elif self._last:
+                batch.results.append(tensors.detached(made))
+        return made
+
+    def _weighted_loss(self, batch: _Batch, index: int, made: Any) -> torch.Tensor | None:
+        """Return the weighted loss of a micro-batch, and add it up; None if it does not count."""
+        assert self._route.loss_fn is not None, "the last stage has it"
+        weight = batch.job.weights[index]
+        if weight == 0:
+            return None  # a mean over nothing is NaN, also times 0
+        loss = self._route.loss_fn(made, tensors.moved(batch.targets[index], self._stage.device))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"loss must return one number in a tensor, it returned {what}")
-        loss = loss.reshape(()) * batch.job.weights[index]
+            raise ValueError(f"loss_fn must return one number in a tensor, it returned {what}")
+        loss = loss.reshape(()) * weight
         value = loss.detach()
         batch.loss = value if batch.loss is None else batch.loss + value
         return loss
@@ -183,12 +218,10 @@ class StageRunner:
             gradients: list[torch.Tensor | None] = [None] * len(batch.held[index].outputs)
         else:
             gradients = self._take(batch, "backward", index)
-        begin = time.perf_counter()
-        held = batch.held.pop(index)
-        found = self._gradients(batch, held, gradients)
-        batch.compute_s += time.perf_counter() - begin
+        with self._at_work(batch):
+            found = self._gradients(batch, batch.held.pop(index), gradients)
         if not self._first:
-            self._send(batch, self._stage.index - 1, ("backward", index), tensors.detached(found))
+            self._send(batch, self._stage.index - 1, ("backward", index), found)
 
     def _gradients(
         self, batch: _Batch, held: _Held, gradients: list[torch.Tensor | None]
@@ -199,16 +232,30 @@ class StageRunner:
             for output, gradient in zip(held.outputs, gradients, strict=True)
             if gradient is not None or self._last
         ]
-        wanted: list[torch.Tensor] = [*held.inputs, *batch.parameters]
-        if not pairs or not wanted:
-            return [None] * len(held.inputs)
-        outputs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-        count = len(held.inputs)
-        for place, gradient in enumerate(found[count:]):
-            if gradient is not None:
-                batch.gradients[place] = _sum(batch.gradients[place], gradient)
-        return list(found[:count])
+        if pairs:
+            outputs, given = zip(*pairs, strict=True)
+            assert isinstance(batch.job.task, Training), "an evaluation has no backward"
+            if batch.job.task.context is None:
+                torch.autograd.backward(outputs, given)
+            else:
+                with self._stage.grads, collected_in(batch.gradients, batch.parameters):
+                    torch.autograd.backward(outputs, given)
+        return [own.grad for own in held.inputs]
+
+    @contextlib.contextmanager
+    def _at_work(self, batch: _Batch) -> Iterator[None]:
+        """Wait until no other stage of this worker computes; within the block this one does."""
+        with self._stage.turn(lambda: self._check_stopped(batch)):
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                batch.compute_s += time.perf_counter() - begin
+
+    def _check_stopped(self, batch: _Batch) -> None:
+        reason = self.mailbox.stopped(batch.job.batch)
+        if reason is not None:
+            raise StoppedError(reason)
 
     def _take(self, batch: _Batch, kind: str, index: int) -> Any:
         return self.mailbox.take(batch.job.batch, (kind, index), self._route.patience)
@@ -217,7 +264,12 @@ class StageRunner:
         worker = self._route.workers[neighbour]
         name = runner_name(self._route.name, neighbour)
         try:
-            future = rpc.rpc_async(worker, leave, args=(name, batch.job.batch, key, value))
+            if worker == self._here:
+                # A copy, as on the way to another worker: its first layer may change it in place.
+                leave(name, batch.job.batch, key, tensors.copied(value))
+                return
+            sent = tensors.detached(value, self._mapped[worker])
+            future = rpc.rpc_async(worker, leave, args=(name, batch.job.batch, key, sent))
         except Exception as error:
             raise _NeighbourLostError(neighbour, error) from error
         batch.sent.append((neighbour, future))
@@ -283,11 +335,6 @@ class _NeighbourLostError(Exception):
 
 class _AtWorkError(Exception):
     """The batch was given up while the stage was at work on it."""
-
-
-def _sum(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    # Not in place: the tensor may also be on its way to a neighbour, as another gradient.
-    return gradient if total is None else total + gradient
 
 
 def runner_name(name: str, stage: int) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "gpipe", "one_forward_one_backward"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "forward_only", "gpipe", "one_forward_one_backward"]
 
 Schedule = Literal["gpipe", "1f1b"]
 
@@ -33,6 +33,11 @@ def gpipe(stage: int, stages: int, count: int) -> list[Action]:
 def one_forward_one_backward(stage: int, stages: int, count: int) -> list[Action]:
     """Return the steps of a stage under 1F1B."""
     return _interleaved(stages - stage - 1, count)
+
+
+def forward_only(count: int) -> list[Action]:
+    """Return the steps of each stage in an evaluation."""
+    return [Action("forward", index) for index in range(count)]
 
 
 def _interleaved(ahead: int, count: int) -> list[Action]:

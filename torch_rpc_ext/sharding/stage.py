@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, cutting, tensors
+from torch_rpc_ext.sharding import autocast, checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
+from torch_rpc_ext.sharding.random_numbers import RandomNumbers
 
-__all__ = ["Spec", "Stage", "call", "create", "forward", "part_of"]
+__all__ = ["Request", "Resident", "Saved", "Spec", "Stage", "call", "create", "forward", "part_of"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -29,34 +32,114 @@ class Spec:
         place: worker and device of the stage.
         module: holds the submodules of the stage under their names in the whole module.
         names: of these submodules, in the order in which they run.
+        before: name of the worker of the stage before; None for the first.
+        seed: of the stage's random numbers.
     """
 
     index: int
     place: Place
     module: nn.Module
     names: list[str]
+    before: str | None
+    seed: int
 
 
-class Stage:
+class Resident:
+    """An object that never leaves its worker, where RRefs refer to it."""
+
+    def __reduce__(self) -> Any:
+        # Torch pickles the value of an RRef to find its tensors, and refuses those on devices that
+        # the options do not name. So the pickle has none.
+        return _refuse, (type(self).__name__,)
+
+
+class Saved(Resident):
+    """Something of a stage that has a part in checkpoints; see checkpoint.py."""
+
+    def __init__(self) -> None:
+        self._writer: checkpoint.Writer | None = None
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return what is saved, by its name in the checkpoint."""
+        raise NotImplementedError
+
+    def plan_checkpoint(self, path: str, key: str) -> Any:
+        """First half of saving: return the plan of what would be written.
+
+        Args:
+            path: of the checkpoint.
+            key: that is put before the names, with a dot; empty for none.
+        """
+        self._writer = checkpoint.Writer(path)
+        return self._writer.plan(_under(key, self.checkpoint_state()))
+
+    def write_checkpoint(self, plan: Any) -> Any:
+        """Second half of saving: write what the plan says; return DCP's results of writing."""
+        assert self._writer is not None, "plan_checkpoint() comes first"
+        writer, self._writer = self._writer, None
+        return writer.write(plan)
+
+
+class Stage(Saved):
     """The submodules of a stage on their device.
 
-    Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it.
+    Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it; in training
+    mode one thread at a time, together with the other stages of this worker.
     """
 
     def __init__(self, spec: Spec) -> None:
+        super().__init__()
         self.index, self.place, self.names = spec.index, spec.place, spec.names
         self.device = spec.place.device
         self.module = spec.module.to(self.device)
-        self.saving: checkpoint.StageWriter | None = None
+        self._random = RandomNumbers(self.device, spec.seed)
+        #: Held by who puts other gradients into .grad for a while.
+        self.grads = threading.Lock()
+        self._is_checked = False
+
+    @contextlib.contextmanager
+    def turn(self, check: Callable[[], None] | None = None) -> Iterator[None]:
+        """Compute within the block, forward or backward; in training mode with the stage's own
+        random numbers.
+
+        Args:
+            check: called again and again while another stage of this worker computes; may raise.
+        """
+        if any(part.training for part in self.module.modules()):
+            with self._random.turn(check):
+                yield
+        else:  # nothing is drawn, so that many threads can compute at once
+            yield
 
     def forward(self, value: Any) -> Any:
         """Run the submodules on a value whose tensors may be on any device."""
         moved = tensors.moved(value, self.device)
         return cutting.run_chain(self.module, self.names, moved)
 
+    def forward_for_autograd(self, value: Any) -> Any:
+        """As forward(), for a backward of distributed autograd.
+
+        Raises:
+            RuntimeError: a layer computes its activations again in a way that loses gradients.
+        """
+        made = self.forward(value)
+        # Walking the graph takes time, and layers do the same each time in one mode.
+        if not self._is_checked and gradients.has_reentrant_checkpoint(tensors.leaves(made)):
+            raise RuntimeError(
+                "a layer calls torch.utils.checkpoint.checkpoint() with use_reentrant=True, whose "
+                "gradients do not come to a distributed autograd context: pass "
+                "use_reentrant=False, or use a Pipeline"
+            )
+        self._is_checked = True
+        return made
+
     def parameters(self) -> list[Any]:
         """Return an RRef of each parameter."""
         return [rpc.RRef(parameter) for parameter in self.module.parameters()]
+
+    def describe_parameters(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Return name, shape and dtype of each parameter."""
+        return [(name, one.shape, one.dtype) for name, one in self.module.named_parameters()]
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state, with the names of the whole module, on the CPU."""
@@ -76,6 +159,7 @@ class Stage:
     def train(self, mode: bool) -> None:
         """As nn.Module.train."""
         self.module.train(mode)
+        self._is_checked = False
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As nn.Module.zero_grad."""
@@ -85,88 +169,149 @@ class Stage:
         """As nn.Module.requires_grad_."""
         self.module.requires_grad_(requires_grad)
 
-    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As nn.Module.to; a device is a device of this worker."""
+    def to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """As nn.Module.to; a device is a device of this worker. Returns the stage's device."""
         self.module.to(*args, **kwargs)
         self.device = str(torch.empty(0, device=self.device).to(*args, **kwargs).device)
+        self._random.move(self.device)
+        return self.device
 
-    def plan_checkpoint(self, path: str) -> Any:
-        """First half of saving: return the plan of what this stage would write."""
-        self.saving = checkpoint.StageWriter(path)
-        return self.saving.plan(self.module.state_dict())
+    def gradient_norms(
+        self, context: int | None, norm_type: float
+    ) -> tuple[list[str], torch.Tensor]:
+        """Return the names of the parameters that have a gradient, and the norm of each."""
+        parameters = dict(self.module.named_parameters())
+        found = gradients.find(list(parameters.values()), context)
+        known = [name for name, one in zip(parameters, found, strict=True) if one is not None]
+        return known, gradients.norms(found, norm_type)
 
-    def write_checkpoint(self, plan: Any) -> Any:
-        """Second half of saving: write what the plan says; return DCP's results of writing."""
-        assert self.saving is not None, "plan_checkpoint() comes first"
-        writer, self.saving = self.saving, None
-        return writer.write(plan)
+    def scale_gradients(self, context: int | None, factor: torch.Tensor) -> None:
+        """Multiply all gradients by a number, shape (), in place."""
+        for gradient in gradients.find(list(self.module.parameters()), context):
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.device))
 
-    def read_checkpoint(self, path: str) -> None:
+    def manual_seed(self, seed: int) -> None:
+        """Begin the stage's random numbers anew."""
+        self._random.manual_seed(seed)
+
+    def get_rng_state(self) -> dict[str, torch.Tensor]:
+        """Return the state of the stage's random numbers, by device type."""
+        return self._random.get()
+
+    def set_rng_state(self, states: dict[str, torch.Tensor]) -> None:
+        """Take what get_rng_state() has returned."""
+        self._random.set(states)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the state of the submodules."""
+        return dict(self.module.state_dict())
+
+    def read_checkpoint(self, path: str, key: str) -> None:
         """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
-        checkpoint.read(path, state)
+        checkpoint.read(path, _under(key, state))
         self.module.load_state_dict(state)
 
 
 def create(spec: Spec) -> Any:
-    """Return an RRef of a new stage on this worker, or a Failure."""
+    """Make a stage on this worker.
+
+    Returns:
+        An RRef of the stage, and the devices of the stage before whose tensors this worker can
+        fetch without the CPU. Or a Failure.
+    """
     try:
-        return rpc.RRef(Stage(spec))
+        own = rpc.RRef(Stage(spec))
+        return own, device_maps.arriving(spec.before) if spec.before else []
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(spec.index, spec.place.worker, "raised", error)
 
 
-def call(stage: Any, method: str, *args: Any) -> Any:
-    """Return what a method of the stage returns, or a Failure.
+def call(target: Any, method: str, *args: Any) -> Any:
+    """Return what a method of an object returns, or a Failure.
 
     Args:
-        stage: RRef of the stage, owned by this worker.
-        method: name of a method of Stage.
+        target: RRef of a Stage, or of another object with `index` and `place`, owned by this
+            worker.
+        method: its name.
         *args: for the method.
     """
-    own: Stage = stage.local_value()
+    own: Any = target.local_value()
     try:
         return getattr(own, method)(*args)
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
 
 
-def forward(stage: Any, given: Any, with_grad: bool, timeout: float) -> Any:
+@dataclass(frozen=True)
+class Request:
+    """How a stage runs forward for the caller.
+
+    Attributes:
+        with_grad: whether the caller records gradients.
+        autocast: the caller's.
+        direct: devices whose tensors stay there, for the next stage.
+        timeout: for fetching the value, s; 0 for none.
+    """
+
+    with_grad: bool
+    autocast: tuple[autocast.Autocast, ...]
+    direct: Sequence[str]
+    timeout: float
+
+
+def forward(stage: Any, given: Any, request: Request) -> Any:
     """Run the stage; for rpc.remote(), so that the next stage fetches the result from here.
 
     Args:
         stage: RRef of the stage, owned by this worker.
         given: the value, or an RRef of what the stage before has returned.
-        with_grad: whether the caller records gradients.
-        timeout: for fetching the value, s; 0 for none.
+        request: how.
 
     Returns:
-        What the submodules return, tensors on the CPU, or a Failure.
+        What the submodules return, or a Failure.
     """
     own: Stage = stage.local_value()
     if isinstance(given, rpc.PyRRef):
         try:
-            given = given.to_here(timeout)
+            given = given.to_here(request.timeout)
         except Exception as error:  # noqa: BLE001  the caller raises it
             return Failure.of(own.index - 1, given.owner_name(), "lost", error)
     if isinstance(given, Failure):
         return given
     try:
-        with torch.set_grad_enabled(with_grad):
-            return tensors.for_the_wire(own.forward(given))
+        with torch.set_grad_enabled(request.with_grad):
+            with own.turn(), autocast.entered(request.autocast, own.device):
+                made = own.forward_for_autograd(given) if request.with_grad else own.forward(given)
+            return tensors.for_the_wire(made, {torch.device(one) for one in request.direct})
     except Exception as error:  # noqa: BLE001  the caller raises it
         return Failure.of(own.index, own.place.worker, "raised", error)
 
 
 def part_of(module: nn.Module, names: Sequence[str]) -> nn.Module:
     """Return a module that holds the named submodules, not copied, under the same names."""
-    part = nn.Module()
+    part = _container(module)
     for name in names:
         *path, last = name.split(".")
         at = part
         for step in path:
             if not hasattr(at, step):
-                at.add_module(step, nn.Module())
+                at.add_module(step, _container(module))
             at = at.get_submodule(step)
         at.add_module(last, module.get_submodule(name))
     return part
+
+
+def _container(module: nn.Module) -> nn.Module:
+    made = nn.Module()
+    made.training = module.training  # or a part of a module in evaluation mode would seem to train
+    return made
+
+
+def _under(key: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {key: state} if key else state
+
+
+def _refuse(name: str) -> Any:
+    raise TypeError(f"a {name} stays on its worker; send its RRef")

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["batch_size", "detached", "for_the_wire", "micro_batches", "moved"]
+__all__ = [
+    "batch_size",
+    "copied",
+    "detached",
+    "devices",
+    "for_the_wire",
+    "joined",
+    "leaves",
+    "micro_batches",
+    "moved",
+]
 
 
 def moved(value: Any, device: str) -> Any:
@@ -15,14 +26,39 @@ def moved(value: Any, device: str) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def for_the_wire(value: Any) -> Any:
-    """Return the value with its tensors on the CPU, where every back end can send them."""
-    return moved(value, "cpu")
+def for_the_wire(value: Any, stay: Collection[torch.device] = ()) -> Any:
+    """Return the value as it is sent.
+
+    Args:
+        value: holds tensors on any device.
+        stay: devices that the connection carries; all other tensors go to the CPU, where every
+            back end can send them.
+    """
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor if tensor.device in stay else tensor.cpu(), value
+    )
 
 
-def detached(value: Any) -> Any:
-    """Return the value with its tensors on the CPU and without their history."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+def detached(value: Any, stay: Collection[torch.device] = ()) -> Any:
+    """As for_the_wire(), and the tensors have no history."""
+    return for_the_wire(
+        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value), stay
+    )
+
+
+def copied(value: Any) -> Any:
+    """Return the value with copies of its tensors, on their devices, without their history."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def devices(value: Any) -> set[torch.device]:
+    """Return the devices of the tensors, without the CPU."""
+    return {leaf.device for leaf in leaves(value) if leaf.device.type != "cpu"}
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def micro_batches(value: Any, count: int) -> list[Any]:
@@ -31,12 +67,37 @@ def micro_batches(value: Any, count: int) -> list[Any]:
     The first views hold one row more where the rows cannot be divided evenly. Values that are no
     tensors are in all views.
     """
-    leaves, form = pytree.tree_flatten(value)
+    flat, form = pytree.tree_flatten(value)
     pieces = [
         leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) else [leaf] * count
-        for leaf in leaves
+        for leaf in flat
     ]
     return [pytree.tree_unflatten(list(one), form) for one in zip(*pieces, strict=True)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as those of the batch: tensors put together along
+    dimension 0; of values that are no tensors the first.
+
+    Raises:
+        ValueError: the parts differ in their structure, or hold tensors without a dimension.
+    """
+    flat = [pytree.tree_flatten(part) for part in parts]
+    forms = [form for _, form in flat]
+    if any(form != forms[0] for form in forms):
+        raise ValueError(f"the outputs of micro-batches differ: {forms[0]} and others")
+    whole = []
+    for column in zip(*(values for values, _ in flat), strict=True):
+        if not isinstance(column[0], torch.Tensor):
+            whole.append(column[0])
+        elif column[0].dim() == 0:
+            raise ValueError(
+                "an output is one number for each micro-batch, which nobody can put together: "
+                "compute it by evaluate(..., metric=)"
+            )
+        else:
+            whole.append(torch.cat(column))
+    return pytree.tree_unflatten(whole, forms[0])
 
 
 def batch_size(value: Any, name: str) -> int:
@@ -45,7 +106,7 @@ def batch_size(value: Any, name: str) -> int:
     Raises:
         ValueError: lengths differ, or there is no tensor with a batch; the text names the argument.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = leaves(value)
     if not tensors or any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(f"{name} must hold tensors with a batch dimension, got {type(value)}")
     sizes = {tensor.shape[0] for tensor in tensors}

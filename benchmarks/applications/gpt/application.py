@@ -27,12 +27,13 @@ run with others is a failure, not a figure. Memory is what the resident size of 
 grows by at most, from before it has its layers: parameters, gradients, AdamW's moments, activations
 and buffers.
 
-The long run has a schedule of the learning rate, gradients clipped by their norm over all stages,
-blocks in bfloat16 by autocast whose activations are computed again, evaluation, and a checkpoint
-with the optimizer's state. It is done twice: without a break, and with the last stage's process
-killed; a new one comes back, and the training is resumed from the checkpoint. All losses have to be
-those of the unbroken run, bit for bit. TENSORPIPE is not in it: there a process that died does not
-come back.
+The long run has all that such a training has, by `ShardedModule`, `Pipeline` and
+`ShardedOptimizer`: a scheduler of torch's for the learning rate, gradients clipped by their norm
+over all stages, bfloat16 by the driver's autocast, blocks whose activations are computed again,
+evaluation over the pipeline, and a checkpoint of model, optimizer and scheduler. It is done twice:
+without a break, and with the last stage's process killed; a new one comes back, and the training is
+resumed from the checkpoint. All losses have to be those of the unbroken run, bit for bit.
+TENSORPIPE is not in it: there a process that died does not come back.
 
 What differs from the paper: the paper's stages are GPUs, its model is larger, and its figures are
 those of a whole run, forward and backward: 538 + 798 s without and about 40 + 107 s with a
@@ -50,7 +51,7 @@ class Gpt(Application):
         "tokens": Metric("tokens per second", "1/s"),
         "step": Metric("a step"),
         "memory": Metric("memory of the stage that takes most", "B"),
-        "memory_all": Metric("memory of all stages", "B"),
+        "memory_each": Metric("memory of each stage", "B", is_list=True),
         "held": Metric("micro-batches held, first stage", ""),
         "loss": Metric("loss at the end, nats", "", is_spread=True),
         "before": Metric("loss of text held out, before", "", is_spread=True),
@@ -76,7 +77,7 @@ class Gpt(Application):
         assert isinstance(job, GptJob)
         if job.killed:
             return ("tokens", "loss", "before", "after", "save", "noticed", "back")
-        return ("tokens", "step", "memory", "memory_all", "held", "loss")
+        return ("tokens", "step", "memory", "memory_each", "held", "loss")
 
     def paper(self, job: Job, metric: str) -> str:
         assert isinstance(job, GptJob)

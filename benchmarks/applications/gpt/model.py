@@ -2,15 +2,17 @@
 
 A driver has the data and the loop. The layers are on stages, each a process. A step is a batch
 forward and backward, and a step of AdamW by the gradients, which are clipped by the norm over all
-stages.
+stages. In the long run torch's scheduler changes the learning rate, and layers compute in bfloat16
+by autocast.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.applications.gpt import text
@@ -42,7 +45,7 @@ class GptJob(Job):
         width, blocks, heads: of the model.
         rate: of learning, at most.
         clip: norm of the gradients, at most.
-        bfloat16: whether blocks compute in bfloat16, by autocast.
+        bfloat16: whether layers compute in bfloat16, by the driver's autocast.
         recompute: whether a block's activations are computed again for the backward.
         saved, killed: in a long run the steps before which a checkpoint is written, and the last
             stage's process is killed; 0 and 0 in others.
@@ -97,8 +100,7 @@ class Block(nn.Module):
 
     def __init__(self, job: GptJob) -> None:
         super().__init__()
-        width, self.heads = job.width, job.heads
-        self.bfloat16, self.recompute = job.bfloat16, job.recompute
+        width, self.heads, self.recompute = job.width, job.heads, job.recompute
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -113,14 +115,12 @@ class Block(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        # The caller's autocast does not reach the stages, so it stands here.
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
-            parts = self.qkv(self.norm1(x)).chunk(3, -1)
-            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-            attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(attended.transpose(1, 2).flatten(2))
-            made: Tensor = x + self.mlp(self.norm2(x))
-        return made.float()
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        made: Tensor = x + self.mlp(self.norm2(x))
+        return made
 
 
 def gpt(job: GptJob) -> nn.Sequential:
@@ -139,72 +139,57 @@ def part(job: GptJob, stage: int) -> nn.Sequential:
 
 def token_loss(scores: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross-entropy of a symbol, in nats."""
-    return functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+    return functional.cross_entropy(scores.float().flatten(0, 1), target.flatten())
 
 
-class Optimizer:
-    """AdamW of one stage."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], job: GptJob) -> None:
-        self.parameters = list(parameters)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=job.rate)
-
-    def squares(self, gradients: Mapping[Tensor, Tensor]) -> float:
-        """Return the sum of the gradients' squares."""
-        return sum(float(gradients[one].double().square().sum()) for one in self.parameters)
-
-    def step(self, gradients: Mapping[Tensor, Tensor], rate: float, scale: float) -> None:
-        """Step by the gradients times a scale."""
-        for parameter in self.parameters:
-            parameter.grad = gradients[parameter] * scale
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def save(self, path: str) -> None:
-        """Write moments and numbers of steps."""
-        torch.save(self.optimizer.state_dict(), path)
-
-    def load(self, path: str) -> None:
-        """Take what save() has written."""
-        self.optimizer.load_state_dict(torch.load(path))
+def autocast(job: GptJob) -> torch.autocast:
+    """Return the block for forward and loss."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=job.bfloat16)
 
 
-def scale(squares: Sequence[float], job: GptJob) -> float:
-    """Return what to multiply gradients with, given the sum of squares of each stage."""
-    return min(1.0, job.clip / (math.sqrt(sum(squares)) + 1e-6))
+def optimizer(parameters: Iterable[nn.Parameter], job: GptJob) -> torch.optim.Optimizer:
+    """Return the optimizer of some parameters of this process."""
+    return torch.optim.AdamW(parameters, lr=job.rate)
 
 
-def rate(job: GptJob, step: int) -> float:
-    """Return the rate of learning: up for a tenth of the steps, then down as a cosine to a tenth.
+def scheduler(optimizer: torch.optim.Optimizer, job: GptJob) -> LambdaLR:
+    """Return torch's scheduler of the learning rate."""
+    return LambdaLR(optimizer, functools.partial(_factor, job))
+
+
+def _factor(job: GptJob, step: int) -> float:
+    """Return the part of the learning rate that counts: up for a tenth of the steps, then down as a
+    cosine to a tenth.
 
     Without a checkpoint in the middle, as in runs of few steps, it stays as it is.
     """
     if not job.saved:
-        return job.rate
+        return 1.0
     warm = max(job.steps // 10, 1)
     if step < warm:
-        return job.rate * (step + 1) / warm
+        return (step + 1) / warm
     progress = (step - warm) / max(job.steps - warm, 1)
-    return job.rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
 class Driver(Protocol):
-    """The model, wherever it is."""
+    """The model, wherever it is, with its optimizer."""
 
-    def step(self, inputs: Tensor, target: Tensor, rate: float) -> float:
+    def step(self, inputs: Tensor, target: Tensor) -> float:
         """Do a step; returns the loss before it."""
         ...
 
-    def scores(self, inputs: Tensor) -> Tensor:
-        """Return what the model says, without gradients."""
+    def evaluate(self, inputs: Tensor, target: Tensor) -> float:
+        """Return the loss, without gradients."""
         ...
 
 
 class LongDriver(Driver, Protocol):
     """A model that can be saved, and that loses a process."""
 
-    def save(self, folder: str) -> None: ...
+    def save(self, folder: str) -> None:
+        """Write the state of model, optimizer and scheduler."""
+        ...
 
     def load(self, folder: str) -> None: ...
 
@@ -218,32 +203,23 @@ class Local:
 
     def __init__(self, job: GptJob) -> None:
         self.job, self.model = job, gpt(job)
-        layers, begin = list(self.model), 0
-        self.optimizers = []  # as on the stages, so that squares are added in the same order
-        for count in job.partition:
-            stage = nn.Sequential(*layers[begin : begin + count])
-            self.optimizers.append(Optimizer(list(stage.parameters()), job))
-            begin += count
+        self.optimizer = optimizer(self.model.parameters(), job)
+        self.scheduler = scheduler(self.optimizer, job)
 
-    def step(self, inputs: Tensor, target: Tensor, rate: float) -> float:
+    def step(self, inputs: Tensor, target: Tensor) -> float:
         """As Driver's; the micro-batches come one after another."""
+        self.optimizer.zero_grad()
         total = torch.zeros(())
         pieces = (tensor.tensor_split(self.job.parts) for tensor in (inputs, target))
         for some, wanted in zip(*pieces, strict=True):
-            loss = token_loss(self.model(some), wanted) * (len(some) / len(inputs))
+            with autocast(self.job):
+                loss = token_loss(self.model(some), wanted) * (len(some) / len(inputs))
             loss.backward()
             total += loss.detach()
-        found = {one: one.grad for one in self.model.parameters() if one.grad is not None}
-        factor = scale([one.squares(found) for one in self.optimizers], self.job)
-        for one in self.optimizers:
-            one.step(found, rate, factor)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip)
+        self.optimizer.step()
+        self.scheduler.step()
         return total.item()
-
-    def scores(self, inputs: Tensor) -> Tensor:
-        """As Driver's."""
-        with torch.no_grad():
-            made: Tensor = self.model(inputs)
-        return made
 
 
 def train(driver: Driver, job: GptJob) -> Figures:
@@ -255,7 +231,7 @@ def train(driver: Driver, job: GptJob) -> Figures:
     seconds, losses = [], []
     for step in range(_WARM + job.steps):
         begin = time.perf_counter()
-        losses.append(driver.step(*_batch(job, step), rate(job, step)))
+        losses.append(driver.step(*_batch(job, step)))
         seconds.append(time.perf_counter() - begin)
     check(losses, job, exactly=True)
     return figures(seconds, losses, job)
@@ -281,7 +257,7 @@ def check(losses: Sequence[float], job: GptJob, *, exactly: bool) -> None:
     """
     local = Local(job)
     for step, found in zip(range(job.checked), losses, strict=False):
-        wanted = local.step(*_batch(job, step), rate(job, step))
+        wanted = local.step(*_batch(job, step))
         if not math.isclose(found, wanted, rel_tol=0.0 if exactly else _CLOSE):
             raise RuntimeError(f"step {step} has loss {found!r}, in one process {wanted!r}")
 
@@ -295,7 +271,7 @@ def evaluate(driver: Driver, job: GptJob) -> float:
     """Return the loss of text held out."""
     _, held_out = text.load()
     pieces = [text.batch(held_out, job.batch, job.length, seed) for seed in range(_EVALUATED)]
-    losses = [token_loss(driver.scores(inputs), target).item() for inputs, target in pieces]
+    losses = [driver.evaluate(inputs, target) for inputs, target in pieces]
     return sum(losses) / len(losses)
 
 
@@ -381,7 +357,7 @@ def _batch(job: GptJob, step: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(driver: Driver, job: GptJob, begin: int, end: int) -> list[float]:
-    return [driver.step(*_batch(job, step), rate(job, step)) for step in range(begin, end)]
+    return [driver.step(*_batch(job, step)) for step in range(begin, end)]
 
 
 def _status(name: str) -> int:

@@ -5,6 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import pipelining
 
 from benchmarks.applications.gpt import model
@@ -23,16 +24,21 @@ def run(rank: int, job: model.GptJob, backend: str) -> model.Figures | None:
     layers = model.part(job, rank - 1)
     stage = pipelining.PipelineStage(layers, rank - 1, job.stages, torch.device("cpu"))
     schedule = SCHEDULES[job.schedule](stage, job.micro_batches, loss_fn=model.token_loss)
-    optimizer = model.Optimizer(list(layers.parameters()), job)
+    parameters = list(layers.parameters())
+    optimizer = model.optimizer(parameters, job)
+    scheduler = model.scheduler(optimizer, job)
     seconds, losses = [], []
-    for step, (inputs, target) in enumerate(model.batches(job)):
+    for inputs, target in model.batches(job):
         begin, parts = time.perf_counter(), []
         given = (inputs,) if rank == 1 else ()
-        schedule.step(*given, **({"target": target, "losses": parts} if last else {}))
-        gradients = {one: one.grad for one in layers.parameters()}
-        squares = torch.tensor(optimizer.squares(gradients), dtype=torch.float64)
+        optimizer.zero_grad()
+        with model.autocast(job):
+            schedule.step(*given, **({"target": target, "losses": parts} if last else {}))
+        squares = nn.utils.get_total_norm([one.grad for one in parameters]).square()
         dist.all_reduce(squares)
-        optimizer.step(gradients, model.rate(job, step), model.scale([squares.item()], job))
+        nn.utils.clip_grads_with_norm_(parameters, job.clip, squares.sqrt())
+        optimizer.step()
+        scheduler.step()
         dist.barrier()  # a step ends when all stages have ended it, as with a driver
         seconds.append(time.perf_counter() - begin)
         losses.append(torch.stack(parts).mean().item() if last else 0.0)
@@ -42,4 +48,4 @@ def run(rank: int, job: model.GptJob, backend: str) -> model.Figures | None:
     if not last:
         return None
     model.check(losses, job, exactly=False)
-    return {**model.figures(seconds, losses, job), "memory": [max(most)], "memory_all": [sum(most)]}
+    return {**model.figures(seconds, losses, job), "memory": [max(most)], "memory_each": most}

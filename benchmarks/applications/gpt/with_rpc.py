@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
@@ -46,83 +47,63 @@ def run_long(rank: int, job: model.GptJob) -> model.Figures | None:
     return figures
 
 
-class Part:
-    """What a stage has besides its layers."""
-
-    def __init__(self, parameters: list[rpc.RRef], job: model.GptJob, memory: rpc.RRef) -> None:
-        own = [parameter.local_value() for parameter in parameters]
-        self.optimizer, self.memory = model.Optimizer(own, job), memory.local_value()
-
-    def squares(self, context: int) -> float:
-        return self.optimizer.squares(dist_autograd.get_gradients(context))
-
-    def step(self, context: int, rate: float, scale: float) -> None:
-        self.optimizer.step(dist_autograd.get_gradients(context), rate, scale)
-
-    def save(self, path: str) -> None:
-        self.optimizer.save(path)
-
-    def load(self, path: str) -> None:
-        self.optimizer.load(path)
-
-    def most(self) -> int:
-        return self.memory.most()
-
-
 class Sharded:
     """The model over the other processes; a model.LongDriver."""
 
     def __init__(self, job: model.GptJob) -> None:
         workers = [f"worker{stage + 1}" for stage in range(job.stages)]
-        memories = [memory_of(worker) for worker in workers]
-        self.job = job
+        self.job, self.memories = job, [memory_of(worker) for worker in workers]
         self.model = sharding.shard(model.gpt(job), workers, partition=job.partition)
         self.pipeline = None
         if job.schedule != "plain":
             self.pipeline = sharding.Pipeline(
-                self.model, model.token_loss, micro_batches=job.parts, schedule=job.schedule
+                self.model, job.parts, model.token_loss, schedule=job.schedule, reduction="mean"
             )
-        found = self.model.remote_parameters()
-        self.parts = []
-        for worker, memory in zip(workers, memories, strict=True):
-            own = [parameter for parameter in found if parameter.owner_name() == worker]
-            self.parts.append(rpc.remote(worker, Part, (own, job, memory)))
+        self.optimizer = sharding.ShardedOptimizer(torch.optim.AdamW, self.model, lr=job.rate)
+        self.scheduler = model.scheduler(self.optimizer, job)
 
-    def step(self, inputs: Tensor, target: Tensor, rate: float) -> float:
-        with dist_autograd.context() as context:
-            if self.pipeline is not None:
+    def step(self, inputs: Tensor, target: Tensor) -> float:
+        if self.pipeline is not None:
+            self.optimizer.zero_grad()
+            with model.autocast(self.job):
                 loss = self.pipeline.forward_backward(inputs, target)
-            else:
-                loss = model.token_loss(self.model(inputs), target)
+            self.update()
+        else:
+            with dist_autograd.context() as context:
+                with model.autocast(self.job):
+                    loss = model.token_loss(self.model(inputs), target)
                 dist_autograd.backward(context, [loss])
-            squares = self.each("squares", [(context,)] * self.job.stages)
-            scale = model.scale(squares, self.job)
-            self.each("step", [(context, rate, scale)] * self.job.stages)
+                self.update()
         return loss.item()
 
-    def scores(self, inputs: Tensor) -> Tensor:
-        return self.model(inputs)
+    def update(self) -> None:
+        self.model.clip_grad_norm_(self.job.clip)
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def evaluate(self, inputs: Tensor, target: Tensor) -> float:
+        self.model.eval()
+        with model.autocast(self.job):
+            loss = self.pipeline.evaluate(inputs, target)
+        self.model.train()
+        return loss.item()
 
     def save(self, folder: str) -> None:
-        self.model.save_checkpoint(folder)
-        self.each("save", [(f"{folder}/optimizer{i}.pt",) for i in range(self.job.stages)])
+        sharding.save_checkpoint(self.state(), folder)
 
     def load(self, folder: str) -> None:
-        self.model.load_checkpoint(folder)
-        self.each("load", [(f"{folder}/optimizer{i}.pt",) for i in range(self.job.stages)])
+        sharding.load_checkpoint(self.state(), folder)
+
+    def state(self) -> dict:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def kill(self) -> None:
         rpc.rpc_async(f"worker{self.job.stages}", die)
 
     def figures(self) -> model.Figures:
-        memory = self.each("most", [()] * self.job.stages)
+        memory = [one.rpc_sync().most() for one in self.memories]
         held = [one.peak_micro_batches for one in self.pipeline.stats] if self.pipeline else [1]
-        return {"memory": [max(memory)], "memory_all": [sum(memory)], "held": [held[0]]}
-
-    def each(self, method: str, arguments: list[tuple]) -> list:
-        calls = zip(self.parts, arguments, strict=True)
-        futures = [getattr(part.rpc_async(), method)(*given) for part, given in calls]
-        return [future.wait() for future in futures]
+        return {"memory": [max(memory)], "memory_each": memory, "held": [held[0]]}
 
 
 def end() -> None:

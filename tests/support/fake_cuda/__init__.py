@@ -73,6 +73,14 @@ def install(devices: int = 2, delay: float = DELAY) -> None:
     cuda._lazy_init = cuda.init = lambda: None
     cuda.is_available = lambda: devices > 0
     cuda.device_count = lambda: devices
+    cuda.synchronize = _synchronize
+
+
+def _synchronize(device: Any = None) -> None:
+    """Wait for the current stream of a device."""
+    event = torch.Event(torch.device("cuda" if device is None else device))
+    event.record()
+    event.synchronize()
 
 
 def set_delay(seconds: float) -> None:

@@ -1,0 +1,223 @@
+"""The part of an optimizer that one stage has. This code runs on the worker of the stage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import rpc as _untyped_rpc
+
+from torch_rpc_ext.sharding import checkpoint, gradients, tensors
+from torch_rpc_ext.sharding.failures import Failure
+from torch_rpc_ext.sharding.stage import Saved, Stage
+
+__all__ = ["Group", "StageOptimizer", "create"]
+
+rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+#: Options of a parameter group, without its parameters.
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A stage's part of a parameter group.
+
+    Attributes:
+        index: of the group in the whole optimizer.
+        names: of the parameters of this stage, in the whole module.
+        options: of the group.
+    """
+
+    index: int
+    names: Sequence[str]
+    options: Options
+
+
+class StageOptimizer(Saved):
+    """An optimizer of the parameters of one stage.
+
+    Thread Safety: any thread; one call at a time.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[Group],
+        options: Options,
+    ) -> None:
+        super().__init__()
+        self.index, self.place = stage.index, stage.place
+        self._stage, self._groups = stage, groups
+        self._lock = threading.Lock()
+        known = dict(stage.module.named_parameters())
+        self._named = {name: known[name] for group in groups for name in group.names}
+        # Without parameters there is nothing to do, and torch refuses to make an optimizer.
+        self._optimizer = (
+            optimizer_class(
+                [
+                    {**group.options, "params": [known[name] for name in group.names]}
+                    for group in groups
+                ],
+                **options,
+            )
+            if groups
+            else None
+        )
+
+    def step(self, context: int | None, options: Sequence[Options]) -> None:
+        """Update the parameters.
+
+        Args:
+            context: id of the distributed autograd context that has the gradients; None for .grad.
+            options: of all groups of the whole optimizer, as they are now.
+        """
+        if self._optimizer is None:
+            return
+        with self._lock:
+            for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+                own.update(options[group.index])
+            if context is None:
+                self._optimizer.step()
+                return
+            parameters = list(self._named.values())
+            found = gradients.find(parameters, context)
+            with self._stage.grads, gradients.as_grad(parameters, found):
+                self._optimizer.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As torch.optim.Optimizer.zero_grad."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
+    def unscale(self, context: int | None, factor: float) -> bool:
+        """Multiply the gradients by a number in place; return whether all were finite."""
+        found = gradients.find(list(self._named.values()), context)
+        with torch.no_grad():
+            return gradients.unscale(found, factor)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each parameter that has one, by name, on the CPU."""
+        with self._lock:
+            return {name: tensors.for_the_wire(state) for name, state in self._states().items()}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """Take the state of each parameter, by name; parameters that are not named have none."""
+        if self._optimizer is None:
+            return
+        with self._lock:
+            packed = self._optimizer.state_dict()
+            order = [name for group in self._groups for name in group.names]
+            packed["state"] = {
+                index: states[name] for index, name in enumerate(order) if name in states
+            }
+            self._optimizer.load_state_dict(packed)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return the state under the names that torch.distributed.checkpoint's state_dict functions
+        give an optimizer with flatten_optimizer_state_dict=True."""
+        with self._lock:
+            found = {
+                f"state.{name}.{path}": value
+                for name, state in self._states().items()
+                for path, value in _flat(state).items()
+            }
+            groups = [] if self._optimizer is None else self._optimizer.param_groups
+            for group, own in zip(self._groups, groups, strict=True):
+                for name in group.names:
+                    for option, value in own.items():
+                        if option not in ("params", "param_names"):
+                            found[f"param_groups.{name}.{option}"] = value
+            return found
+
+    def plan_checkpoint(self, path: str, key: str, options: Sequence[Options] = ()) -> Any:
+        """As Saved.plan_checkpoint(), with the options of all groups as they are now."""
+        if self._optimizer is not None:
+            for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+                own.update(options[group.index])
+        return super().plan_checkpoint(path, key)
+
+    def read_checkpoint(self, path: str, key: str) -> list[tuple[int, str, Options]]:
+        """Load the stage's state from a checkpoint; return the options of each parameter: index of
+        its group, its name, and the options.
+
+        Raises:
+            KeyError: the checkpoint has no parameter of this name in an optimizer's state.
+        """
+        before = f"{key}." if key else ""
+        known = checkpoint.names(path)
+        states, options = f"{before}state.", f"{before}param_groups."
+        # A name may be the beginning of another one, so names are looked for with their dots.
+        own = [
+            entry
+            for entry in known
+            for name in self._named
+            if entry.startswith((f"{states}{name}.", f"{options}{name}."))
+        ]
+        found = checkpoint.read_named(path, own)
+        missing = [
+            name
+            for name in self._named
+            if not any(entry.startswith(f"{options}{name}.") for entry in own)
+        ]
+        if missing:
+            raise KeyError(
+                f"the checkpoint has no state of an optimizer of {', '.join(missing)} under "
+                f"{key or 'the names that save_checkpoint() gives'!r}"
+            )
+        loaded = {name: _nested(found, f"{states}{name}.") for name in self._named}
+        self.load_state({name: state for name, state in loaded.items() if state})
+        return [
+            (group.index, name, _nested(found, f"{options}{name}."))
+            for group in self._groups
+            for name in group.names
+        ]
+
+    def _states(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            return {}
+        known = self._optimizer.state
+        return {name: known[one] for name, one in self._named.items() if known.get(one)}
+
+
+def create(
+    stage: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[Group],
+    options: Options,
+) -> Any:
+    """Return an RRef of the part of an optimizer of a stage, given the stage's RRef, which this
+    worker owns; or a Failure."""
+    own: Stage = stage.local_value()
+    try:
+        return rpc.RRef(StageOptimizer(own, optimizer_class, groups, options))
+    except Exception as error:  # noqa: BLE001  the caller raises it
+        return Failure.of(own.index, own.place.worker, "raised", error)
+
+
+def _flat(state: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts under the keys that lead to them, joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{before}{key}."))
+        else:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def _nested(found: Mapping[str, Any], before: str) -> dict[str, Any]:
+    """Return nested dicts again, of the entries whose names begin so."""
+    nested: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.startswith(before):
+            *path, last = name.removeprefix(before).split(".")
+            at = nested
+            for step in path:
+                at = at.setdefault(step, {})
+            at[last] = value
+    return nested
