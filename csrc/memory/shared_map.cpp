@@ -72,12 +72,14 @@ size_t sealedSize(int fd) {
       : 0;
 }
 
-void* mapShared(int fd, size_t size) {
-  void* const data = ::mmap(nullptr, size, kReadWrite, MAP_SHARED, fd, 0);
+void* mapRegion(int fd, size_t size, bool isPrivate) {
+  const int kind = isPrivate ? MAP_PRIVATE : MAP_SHARED;
+  void* const data = ::mmap(nullptr, size, kReadWrite, kind, fd, 0);
   if (data == MAP_FAILED) {
     return nullptr;
   }
-  if (::madvise(data, size, MADV_DONTFORK) != 0) {
+  // A child of a fork gets its own copy of what is private.
+  if (!isPrivate && ::madvise(data, size, MADV_DONTFORK) != 0) {
     ::munmap(data, size);
     return nullptr;
   }
@@ -104,11 +106,11 @@ class SharedMap::AllMaps {
 
   // The caller has locked mutex(). Takes ownership of `fd`, and closes it if it
   // cannot be mapped; returns null then.
-  SharedMap* add(int fd, size_t size, uint64_t id) {
-    void* const data = mapShared(fd, size);
-    auto* const map = data == nullptr ? nullptr
-                                      : new (std::nothrow)
-                                            SharedMap(data, size, {id, fd});
+  SharedMap* add(int fd, size_t size, uint64_t id, bool isPrivate) {
+    void* const data = mapRegion(fd, size, isPrivate);
+    auto* const map = data == nullptr
+        ? nullptr
+        : new (std::nothrow) SharedMap(data, size, {id, fd}, isPrivate);
     if (map == nullptr) {
       if (data != nullptr) {
         ::munmap(data, size);
@@ -136,7 +138,13 @@ class SharedMap::AllMaps {
   void prepare() {
     mutex_.lock();
     for (SharedMap* map = first_; map != nullptr; map = map->next_) {
-      if (map->holds_ != 0 && !map->private_) {
+      if (map->holds_ == 0) {
+        continue;
+      }
+      if (map->isPrivate()) {
+        // The child sees the pages of the memfd that nobody has written to.
+        map->discard();
+      } else {
         map->makePrivate();
       }
     }
@@ -163,13 +171,18 @@ SharedMap::AllMaps& SharedMap::all() {
 std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
   std::unique_lock lock(all().mutex());
   const int fd = makeRegion(size);
-  SharedMap* const map = fd < 0 ? nullptr : all().add(fd, size, randomId());
+  SharedMap* const map = fd < 0 ? nullptr : all().add(fd, size, randomId(), false);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }
 
 std::shared_ptr<SharedMap>
-SharedMap::open(int32_t pid, uint64_t number, uint64_t id, size_t size) {
+SharedMap::open(
+    int32_t pid,
+    uint64_t number,
+    uint64_t id,
+    size_t size,
+    bool isPrivate) {
   std::unique_lock lock(all().mutex());
   const int fd = openRegion(pid, number);
   if (fd < 0) {
@@ -180,7 +193,7 @@ SharedMap::open(int32_t pid, uint64_t number, uint64_t id, size_t size) {
     ::close(fd);
     return nullptr;
   }
-  SharedMap* const map = all().add(fd, bytes, id);
+  SharedMap* const map = all().add(fd, bytes, id, isPrivate);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }

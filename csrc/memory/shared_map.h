@@ -33,9 +33,10 @@ class SharedMap {
   static std::shared_ptr<SharedMap> create(size_t size);
   // Maps the region `id` of process `pid`, which has it at descriptor `fd`.
   // Null if it cannot be opened, is not a sealed memfd with our name, or has
-  // fewer than `size` bytes.
+  // fewer than `size` bytes. `isPrivate`: what is written to the map is seen
+  // here only, because other processes map the region, too.
   static std::shared_ptr<SharedMap>
-  open(int32_t pid, uint64_t fd, uint64_t id, size_t size);
+  open(int32_t pid, uint64_t fd, uint64_t id, size_t size, bool isPrivate);
 
   ~SharedMap();
   SharedMap(const SharedMap&) = delete;
@@ -59,6 +60,11 @@ class SharedMap {
   }
   bool discarded() const {
     return discarded_.load();
+  }
+  // Whether what is written to the map is seen by this process only: opened so,
+  // or made so by a fork.
+  bool isPrivate() const {
+    return private_.load();
   }
 
   // For the BufferCache: whether a receiver has the memory. Returns what was set
@@ -84,8 +90,12 @@ class SharedMap {
   class AllMaps;
   static AllMaps& all();
 
-  SharedMap(void* data, size_t size, SharedRegion region) noexcept
-      : data_(data), size_(size), region_(region) {}
+  SharedMap(
+      void* data,
+      size_t size,
+      SharedRegion region,
+      bool isPrivate) noexcept
+      : data_(data), size_(size), region_(region), private_(isPrivate) {}
 
   void makePrivate();
   void leaveBehind();
@@ -95,9 +105,9 @@ class SharedMap {
   SharedRegion region_;
   std::atomic<bool> discarded_{false};
   std::atomic<bool> lent_{false};
+  std::atomic<bool> private_;
   // The mutex of AllMaps guards the rest.
   uint32_t holds_ = 0;
-  bool private_ = false;
   SharedMap* next_ = nullptr;
   SharedMap* previous_ = nullptr;
 };

@@ -83,10 +83,10 @@ def rpc_async_all(
     Each call is one of rpc_async(); what differs is how its tensors travel. On this host they are
     copied once, and each receiver maps the copy: it may write to its tensors, and sees only its
     own writes. To each other host they are sent once, if two or more of the workers are there and
-    the tensors have 1 MiB or more: the first of these workers passes the call on to the others. Then
-    the calls to that host end together, current_call().caller is that worker's name, and with an
-    allow_list it must allow `torch_rpc_ext._calls.fan_out`; where it does not, or is lost before it
-    has begun, each worker is called by itself. On TENSORPIPE each call sends its own copy.
+    the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
+    Then the calls to that host end together, current_call().caller is that worker's name, and with
+    an allow_list that worker must allow `torch_rpc_ext._calls.fan_out`; where it does not, each
+    worker is called by itself. On TENSORPIPE each call sends its own copy.
 
     The tensors must not be written to before the calls have ended.
 
@@ -225,7 +225,7 @@ class _PassedOn:
                 call.add_done_callback(partial(_copy_end, future))
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def pass_on(
     names: Sequence[str],
     func: Callable[..., Any],

@@ -254,6 +254,7 @@ void UcxConnection::sendNow(Locked& locked, Unsent frame) {
         entry.region = span.region.id;
         entry.fd =
             span.returned ? kReturned : static_cast<uint64_t>(span.region.fd);
+        entry.fd |= span.isCommon ? kCommon : 0;
       }
     }
     return entry;

@@ -64,7 +64,18 @@ bool UcxConnection::maps(const BulkEntry& entry) const {
 }
 
 std::shared_ptr<memory::SharedMap> UcxConnection::map(const BulkEntry& entry) {
-  return maps(entry) ? context_->maps().map(peer_.process.pid, entry) : nullptr;
+  if (!maps(entry)) {
+    return nullptr;
+  }
+  const int32_t pid = peer_.process.pid;
+  return (entry.fd & kCommon) == 0
+      ? context_->maps().map(pid, entry)
+      : memory::SharedMap::open(
+            pid,
+            entry.fd & ~kCommon,
+            entry.region,
+            entry.size,
+            /*isPrivate=*/true);
 }
 
 std::shared_ptr<memory::SharedMap> UcxConnection::takeBack(

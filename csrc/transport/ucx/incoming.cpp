@@ -111,7 +111,11 @@ Adopted UcxIncoming::adopt(size_t index) {
     }
   };
   const std::shared_ptr<Leased> leased(new Leased{lease_, std::move(memory)});
-  return {{leased, leased->map.get()}, entry.region, connection_};
+  const bool isReturnable = !leased->map->isPrivate();
+  return {
+      {leased, leased->map.get()},
+      entry.region,
+      isReturnable ? connection_ : nullptr};
 }
 
 void UcxIncoming::receive(

@@ -44,7 +44,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 7;
+constexpr uint16_t kProtocolVersion = 8;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -91,6 +91,9 @@ static_assert(sizeof(BulkEntry) == 32);
 // may lend the region again at once, even before this sender has acknowledged
 // the message with which the region came.
 constexpr uint64_t kReturned = ~uint64_t{0};
+// This bit on a descriptor says that other receivers have the region, too: the
+// receiver maps it for itself (copy on write), once, and does not return it.
+constexpr uint64_t kCommon = uint64_t{1} << 62;
 
 // The addresses of a UCX worker. To find out whether a peer is on this host,
 // UCX compares boot ids and namespaces, which may be equal on different hosts;

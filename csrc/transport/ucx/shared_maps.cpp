@@ -54,7 +54,8 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       dropOldest(lock, surplus, 1);
     }
     lock.unlock();
-    const auto map = SharedMap::open(pid, entry.fd, entry.region, entry.size);
+    const auto map = SharedMap::open(
+        pid, entry.fd, entry.region, entry.size, /*isPrivate=*/false);
     if (map == nullptr) {
       return nullptr;
     }

@@ -19,7 +19,7 @@ uint64_t Transfers::add(
   }
   for (const BulkSpan& span : bulk) {
     transfer.spans.push_back(span);
-    if (span.owner != nullptr) {
+    if (span.owner != nullptr && !span.isCommon) {
       transfer.regions.push_back(span.region.id);
       lent_[span.region.id] = {id, span.size, span.owner};
     }
@@ -41,7 +41,7 @@ Transfers::takeBack(Locked& locked, uint64_t region, uint64_t size) {
   std::erase(transfer.regions, region);
   const bool regionsOnly = std::all_of(
       transfer.spans.begin(), transfer.spans.end(), [](const auto& span) {
-        return span.owner != nullptr;
+        return span.owner != nullptr && !span.isCommon;
       });
   if (transfer.regions.empty() && regionsOnly) {
     transfer.done = true;
