@@ -88,11 +88,10 @@ class Copy {
     for (size_t i = 0; i < blocks_.size(); ++i) {
       transport::BulkSpan& span = encoded_.bulk[i];
       span.data = blocks_[i]->data();
-      span.region = blocks_[i]->region();
-      span.owner = {blocks_[i], blocks_[i]->shared()};
+      span.map = {blocks_[i], blocks_[i]->shared()};
     }
+    blocks_.clear(); // a block is free again as soon as it comes back
     encoded_.storages.clear();
-    encoded_.lent = std::move(blocks_);
     then_(std::move(encoded_));
   }
 

@@ -104,11 +104,11 @@ class SharedMap::AllMaps {
 
   // The caller has locked mutex(). Takes ownership of `fd`, and closes it if it
   // cannot be mapped; returns null then.
-  SharedMap* add(int fd, size_t size, uint64_t id) {
+  SharedMap* add(int fd, size_t size, uint64_t id, bool foreign) {
     void* const data = mapShared(fd, size);
-    auto* const map = data == nullptr ? nullptr
-                                      : new (std::nothrow)
-                                            SharedMap(data, size, {id, fd});
+    auto* const map = data == nullptr
+        ? nullptr
+        : new (std::nothrow) SharedMap(data, size, {id, fd}, foreign);
     if (map == nullptr) {
       if (data != nullptr) {
         ::munmap(data, size);
@@ -163,7 +163,8 @@ SharedMap::AllMaps& SharedMap::all() {
 std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
   std::unique_lock lock(all().mutex());
   const int fd = makeRegion(size);
-  SharedMap* const map = fd < 0 ? nullptr : all().add(fd, size, randomId());
+  SharedMap* const map =
+      fd < 0 ? nullptr : all().add(fd, size, randomId(), /*foreign=*/false);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }
@@ -180,7 +181,7 @@ SharedMap::open(int32_t pid, uint64_t number, uint64_t id, size_t size) {
     ::close(fd);
     return nullptr;
   }
-  SharedMap* const map = all().add(fd, bytes, id);
+  SharedMap* const map = all().add(fd, bytes, id, /*foreign=*/true);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }

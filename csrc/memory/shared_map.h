@@ -51,6 +51,10 @@ class SharedMap {
   const SharedRegion& region() const {
     return region_;
   }
+  // Whether open() has made this map: another process owns the region.
+  bool isForeign() const {
+    return foreign_;
+  }
 
   // The memory must not be given to a next user, because a forked child or
   // another process may still read its content.
@@ -78,14 +82,15 @@ class SharedMap {
   class AllMaps;
   static AllMaps& all();
 
-  SharedMap(void* data, size_t size, SharedRegion region) noexcept
-      : data_(data), size_(size), region_(region) {}
+  SharedMap(void* data, size_t size, SharedRegion region, bool foreign) noexcept
+      : data_(data), size_(size), foreign_(foreign), region_(region) {}
 
   void makePrivate();
   void leaveBehind();
 
   void* data_;
   const size_t size_;
+  const bool foreign_;
   SharedRegion region_;
   std::atomic<bool> discarded_{false};
   // The mutex of AllMaps guards the rest.
