@@ -18,7 +18,14 @@ from tests.process.group import Group
 from tests.support import cxx
 
 WORKERS = 9
-SOURCES = ("csrc/transport/ucx/handshake.cpp", "csrc/crypto/crypto.cpp", "csrc/base/error.cpp")
+SOURCES = (
+    "csrc/base/error.cpp",
+    "csrc/crypto/crypto.cpp",
+    "csrc/transport/ucx/handshake.cpp",
+    "csrc/transport/ucx/handshake_session.cpp",
+    "csrc/transport/ucx/protocol.cpp",
+    "csrc/transport/ucx/secure_channel.cpp",
+)
 
 
 def computed() -> tuple[float, float]:

@@ -11,6 +11,8 @@
 
 namespace torch_rpc_ext::agent {
 
+using transport::Distance;
+
 namespace rpc = torch::distributed::rpc;
 
 Answers::Answers(
@@ -67,14 +69,15 @@ void Answers::sendError(
 }
 
 EncodeOptions Answers::encodeOptions(const Asker& asker) {
+  const Distance distance = asker.connection->distance();
   EncodeOptions options{
       .callId = asker.callId,
       .kind = wire::CallKind::kResponse,
       .inlineThreshold = options_.inlineBytes,
       .checked = asker.checked || options_.integrity,
-      .inPieces = asker.connection->sendsPieces(),
+      .inPieces = distance == Distance::kApart,
       .cache = memory_.cache().get()};
-  if (asker.connection->loopsBack()) {
+  if (distance == Distance::kSameProcess) {
     return options;
   }
   if (asker.dtype) {
@@ -115,7 +118,8 @@ void Answers::sendFromDevices(
 void Answers::sendFrame(
     const transport::ConnectionPtr& connection,
     Encoded encoded) {
-  if (encoded.bulk.empty() || !connection->sharesMemory() ||
+  if (encoded.bulk.empty() ||
+      connection->distance() != Distance::kSharesMemory ||
       encoded.giveAway(*memory_.cache(), connection)) {
     sendFrameNow(connection, std::move(encoded));
     return;
@@ -133,7 +137,7 @@ void Answers::sendFrameNow(
   counters_.messageBytes.add(encoded.totalBytes);
   const bool borrows = encoded.borrows();
   Admission::Untaken untaken;
-  if (!encoded.bulk.empty() && encoded.lent.empty() && !encoded.given) {
+  if (encoded.borrowsBulk()) {
     untaken =
         memory_.admission().answering(connection.get(), encoded.totalBytes);
   }
@@ -147,11 +151,6 @@ void Answers::sendFrameNow(
                       : nullptr](const base::Error& error) {
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);
-        }
-        // A response that its caller refuses or does not live to see is
-        // nobody's loss here; the caller has its own error.
-        if (error && held != nullptr) {
-          held->discard();
         }
       });
 }

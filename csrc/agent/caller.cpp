@@ -13,6 +13,8 @@
 
 namespace torch_rpc_ext::agent {
 
+using transport::Distance;
+
 namespace rpc = torch::distributed::rpc;
 
 namespace {
@@ -149,6 +151,7 @@ EncodeOptions Caller::encodeOptions(
     uint32_t timeout,
     const std::string& worker,
     const transport::ConnectionPtr& connection) {
+  const Distance distance = connection->distance();
   EncodeOptions options{
       .callId = callId,
       .kind = wire::CallKind::kRequest,
@@ -156,9 +159,9 @@ EncodeOptions Caller::encodeOptions(
       .answer = callDtype(),
       .timeout = timeout,
       .checked = options_.integrity,
-      .inPieces = connection->sendsPieces(),
+      .inPieces = distance == Distance::kApart,
       .cache = memory_.cache().get()};
-  if (!connection->loopsBack()) { // no bytes travel
+  if (distance != Distance::kSameProcess) { // no bytes travel
     options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
   }
   if (options.dtype != wire::WireDtype::kFloat32) {
@@ -171,7 +174,8 @@ void Caller::sendFrame(
     uint64_t callId,
     Encoded encoded,
     const transport::ConnectionPtr& connection) {
-  if (encoded.bulk.empty() || !connection->sharesMemory()) {
+  if (encoded.bulk.empty() ||
+      connection->distance() != Distance::kSharesMemory) {
     sendFrameNow(callId, std::move(encoded), connection);
     return;
   }
@@ -188,7 +192,7 @@ void Caller::sendFrameNow(
     Encoded encoded,
     const transport::ConnectionPtr& connection) {
   UntakenPtr untaken;
-  if (!encoded.bulk.empty() && encoded.lent.empty()) {
+  if (encoded.borrowsBulk()) {
     untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
   }
   calls_.pending().setSent(callId, connection, untaken);
@@ -218,9 +222,6 @@ void Caller::sendFrameNow(
         }
         if (!error) {
           return;
-        }
-        if (held != nullptr) {
-          held->discard();
         }
         auto call = calls_.pending().take(callId);
         if (!call) {

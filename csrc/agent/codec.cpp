@@ -129,8 +129,11 @@ Error Encoder::write(Encoded& encoded) {
     if (storage.bulk) {
       encoded.bulk.push_back({storage.bytes});
       if (filled != staged_.filled.end() && filled->entry == &storage) {
-        encoded.bulk.back().filling = staged_.filling;
-        encoded.bulk.back().fillingOffset = filled++->offset;
+        encoded.bulk.back().whenFilled =
+            [filling = staged_.filling, offset = filled++->offset](
+                uint64_t bytes, transport::Callback then) {
+              filling->whenFilled(offset + bytes, std::move(then));
+            };
       }
       encoded.totalBytes += storage.bytes.size;
       encoded.mappable = encoded.mappable && storage.place == wire::kHostPlace;
@@ -158,59 +161,35 @@ Result<Encoded> encode(
 bool Encoded::giveAway(
     memory::BufferCache& cache,
     const transport::ConnectionPtr& to) {
-  std::vector<transport::BulkSpan> spans = bulk;
-  bool shared = !spans.empty();
-  const auto storageOf = [this](const base::ConstSpan& span) {
-    return std::find_if(
-        storages.begin(), storages.end(), [&span](const auto& storage) {
-          return storage.data() == span.data && storage.nbytes() == span.size;
+  std::vector<std::shared_ptr<memory::SharedMap>> maps;
+  bool shared = !bulk.empty();
+  for (const auto& span : bulk) {
+    const auto storage =
+        std::find_if(storages.begin(), storages.end(), [&](const auto& other) {
+          return other.data() == span.data && other.nbytes() == span.size;
         });
-  };
-  for (auto& span : spans) {
-    const auto storage = storageOf(span);
     if (storage == storages.end()) {
       return false; // what stays here must not wait for what goes
     }
-    if (const uint64_t region = returnable(*storage, to)) {
-      span.region.id = region;
-      span.returned = true;
-      continue;
-    }
-    const auto* const block = soleBlock(*storage);
-    if (block == nullptr) {
-      return false;
-    }
-    if (block->region().id == 0) {
+    maps.push_back(giveable(*storage, to));
+    if (maps.back() == nullptr) {
+      const Block* const block = soleBlock(*storage);
+      if (block == nullptr) {
+        return false;
+      }
       cache.share(block->size());
       shared = false;
     }
-    span.region = block->region();
   }
   if (!shared) {
     return false;
   }
   // A fork from here on changes nothing: nobody writes to the memory here any
   // more, and the child cannot reach it.
-  for (auto& span : spans) {
-    if (!span.returned) {
-      const auto storage = std::make_shared<c10::Storage>(*storageOf(span));
-      span.owner = {storage, blockOf(*storage)->shared()};
-    }
+  for (size_t i = 0; i < bulk.size(); ++i) {
+    bulk[i].map = std::move(maps[i]);
   }
-  bulk = std::move(spans);
-  given = true;
   return true;
-}
-
-void Encoded::discard() {
-  for (const auto& block : lent) {
-    block->discard();
-  }
-  for (const auto& storage : storages) {
-    if (Block* const block = given ? blockOf(storage) : nullptr) {
-      block->discard();
-    }
-  }
 }
 
 Result<Decoder> Decoder::parse(base::ConstSpan head) {
@@ -317,12 +296,9 @@ Error Decoder::allocateBulk(
       spans.push_back({bulk_.back().mutable_data(), storage.size});
       continue;
     }
-    if (auto adopted = adopt ? adopt(spans.size()) : transport::Adopted();
-        adopted.memory != nullptr) {
-      if (adopted.region == 0) {
-        cache.gotBack(*adopted.memory); // this process had lent it
-      }
-      bulk_.push_back(adoptMemory(std::move(adopted), storage.size));
+    if (auto adopted =
+            adopt ? adopt(spans.size(), storage.size) : c10::Storage()) {
+      bulk_.push_back(std::move(adopted));
       spans.push_back({nullptr, storage.size});
       continue;
     }

@@ -45,9 +45,6 @@ struct Encoded {
   // All of the bulk is tensors of the CPU that stay there: what the receiver
   // could map.
   bool mappable = false;
-  bool given = false; // the receiver keeps the memory of the bulk: giveAway()
-  // The copies that it maps (lender.h): as `storages`.
-  std::vector<std::shared_ptr<memory::BufferCache::Block>> lent;
   // What travels beside the frame (device/way.h): to be held likewise, and told
   // what has become of the frame.
   std::shared_ptr<device::Parcel> parcel;
@@ -56,15 +53,17 @@ struct Encoded {
   bool borrows() const {
     return !bulk.empty() || parcel != nullptr;
   }
+  // Whether the receiver copies the bulk out of memory that is the sender's
+  // until then. All of the bulk is in shared memory, or none.
+  bool borrowsBulk() const {
+    return !bulk.empty() && bulk.front().map == nullptr;
+  }
   // Gives the memory of the bulk away, where all of it is in receive buffers,
   // or came mapped over `to`, and nobody else refers to it: returns true then.
   // The receiver will keep and write to it. To be called when the message
   // itself is gone. Buffers that could be given away but are not shared memory
   // will be, from the next on (`cache`).
   bool giveAway(memory::BufferCache& cache, const transport::ConnectionPtr& to);
-  // When the receiver has not returned memory that was given away or lent, and
-  // nobody knows whether it still uses it.
-  void discard();
 };
 
 // What a frame is made from.
@@ -178,8 +177,9 @@ class Decoder {
     return view_.note();
   }
 
-  // May give the memory of a bulk buffer: then its span is null.
-  using Adopt = std::function<transport::Adopted(size_t index)>;
+  // May make a storage over the memory of a bulk buffer itself, of `size`
+  // bytes: then the span of the buffer is null.
+  using Adopt = std::function<c10::Storage(size_t index, size_t size)>;
   // Memory for the bulk, in the order in which it was sent; `announced` are
   // the sizes that the transport will deliver. To be called once, also when
   // there is none. Fails with kInvalid when they are not those of the head or

@@ -51,7 +51,7 @@ Devices::Devices(
 
 std::shared_ptr<device::SendingWay> Devices::wayTo(
     const transport::ConnectionPtr& connection) {
-  if (connection->loopsBack()) {
+  if (connection->distance() == transport::Distance::kSameProcess) {
     return {std::shared_ptr<void>(), &sameProcess_};
   }
   const auto peer = peers_.lifeOf(connection.get());
@@ -61,7 +61,7 @@ std::shared_ptr<device::SendingWay> Devices::wayTo(
 std::shared_ptr<device::ReceivingWay> Devices::wayFrom(
     const transport::ConnectionPtr& connection,
     base::ConstSpan note) {
-  if (connection->loopsBack()) {
+  if (connection->distance() == transport::Distance::kSameProcess) {
     return {std::shared_ptr<void>(), &sameProcess_};
   }
   const auto peer = peers_.lifeOf(connection.get());
@@ -154,7 +154,8 @@ void Devices::addTo(Metrics& metrics) const {
 // ---- messages --------------------------------------------------------------
 
 transport::Incoming::Arrived Devices::landEarly(Arrival& arrival) {
-  if (!arrival.decoder->hasDevices() || !arrival.connection->sendsPieces() ||
+  if (!arrival.decoder->hasDevices() ||
+      arrival.connection->distance() != transport::Distance::kApart ||
       landings_->load() >= kMaxLandings) {
     return nullptr;
   }

@@ -28,14 +28,21 @@ struct HeldMemory {
   memory::SharedMap::Hold hold; // destroyed before `memory`
 };
 using HeldBlock = HeldMemory<Block>;
-using HeldAdopted = HeldMemory<transport::Adopted>;
+// Memory that came mapped over a connection.
+struct Mapped {
+  std::shared_ptr<memory::SharedMap> map;
+  // Where the memory can be given back; null if it is this process's own, which
+  // has come back.
+  std::weak_ptr<transport::Connection> home;
+};
+using HeldMapped = HeldMemory<Mapped>;
 
 void deleteBlock(void* held) {
   delete static_cast<HeldBlock*>(held);
 }
 
-void deleteAdopted(void* held) {
-  delete static_cast<HeldAdopted*>(held);
+void deleteMapped(void* held) {
+  delete static_cast<HeldMapped*>(held);
 }
 
 bool hasOneOwner(const c10::Storage& storage) {
@@ -43,6 +50,12 @@ bool hasOneOwner(const c10::Storage& storage) {
       storage.unsafeGetStorageImpl());
   // `one` itself is the second reference.
   return one.use_count() == 2 && one.weak_use_count() == 1;
+}
+
+Block* blockOf(const c10::Storage& storage) {
+  return storage.data_ptr().get_deleter() == deleteBlock
+      ? &static_cast<HeldBlock*>(storage.data_ptr().get_context())->memory
+      : nullptr;
 }
 
 c10::Storage adoptBlock(Block block) {
@@ -70,13 +83,16 @@ base::Result<c10::Storage> allocateOnHost(
   return adoptBlock(std::move(block.value()));
 }
 
-c10::Storage adoptMemory(transport::Adopted adopted, size_t size) {
-  memory::SharedMap* const shared = adopted.memory.get();
-  std::unique_ptr<HeldAdopted> owner(
-      new HeldAdopted{std::move(adopted), memory::SharedMap::Hold(shared)});
-  void* const data = shared->data();
+c10::Storage adoptMemory(
+    std::shared_ptr<memory::SharedMap> memory,
+    const transport::ConnectionPtr& from,
+    size_t size) {
+  memory::SharedMap* const shared = memory.get();
+  const auto home = shared->isForeign() ? from : nullptr;
+  std::unique_ptr<HeldMapped> owner(new HeldMapped{
+      {std::move(memory), home}, memory::SharedMap::Hold(shared)});
   at::DataPtr pointer(
-      data, owner.release(), deleteAdopted, at::Device(at::kCPU));
+      shared->data(), owner.release(), deleteMapped, at::Device(at::kCPU));
   return makeStorage(std::move(pointer), size);
 }
 
@@ -103,29 +119,27 @@ c10::Storage metaStorage(size_t size) {
       /*resizable=*/true);
 }
 
-Block* blockOf(const c10::Storage& storage) {
-  return storage.data_ptr().get_deleter() == deleteBlock
-      ? &static_cast<HeldBlock*>(storage.data_ptr().get_context())->memory
-      : nullptr;
-}
-
 Block* soleBlock(const c10::Storage& storage) {
   Block* const block = blockOf(storage);
   return block != nullptr && hasOneOwner(storage) ? block : nullptr;
 }
 
-uint64_t returnable(
+std::shared_ptr<memory::SharedMap> giveable(
     const c10::Storage& storage,
     const transport::ConnectionPtr& to) {
-  if (storage.data_ptr().get_deleter() != deleteAdopted ||
-      !hasOneOwner(storage)) {
-    return 0;
+  memory::SharedMap* map = nullptr;
+  if (const Block* const block = blockOf(storage)) {
+    map = block->shared();
+  } else if (storage.data_ptr().get_deleter() == deleteMapped) {
+    const Mapped& mapped =
+        static_cast<HeldMapped*>(storage.data_ptr().get_context())->memory;
+    map = mapped.home.lock() == to ? mapped.map.get() : nullptr;
   }
-  const transport::Adopted& adopted =
-      static_cast<HeldAdopted*>(storage.data_ptr().get_context())->memory;
-  return adopted.home.lock() == to && !adopted.memory->discarded()
-      ? adopted.region
-      : 0;
+  if (map == nullptr || map->discarded() || map->isPrivate() ||
+      !hasOneOwner(storage)) {
+    return nullptr;
+  }
+  return {std::make_shared<c10::Storage>(storage), map};
 }
 
 } // namespace torch_rpc_ext::agent

@@ -21,8 +21,11 @@ base::Result<c10::Storage> allocateOnHost(
     memory::BufferCache* cache,
     size_t size);
 
-// A storage over memory of a peer.
-c10::Storage adoptMemory(transport::Adopted adopted, size_t size);
+// A storage over memory that came mapped over `from`.
+c10::Storage adoptMemory(
+    std::shared_ptr<memory::SharedMap> memory,
+    const transport::ConnectionPtr& from,
+    size_t size);
 
 c10::Storage copyBytesOf(base::ConstSpan bytes);
 
@@ -32,15 +35,15 @@ c10::Storage borrow(base::ConstSpan bytes);
 // On the meta device: a size without bytes.
 c10::Storage metaStorage(size_t size);
 
-// The block of the cache that a storage lies in, or null.
-memory::BufferCache::Block* blockOf(const c10::Storage& storage);
-// The same if nobody else refers to the storage, else null.
+// The block of the cache that a storage lies in; null if there is none, or if
+// somebody else refers to the storage, too.
 memory::BufferCache::Block* soleBlock(const c10::Storage& storage);
 
-// The region of a storage over adopted memory that can be given back over `to`:
-// it came over that connection, and nobody else uses it, not even a forked
-// child of this process. Else 0.
-uint64_t returnable(
+// The shared memory that a storage lies in, with the storage, if it can be
+// given away over `to`: nobody else refers to the storage, not even a forked
+// child of this process, and the memory is a block of the cache or came mapped
+// over `to`. Else null.
+std::shared_ptr<memory::SharedMap> giveable(
     const c10::Storage& storage,
     const transport::ConnectionPtr& to);
 

@@ -103,12 +103,11 @@ void sendBlocks(
   for (size_t i = 0; i < blocks.size(); ++i) {
     transport::BulkSpan& span = encoded.bulk[i];
     span.data = blocks[i]->data();
-    span.region = blocks[i]->region();
-    span.owner = {blocks[i], blocks[i]->shared()};
+    span.map = {blocks[i], blocks[i]->shared()};
     span.isCommon = !areCommon.empty() && areCommon[i];
   }
+  blocks.clear(); // a block is free again as soon as it comes back
   encoded.storages.clear();
-  encoded.lent = std::move(blocks);
   then(std::move(encoded));
 }
 

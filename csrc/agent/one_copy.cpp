@@ -6,7 +6,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-thread_local OneCopy* current_ = nullptr;
+thread_local OneCopy* inside_ = nullptr;
 
 } // namespace
 
@@ -34,11 +34,11 @@ void Loan::copied() {
 }
 
 OneCopy* OneCopy::current() {
-  return current_;
+  return inside_;
 }
 
 OneCopy* OneCopy::setCurrent(OneCopy* next) {
-  return std::exchange(current_, next);
+  return std::exchange(inside_, next);
 }
 
 bool OneCopy::shares(base::ConstSpan bytes) const {

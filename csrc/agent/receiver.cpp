@@ -2,6 +2,7 @@
 
 #include "agent/receiver.h"
 
+#include "agent/host_storage.h"
 #include "agent/message_types.h"
 #include "base/boundary.h"
 #include "base/log.h"
@@ -121,7 +122,15 @@ void Receiver::fetchBulk(ArrivalPtr arrival) {
             *memory_.cache(),
             incoming->bulkSizes(),
             devices_.used(),
-            [incoming](size_t index) { return incoming->adopt(index); });
+            [&](size_t index, size_t size) {
+              auto memory = incoming->map(index);
+              if (memory != nullptr && !memory->isForeign()) {
+                memory_.cache()->gotBack(*memory); // this process had lent it
+              }
+              return memory == nullptr
+                  ? c10::Storage()
+                  : adoptMemory(std::move(memory), arrival->connection, size);
+            });
         if (!spans.ok()) {
           arrival->error = spans.error();
           return;

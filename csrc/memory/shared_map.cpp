@@ -106,11 +106,13 @@ class SharedMap::AllMaps {
 
   // The caller has locked mutex(). Takes ownership of `fd`, and closes it if it
   // cannot be mapped; returns null then.
-  SharedMap* add(int fd, size_t size, uint64_t id, bool isPrivate) {
+  SharedMap*
+  add(int fd, size_t size, uint64_t id, bool foreign, bool isPrivate) {
     void* const data = mapRegion(fd, size, isPrivate);
     auto* const map = data == nullptr
         ? nullptr
-        : new (std::nothrow) SharedMap(data, size, {id, fd}, isPrivate);
+        : new (std::nothrow)
+              SharedMap(data, size, {id, fd}, foreign, isPrivate);
     if (map == nullptr) {
       if (data != nullptr) {
         ::munmap(data, size);
@@ -171,7 +173,10 @@ SharedMap::AllMaps& SharedMap::all() {
 std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
   std::unique_lock lock(all().mutex());
   const int fd = makeRegion(size);
-  SharedMap* const map = fd < 0 ? nullptr : all().add(fd, size, randomId(), false);
+  SharedMap* const map = fd < 0
+      ? nullptr
+      : all().add(
+            fd, size, randomId(), /*foreign=*/false, /*isPrivate=*/false);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }
@@ -193,7 +198,8 @@ SharedMap::open(
     ::close(fd);
     return nullptr;
   }
-  SharedMap* const map = all().add(fd, bytes, id, isPrivate);
+  SharedMap* const map =
+      all().add(fd, bytes, id, /*foreign=*/true, isPrivate);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }

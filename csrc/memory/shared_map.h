@@ -36,7 +36,12 @@ class SharedMap {
   // fewer than `size` bytes. `isPrivate`: what is written to the map is seen
   // here only, because other processes map the region, too.
   static std::shared_ptr<SharedMap>
-  open(int32_t pid, uint64_t fd, uint64_t id, size_t size, bool isPrivate);
+  open(
+      int32_t pid,
+      uint64_t fd,
+      uint64_t id,
+      size_t size,
+      bool isPrivate = false);
 
   ~SharedMap();
   SharedMap(const SharedMap&) = delete;
@@ -51,6 +56,10 @@ class SharedMap {
   }
   const SharedRegion& region() const {
     return region_;
+  }
+  // Whether open() has made this map: another process owns the region.
+  bool isForeign() const {
+    return foreign_;
   }
 
   // The memory must not be given to a next user, because a forked child or
@@ -94,14 +103,20 @@ class SharedMap {
       void* data,
       size_t size,
       SharedRegion region,
+      bool foreign,
       bool isPrivate) noexcept
-      : data_(data), size_(size), region_(region), private_(isPrivate) {}
+      : data_(data),
+        size_(size),
+        foreign_(foreign),
+        region_(region),
+        private_(isPrivate) {}
 
   void makePrivate();
   void leaveBehind();
 
   void* data_;
   const size_t size_;
+  const bool foreign_;
   SharedRegion region_;
   std::atomic<bool> discarded_{false};
   std::atomic<bool> lent_{false};

@@ -32,54 +32,35 @@ namespace torch_rpc_ext::transport {
 
 using Callback = std::function<void(const base::Error&)>;
 
-// Says how far a bulk buffer is filled, for bulk that is still being written
-// when it is handed to send(). The bytes are written in order, and not by the
-// transport.
-// Thread: any.
-class Filling {
- public:
-  virtual ~Filling() = default;
+// Runs `then` once the first `bytes` of a bulk buffer are written, or with the
+// error that keeps them from being written. The bytes are written in order, and
+// not by the transport. `then` runs at once, or later on a thread of the
+// writer, which it must not keep busy.
+using WhenFilled = std::function<void(uint64_t bytes, Callback then)>;
 
-  // Runs `then` once the first `bytes` are written, or with the error that
-  // keeps them from being written. `then` runs at once, or later on a thread of
-  // the writer, which it must not keep busy.
-  virtual void whenFilled(uint64_t bytes, Callback then) = 0;
-};
-
-// A bulk buffer to be sent. If the buffer has a region, the receiver may keep
-// the memory, and write to it, instead of copying it: the sender does not look
-// at the memory again before the receiver has given it back.
+// A bulk buffer to be sent.
 struct BulkSpan : base::ConstSpan {
-  memory::SharedRegion region = {};
-  // Keeps the region mapped, because this process uses the memory again when
-  // the receiver gives it back (`returned`). The transport discards the region
-  // when a forked child of the receiver may still read it.
-  std::shared_ptr<memory::SharedMap> owner = nullptr;
-  // The region belongs to the receiver, which has sent it to this process over
-  // this connection.
-  bool returned = false;
-  // Other receivers are sent the region, too: each maps it as its own (copy on
-  // write), and none returns it.
+  // Null, or the shared memory that the buffer lies in, for a connection whose
+  // distance() is kSharesMemory. The receiver may then keep the memory, and
+  // write to it, instead of copying it. So this process does not look at the
+  // memory again while it is lent, and after an error the transport discards
+  // it. The pointer may own more: it is held until the callback fires.
+  std::shared_ptr<memory::SharedMap> map = nullptr;
+  // Other receivers are sent this memory, too: each of them maps it as its own
+  // (copy on write), and none sends it back.
   bool isCommon = false;
-  // Null: all bytes of the buffer are there. Otherwise byte i of the buffer is
-  // there once the first `fillingOffset` + i + 1 bytes of the filling are
-  // written. Only for a connection that sendsPieces(). When a filling fails,
-  // the callback of send() gets the error, and so does the receiver.
-  std::shared_ptr<Filling> filling = nullptr;
-  uint64_t fillingOffset = 0;
+  // Null: all bytes of the buffer are there. Otherwise they are still being
+  // written, for a connection whose distance() is kApart. When that fails, the
+  // callback of send() gets the error, and so does the receiver.
+  WhenFilled whenFilled = nullptr;
 };
 
-class Connection;
-
-// Memory of the sender that the receiver uses in place.
-struct Adopted {
-  // Null: the bulk cannot be used in place and has to be copied.
-  std::shared_ptr<memory::SharedMap> memory;
-  // The id by which this process can return the memory (BulkSpan::returned),
-  // and the connection over which it can. 0: the memory belongs to this
-  // process, which has got it back.
-  uint64_t region = 0;
-  std::weak_ptr<Connection> home = {};
+// How far it is from one end of a connection to the other.
+enum class Distance : uint8_t {
+  kUnknown, // the connection is not open
+  kSameProcess, // both ends are in this process
+  kSharesMemory, // the peer can map shared memory of this process
+  kApart, // bulk leaves piece by piece: its end may be filled meanwhile
 };
 
 // The path that a Connection uses, as text for people: info(), logs, metrics.
@@ -100,8 +81,8 @@ class Incoming {
   virtual base::ConstSpan head() const = 0;
   virtual const std::vector<uint64_t>& bulkSizes() const = 0;
 
-  // How many bytes of the bulk need memory of this process. Bulk that adopt()
-  // is likely to use in place does not count.
+  // How many bytes of the bulk need memory of this process. Bulk that is likely
+  // to have a map() does not count.
   virtual uint64_t bytesToCopy() const {
     uint64_t bytes = 0;
     for (const uint64_t size : bulkSizes()) {
@@ -113,18 +94,19 @@ class Incoming {
   // Refuses the bulk; the sender's callback gets `why`.
   virtual void refuse(const base::Error& why) = 0;
 
-  // The memory of bulk buffer `index` itself, if the sender offers it and this
-  // process can map it. The sender gets the memory back when the last reference
-  // to it dies, on any thread. To be called before receive().
-  virtual Adopted adopt(size_t /*index*/) {
-    return {};
+  // The memory of bulk buffer `index` itself, to be used in place; null if the
+  // buffer has to be copied. Memory that isForeign() may be sent back over the
+  // same connection (BulkSpan::map); the sender also gets it back when the last
+  // reference dies, on any thread. To be called before receive().
+  virtual std::shared_ptr<memory::SharedMap> map(size_t /*index*/) {
+    return nullptr;
   }
 
   // Is called with a part of `into` whose bytes have arrived before the rest.
   using Arrived = std::function<void(base::MutableSpan part)>;
 
   // Moves the bulk into `into`, which has the count and the sizes of
-  // bulkSizes(), with null data for buffers that were adopted. To be called at
+  // bulkSizes(), with null data for buffers that are mapped. To be called at
   // most once. The callback may fire before the call returns. `arrived`, which
   // may be null, is called for parts where the transport brings bulk in parts:
   // not for all of them, and maybe still after the callback.
@@ -140,9 +122,8 @@ class Connection {
   virtual ~Connection() = default;
 
   // Sends `head`, which the transport owns from now on, with `bulk`, which it
-  // borrows until the callback fires; after an error the peer may still use
-  // memory that has a region. Never blocks. Frames that are sent before the
-  // connection is open are kept until it is.
+  // borrows until the callback fires. Never blocks. Frames that are sent before
+  // the connection is open are kept until it is.
   virtual void
   send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback) = 0;
 
@@ -164,20 +145,8 @@ class Connection {
     return isOver(peer());
   }
 
-  // Whether the peer can map shared memory of this process (BulkSpan::region).
-  virtual bool sharesMemory() const {
-    return false;
-  }
-
-  // Whether bulk leaves piece by piece, so that the last pieces may still be
-  // filled while the first leave (BulkSpan::filling).
-  virtual bool sendsPieces() const {
-    return false;
-  }
-
-  // Whether both ends of the connection are in this process.
-  virtual bool loopsBack() const {
-    return false;
+  virtual Distance distance() const {
+    return Distance::kUnknown;
   }
 
   virtual PathInfo path() const = 0;

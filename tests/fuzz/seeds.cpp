@@ -42,7 +42,7 @@ void writeHeaders() {
     header.count = 2;
     header.token = 0x1122334455667788;
     header.transfer = 3;
-    header.acknowledged = kAdopted | 4;
+    header.acknowledged = kKept | 4;
     write("frame_header", name, {&header, sizeof(header)});
   }
 }

@@ -23,7 +23,7 @@ WORKER = "worker.h"
 
 
 def sources() -> list[Path]:
-    return sorted((CSRC / "transport" / "ucx").glob("*.[ch]*"))
+    return sorted((CSRC / "transport" / "ucx").rglob("*.[ch]*"))
 
 
 def test_no_comment_stands_for_the_token() -> None:

@@ -1,7 +1,7 @@
-// transport::FillLevel: one thread fills, others wait for bytes.
+// agent::device::FillLevel: one thread fills, others wait for bytes.
 
+#include "agent/device/fill_level.h"
 #include "sanitize/stress.h"
-#include "transport/fill_level.h"
 
 #include <atomic>
 #include <memory>
@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kEnd = 64;
 
 // Writes bytes before it reports them, as a device does.
-class Writer final : public transport::FillLevel {
+class Writer final : public agent::device::FillLevel {
  public:
   void write(uint64_t bytes) {
     written_.store(bytes);

@@ -1,9 +1,9 @@
-// memory::BufferCache, transport::ucx::SharedMaps on the cache's shared
+// memory::BufferCache, transport::ucx::bulk::SharedMaps on the cache's shared
 // regions, and memory::SharedMap, which both use, while the process forks.
 
 #include "memory/buffer_cache.h"
 #include "sanitize/stress.h"
-#include "transport/ucx/shared_maps.h"
+#include "transport/ucx/bulk/shared_maps.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,7 +17,7 @@ using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::stress;
 using memory::BufferCache;
 using transport::ucx::BulkEntry;
-using transport::ucx::SharedMaps;
+using transport::ucx::bulk::SharedMaps;
 
 namespace {
 

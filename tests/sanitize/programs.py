@@ -23,13 +23,13 @@ _NEEDS = {
     "executor": _EXECUTOR,
     "mailbox": ("agent/mailbox.cpp",),
     "streaming_copy": ("base/streaming_copy.cpp",),
-    "filling": ("transport/fill_level.cpp",),
+    "filling": ("agent/device/fill_level.cpp",),
     "memory": (
         "base/fork.cpp",
         "base/log.cpp",
         "memory/buffer_cache.cpp",
         "memory/shared_map.cpp",
-        "transport/ucx/shared_maps.cpp",
+        "transport/ucx/bulk/shared_maps.cpp",
     ),
     "loopback": (*_EXECUTOR, "base/gate.cpp", "transport/loopback/loopback.cpp"),
 }
@@ -38,7 +38,7 @@ PROGRAMS = {
     for name, sources in _NEEDS.items()
 }
 #: Those that need UCX: the transport as a whole.
-_UCX_FOLDERS = ("base", "crypto", "memory", "transport/ucx")
+_UCX_FOLDERS = ("base", "crypto", "memory", "transport/ucx", "transport/ucx/bulk")
 UCX_PROGRAMS = {
     "stops": [
         HERE / "stops.cpp",

@@ -71,12 +71,11 @@ struct Fixture {
 };
 
 bool isLent(const std::shared_ptr<std::optional<Encoded>>& sent) {
-  return *sent && (*sent)->lent.size() == (*sent)->bulk.size() &&
-      (*sent)->bulk[0].region.id != 0 &&
+  return *sent && (*sent)->bulk[0].map != nullptr &&
       static_cast<const char*>((*sent)->bulk[0].data)[kSize - 1] == 'x';
 }
 bool isSentAsItIs(const std::shared_ptr<std::optional<Encoded>>& sent) {
-  return *sent && (*sent)->lent.empty();
+  return *sent && (*sent)->bulk[0].map == nullptr;
 }
 
 void aMessageWaitsUntilABlockComesBack() {
@@ -122,7 +121,7 @@ void aReceiverThatReturnsWhatItIsSent() {
   const auto second = f.send();
   const auto third = f.send();
   const auto fourth = f.send();
-  f.cache->gotBack(*(*first)->lent[0]->shared());
+  f.cache->gotBack(*(*first)->bulk[0].map);
   f.runner.runAll();
   require(isSentAsItIs(third), "its block is a result now, and not idle");
   require(!*fourth, "one block, one message");

@@ -244,10 +244,10 @@ def pass_on(
         _sendable(call) if isinstance(call, Exception) else call.then(_outcome) for call in calls
     ]
     # collect_all() ends with the first error, so each of these has its outcome as its value.
-    pending = [outcome for outcome in outcomes if isinstance(outcome, Future)]
+    pending = [outcome for outcome in outcomes if not isinstance(outcome, tuple)]
     together: Future[list[tuple[bool, Any]]] = torch.futures.collect_all(pending).then(
         lambda _: [
-            outcome.value() if isinstance(outcome, Future) else outcome for outcome in outcomes
+            outcome if isinstance(outcome, tuple) else outcome.value() for outcome in outcomes
         ]
     )
     return together

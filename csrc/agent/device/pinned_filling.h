@@ -1,9 +1,9 @@
 #pragma once
 
 #include "agent/device/event_waiter.h"
+#include "agent/device/fill_level.h"
 #include "agent/device/streams.h"
 #include "base/error.h"
-#include "transport/fill_level.h"
 
 #include <c10/core/Storage.h>
 
@@ -26,7 +26,7 @@ inline constexpr size_t kPieceBytes = size_t{4} << 20;
 //   over.
 // Thread: add() and start(): the thread that queues the copies.
 //   whenFilled(): any.
-class PinnedFilling final : public transport::FillLevel,
+class PinnedFilling final : public FillLevel,
                             public std::enable_shared_from_this<PinnedFilling> {
  public:
   // The work queued on `stream` so far fills the next `bytes` bytes. `held` is

@@ -1,6 +1,9 @@
 #include "transport/fault/fault.h"
 
 #include "base/boundary.h"
+#include "memory/shared_map.h"
+
+#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -113,14 +116,8 @@ class FaultConnection final
   PeerState peer() const override {
     return inner_->peer();
   }
-  bool loopsBack() const override {
-    return inner_->loopsBack();
-  }
-  bool sharesMemory() const override {
-    return inner_->sharesMemory();
-  }
-  bool sendsPieces() const override {
-    return inner_->sendsPieces();
+  Distance distance() const override {
+    return inner_->distance();
   }
   PathInfo path() const override {
     return inner_->path();
@@ -159,8 +156,9 @@ class FaultConnection final
       case Fault::Kind::kForge:
         // Imitates a peer that returns memory which nobody has sent to it.
         for (BulkSpan& span : bulk) {
-          span.region.id = 1;
-          span.returned = true;
+          const auto own = memory::SharedMap::create(span.size);
+          span.map = memory::SharedMap::open(
+              getpid(), own->region().fd, own->region().id, span.size);
         }
         inner_->send(std::move(head), std::move(bulk), std::move(callback));
         return;
@@ -186,9 +184,7 @@ class FaultConnection final
     auto copy = std::make_shared<base::Buffer>(last.size);
     std::memcpy(copy->data(), last.data, last.size);
     copy->data()[last.size / 2] ^= std::byte{1};
-    last = BulkSpan();
-    last.data = copy->data();
-    last.size = copy->size();
+    last = BulkSpan{{copy->data(), copy->size()}};
     inner_->send(
         std::move(head),
         std::move(bulk),

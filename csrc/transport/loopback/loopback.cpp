@@ -83,8 +83,8 @@ class LoopbackConnection final
   PeerState peer() const override {
     return closed_.load() ? PeerState::kClosed : PeerState::kOpen;
   }
-  bool loopsBack() const override {
-    return true;
+  Distance distance() const override {
+    return Distance::kSameProcess;
   }
   PathInfo path() const override {
     return {"loopback", "memcpy", ""};

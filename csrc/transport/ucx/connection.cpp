@@ -6,7 +6,6 @@
 #include "transport/ucx/status.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -29,18 +28,14 @@ struct UcxConnection::ActiveSend {
 
 UcxConnection::UcxConnection(
     std::shared_ptr<UcxContext> context,
-    uint64_t localToken,
-    bool initiator)
-    : context_(std::move(context)),
-      localToken_(localToken),
-      initiator_(initiator) {}
+    uint64_t localToken)
+    : context_(std::move(context)), localToken_(localToken) {}
 
 std::shared_ptr<UcxConnection> UcxConnection::create(
     std::shared_ptr<UcxContext> context,
-    uint64_t localToken,
-    bool initiator) {
+    uint64_t localToken) {
   std::shared_ptr<UcxConnection> connection(
-      new UcxConnection(std::move(context), localToken, initiator));
+      new UcxConnection(std::move(context), localToken));
   connection->watch_ = std::make_shared<PeerWatch>(
       connection->context_->sharedWorker(),
       "connection " + std::to_string(localToken & 0xffff),
@@ -69,25 +64,21 @@ void UcxConnection::send(
             [&] { self->sendOrKeep(locked, frame); },
             [&](const base::Error& error) {
               self->fail(locked, error);
-              self->deferCallback(locked, std::move(frame.callback), error);
+              deferEnd(locked, std::move(frame), error);
             });
       });
 }
 
-bool UcxConnection::sharesMemory() const {
-  // If this process can read the peer's memory, the peer is taken to be able to
-  // read ours, because both have the same user and namespaces. exposesMemory_
-  // and cmaUsable_ are written before the state, so this needs no lock.
-  return open() && exposesMemory_ && cmaUsable_;
-}
-
-bool UcxConnection::sendsPieces() const {
-  return open() && !sharesMemory();
+Distance UcxConnection::distance() const {
+  if (!isOpen()) {
+    return Distance::kUnknown;
+  }
+  return bulk_->sharesMemory() ? Distance::kSharesMemory : Distance::kApart;
 }
 
 PathInfo UcxConnection::path() const {
   PathInfo info;
-  worker().runLocked([&](Locked& locked) {
+  worker().runLocked([&](Locked&) {
     if (endpoint_ == nullptr) {
       return;
     }
@@ -111,27 +102,53 @@ PathInfo UcxConnection::path() const {
     for (const auto& name : names) {
       info.control += (info.control.empty() ? "" : ", ") + name;
     }
-    if (encrypted(locked)) {
+    if (agreed_.channel != nullptr) {
       info.control += ", encrypted (AES-256-GCM)";
     }
-    info.bulk = cmaUsable_ ? "shared memory, else cma" : "ucx: " + info.control;
-    info.why = cmaUsable_ ? "" : "no cma: " + whyNoCma_;
+    if (bulk_ != nullptr) {
+      const bulk::Peer& peer = bulk_->peer();
+      info.bulk =
+          peer.readable() ? "shared memory, else cma" : "ucx: " + info.control;
+      info.why = peer.readable() ? "" : "no cma: " + peer.whyUnreadable;
+    }
   });
   return info;
 }
 
-void UcxConnection::deliveryEnds() {
-  if (deliveries_.fetch_sub(1) == 1) {
-    const auto tell = [this] {
-      context_->withHandler([this](Handler& handler) {
-        handler.onClosed(shared_from_this(), ending());
-      });
-    };
-    base::guarded(base::Boundary::kDelivery, tell, [&](const base::Error&) {
-      tell(); // a second attempt, or calls to the peer would not end
-    });
-    context_->connectionTold();
+void UcxConnection::sendOrKeep(Locked& locked, Unsent& frame) {
+  if (isOpen()) {
+    sendNow(locked, std::move(frame));
+  } else if (closed()) {
+    deferEnd(locked, std::move(frame), ending());
+  } else {
+    unsent_.push_back(std::move(frame));
   }
+}
+
+void UcxConnection::sendNow(Locked& locked, Unsent frame) {
+  if (!frame.bulk.empty() || frame.head.size() > kMaxEagerBytes) {
+    bulk_->send(
+        locked,
+        std::move(frame.head),
+        std::move(frame.bulk),
+        std::move(frame.callback));
+    return;
+  }
+  sendActive(locked, {.token = agreed_.peer.token}, std::move(frame.head));
+  deferCallback(locked, std::move(frame.callback), {});
+}
+
+// The frame is over. Its bulk may hold the last reference to a tensor, so the
+// frame is dropped without the lock.
+void UcxConnection::deferEnd(
+    Locked& locked,
+    Unsent frame,
+    const base::Error& error) {
+  locked.defer([frame = std::move(frame), error] {
+    if (frame.callback) {
+      frame.callback(error);
+    }
+  });
 }
 
 void UcxConnection::deferCallback(
@@ -145,6 +162,14 @@ void UcxConnection::deferCallback(
   }
 }
 
+void UcxConnection::tell(
+    Locked& locked,
+    FrameHeader header,
+    base::Buffer data) {
+  header.token = agreed_.peer.token;
+  sendActive(locked, header, std::move(data));
+}
+
 void UcxConnection::sendActive(
     Locked& locked,
     FrameHeader header,
@@ -152,13 +177,12 @@ void UcxConnection::sendActive(
   if (endpoint_ == nullptr) {
     return;
   }
-  if (!acknowledgements_.empty()) {
-    header.acknowledged = acknowledgements_.back();
-    acknowledgements_.pop_back();
+  if (bulk_ != nullptr) {
+    header.acknowledged = bulk_->nextAcknowledgement(locked);
   }
-  if (channel_ != nullptr) {
-    auto sealed =
-        channel_->seal(peer_.token, header, {data.data(), data.size()});
+  if (agreed_.channel != nullptr) {
+    auto sealed = agreed_.channel->seal(
+        agreed_.peer.token, header, {data.data(), data.size()});
     if (!sealed.ok()) {
       fail(locked, sealed.error());
       return;
@@ -195,18 +219,13 @@ void UcxConnection::sendActive(
   locked.needProgress();
 }
 
+void UcxConnection::acknowledgeSoon(Locked& locked) {
+  context_->acknowledgeSoon(locked, shared_from_this());
+}
+
 void UcxConnection::acknowledge(Locked& locked) {
-  acknowledgesSoon_ = false;
-  acknowledgements_.insert(
-      acknowledgements_.end(), adopted_.begin(), adopted_.end());
-  adopted_.clear();
-  while (!acknowledgements_.empty() && open()) {
-    const uint64_t transfer = acknowledgements_.back();
-    acknowledgements_.pop_back();
-    sendActive(
-        locked,
-        {.kind = FrameKind::kDone, .token = peer_.token, .transfer = transfer},
-        {});
+  if (bulk_ != nullptr) {
+    bulk_->acknowledge(locked);
   }
 }
 
@@ -221,65 +240,6 @@ void UcxConnection::onSent(Locked& locked, ucs_status_t status) {
             status,
             peer() == PeerState::kConnecting ? "cannot connect" : "sending"));
   }
-}
-
-void UcxConnection::sendOrKeep(Locked& locked, Unsent& frame) {
-  if (open()) {
-    sendNow(locked, std::move(frame));
-  } else if (closed()) {
-    deferCallback(locked, std::move(frame.callback), ending());
-  } else {
-    unsent_.push_back(std::move(frame));
-  }
-}
-
-void UcxConnection::sendNow(Locked& locked, Unsent frame) {
-  FrameHeader header;
-  header.token = peer_.token;
-  header.count = static_cast<uint32_t>(frame.bulk.size());
-  const size_t tableBytes = frame.bulk.size() * sizeof(BulkEntry);
-  const bool big = tableBytes + frame.head.size() > kMaxEagerBytes;
-  if (frame.bulk.empty() && !big) {
-    sendActive(locked, header, std::move(frame.head));
-    deferCallback(locked, std::move(frame.callback), {});
-    return;
-  }
-  const auto entryOf = [this](const BulkSpan& span) {
-    BulkEntry entry{.size = span.size};
-    // The peer must not read a span that is still being filled: without an
-    // address here, the peer has to ask for the span with kPull.
-    if (exposesMemory_ && span.filling == nullptr) {
-      entry.address = reinterpret_cast<uint64_t>(span.data);
-      if (span.region.id != 0) {
-        entry.region = span.region.id;
-        entry.fd =
-            span.returned ? kReturned : static_cast<uint64_t>(span.region.fd);
-        entry.fd |= span.isCommon ? kCommon : 0;
-      }
-    }
-    return entry;
-  };
-  base::Buffer data(tableBytes + frame.head.size());
-  for (size_t i = 0; i < frame.bulk.size(); ++i) {
-    const BulkEntry entry = entryOf(frame.bulk[i]);
-    std::memcpy(data.data() + i * sizeof(entry), &entry, sizeof(entry));
-  }
-  if (frame.head.size() != 0) {
-    std::memcpy(data.data() + tableBytes, frame.head.data(), frame.head.size());
-  }
-  base::Buffer bigFrame;
-  if (big) {
-    // The frame itself becomes the first span, which the peer fetches.
-    header.kind = FrameKind::kBigFrame;
-    bigFrame = std::move(data);
-    const BulkEntry entry =
-        entryOf(BulkSpan{{bigFrame.data(), bigFrame.size()}});
-    data = base::Buffer(sizeof(entry));
-    std::memcpy(data.data(), &entry, sizeof(entry));
-  }
-  header.transfer = transfers_.add(
-      locked, std::move(bigFrame), frame.bulk, std::move(frame.callback));
-  sendActive(locked, header, std::move(data));
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -5,7 +5,9 @@
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -31,8 +33,9 @@ void UcxConnection::closeNow(Locked& locked) {
   // An accepter that still waits for the confirmation also says goodbye,
   // because the opener may already take the connection for open.
   const bool accepted = peer() == PeerState::kConnecting && peerMayThinkItOpen_;
-  if (open() || accepted) {
-    sendActive(locked, {.kind = FrameKind::kClose, .token = peer_.token}, {});
+  if (isOpen() || accepted) {
+    sendActive(
+        locked, {.kind = FrameKind::kClose, .token = agreed_.peer.token}, {});
   }
   flushes_ = true;
   hear(
@@ -56,12 +59,12 @@ void UcxConnection::whenJudged(base::Error error, Callback callback) {
                  error = std::move(error),
                  callback = std::move(callback)](Locked& locked) mutable {
     if (self->closed()) {
-      self->deferCallback(locked, std::move(callback), self->ending());
+      deferCallback(locked, std::move(callback), self->ending());
     } else if (self->watch_->watched(locked)) {
       self->unjudged_.emplace_back(std::move(error), std::move(callback));
       self->context_->doubt(locked, self);
     } else {
-      self->deferCallback(locked, std::move(callback), std::move(error));
+      deferCallback(locked, std::move(callback), std::move(error));
     }
   });
 }
@@ -77,7 +80,7 @@ void UcxConnection::onPathLost(
     ucs_status_t status) {
   endpointFailed_ = true;
   if (closed()) {
-    context_->unpark(locked, *this);
+    context_->ended().unpark(locked, *this);
     return;
   }
   hear(
@@ -87,6 +90,18 @@ void UcxConnection::onPathLost(
           status,
           peer() == PeerState::kConnecting ? "cannot connect"
                                            : "the connection broke"));
+}
+
+void UcxConnection::onHandshakeLate(Locked& locked) {
+  if (peer() == PeerState::kConnecting) {
+    hear(
+        locked,
+        PeerWord::kPathLost,
+        {base::ErrorKind::kPeerLost,
+         "no answer to the introduction within " +
+             std::to_string(kHandshakeTime.count()) +
+             " s (a worker that hangs, or knows another secret)"});
+  }
 }
 
 void UcxConnection::onDoubtOver(Locked& locked) {
@@ -105,7 +120,7 @@ void UcxConnection::onPeerChanged(Locked& locked, PeerState before) {
   } else if (closed() && !isOver(before)) {
     end(locked);
   } else if (peer() == PeerState::kDead) {
-    context_->unpark(locked, *this);
+    context_->ended().unpark(locked, *this);
   }
 }
 
@@ -116,51 +131,48 @@ void UcxConnection::end(Locked& locked) {
     context_->peerLost();
   }
   for (auto& frame : std::exchange(unsent_, {})) {
-    deferCallback(locked, std::move(frame.callback), error);
+    deferEnd(locked, std::move(frame), error);
   }
   for (auto& [_, callback] : std::exchange(unjudged_, {})) {
     deferCallback(locked, std::move(callback), error);
   }
   const bool broke = peer() == PeerState::kBroken;
-  const bool mayRead =
-      exposesMemory_ && (broke || peer() == PeerState::kClosed);
-  std::function<void(Callback)> hold;
-  if (mayRead) {
-    hold = [&](Callback callback) {
-      watch_->hold(locked, std::move(callback));
-    };
-  }
-  transfers_.fail(locked, error, hold);
-  if (!pulls_.empty()) {
-    locked.defer([self, pulls = std::move(pulls_), error] {
-      auto bulk = self->context_->bulk();
-      for (const auto& [id, transfer] : pulls) {
-        bulk.value()->cancel(id, error);
-      }
-    });
+  if (bulk_ != nullptr) {
+    const bool mayRead =
+        bulk_->peer().mayReadHere && (broke || peer() == PeerState::kClosed);
+    std::function<void(Callback)> hold;
+    if (mayRead) {
+      hold = [&](Callback callback) {
+        watch_->hold(locked, std::move(callback));
+      };
+    }
+    bulk_->end(locked, error, hold);
   }
   locked.defer([self] { self->deliveryEnds(); });
   const bool parked = broke && !flushes_ && !endpointFailed_ &&
-      endpoint_ != nullptr && context_->park(locked, self);
+      endpoint_ != nullptr && context_->ended().park(locked, self);
   if (!parked) {
     closeEndpoint(locked, flushes_);
   }
-  if (nearness_.samePids) {
-    context_->maps().forget(peer_.process.pid);
+  if (agreed_.nearness.samePids) {
+    context_->bulk().maps().forget(agreed_.peer.process.pid);
   }
   const bool isToHear = broke && peerMayThinkItOpen_;
   const bool lives = watch_->watched(locked) && !watch_->processEnded(locked);
-  context_->forget(locked, localToken_, isToHear ? self : nullptr);
+  context_->forget(locked, localToken_);
+  if (isToHear) {
+    context_->ended().broke(locked, localToken_, self);
+  }
   if (isToHear && (lives || parked)) {
     // The peer is told, because its calls wait for answers that may have been
     // lost. A peer on another host that was not parked learns from TCP that the
     // endpoint is closed.
     locked.postAfter([self](Locked& after) {
-      self->context_->tellThatItBroke(after, self->localToken_);
+      self->context_->ended().tell(after, self->localToken_);
     });
   }
   if (watch_->holds(locked)) {
-    context_->keep(locked, watch_);
+    context_->ended().keep(locked, watch_);
   } else if (!parked) {
     watch_->unwatch(locked);
   }
@@ -172,10 +184,10 @@ bool UcxConnection::tellThatItBroke(Locked& locked) {
   }
   if (endpoint_ == nullptr) {
     endpointFailed_ = false;
-    if (openEndpoint(locked, peer_.address)) {
+    if (openEndpoint(locked, agreed_.peer.address, agreed_.nearness)) {
       return false; // there is no way to the peer
     }
-    if (!context_->park(locked, shared_from_this())) {
+    if (!context_->ended().park(locked, shared_from_this())) {
       closeEndpoint(
           locked, /*flush=*/false); // UCX would call an object that is gone
       return false;
@@ -183,7 +195,7 @@ bool UcxConnection::tellThatItBroke(Locked& locked) {
   }
   sendActive(
       locked,
-      {.kind = FrameKind::kClose, .count = 1, .token = peer_.token},
+      {.kind = FrameKind::kClose, .count = 1, .token = agreed_.peer.token},
       {});
   return true;
 }

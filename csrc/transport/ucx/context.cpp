@@ -1,5 +1,6 @@
 #include "transport/ucx/context.h"
 
+#include "base/log.h"
 #include "transport/ucx/from_ucx.h"
 
 #include <algorithm>
@@ -17,12 +18,10 @@ constexpr int kDrainMilliseconds = 1000;
 // The longest time between our reading a peer's memory and our telling the peer
 // that the memory is its own again.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
-constexpr size_t kMaxBroken = 64;
-constexpr size_t kMaxParked = 64;
-// How long a handshake may take. Long, because on a loaded machine a peer may
-// be slow; limited, because a stranger who replays a recorded kOpen never
-// finishes.
-constexpr std::chrono::seconds kHandshakeTime{30};
+// How many connections may begin within the time of one handshake, which is
+// more than any group needs. A stranger who has recorded what a peer of ours
+// said, and repeats it, can begin this many connections and no more.
+constexpr size_t kMaxOpening = 4096;
 // When a process is killed, the kernel first resets its sockets and then
 // reports its end. A doubted peer's process has this time to be seen to end.
 // The kernel needs microseconds, and longer only if the core is busy.
@@ -62,12 +61,11 @@ UcxContext::UcxContext(
     std::shared_ptr<ControlWorker> control,
     std::shared_ptr<BulkWorker> bulk)
     : options_(std::move(options)),
-      ucp_(std::move(ucp)),
       gate_(std::move(gate)),
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
-      bulkWorker_(std::move(bulk)) {}
+      bulk_(std::move(ucp), gate_, std::move(bulk)) {}
 
 UcxContext::~UcxContext() = default;
 
@@ -80,7 +78,6 @@ void UcxContext::start(
     base::TaskRunner& runner,
     Handler& handler) {
   poller_ = &poller;
-  runner_ = &runner;
   handler_ = &handler;
   ucp_am_handler_param_t params{};
   params.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID |
@@ -95,24 +92,13 @@ void UcxContext::start(
     ucp_worker_set_am_recv_handler(locked.get(), &params);
   });
   slots_.emplace(poller, runner, [this] { progressSoon(); });
-  control_->start(poller, /*main=*/true);
-  acknowledgeTimer_.emplace(poller, [this] {
-    control_->post([this](Locked& locked) { acknowledgeNow(locked); });
-  });
+  bulk_.start(poller, runner, [this] { slots_->workerAdded(); });
   openings_.emplace(
       poller,
       *control_,
       kHandshakeTime,
       [](Locked& locked, const auto& connection) {
-        if (connection->peer() == PeerState::kConnecting) {
-          connection->hear(
-              locked,
-              PeerWord::kPathLost,
-              {base::ErrorKind::kPeerLost,
-               "no answer to the introduction within " +
-                   std::to_string(kHandshakeTime.count()) +
-                   " s (a worker that hangs, or knows another secret)"});
-        }
+        connection->onHandshakeLate(locked);
       });
   doubts_.emplace(
       poller,
@@ -121,6 +107,14 @@ void UcxContext::start(
       [](Locked& locked, const auto& connection) {
         connection->onDoubtOver(locked);
       });
+  acknowledgements_.emplace(
+      poller,
+      *control_,
+      kAcknowledgeAfter,
+      [](Locked& locked, const auto& connection) {
+        connection->acknowledge(locked);
+      });
+  control_->start(poller, /*main=*/true);
 }
 
 ConnectionPtr UcxContext::connect(
@@ -130,9 +124,8 @@ ConnectionPtr UcxContext::connect(
   // This thread waits for the lock only to enter the connection into the map.
   // The endpoint is opened by a posted operation, which reports its failure
   // through onClosed().
-  control_->runLocked([&](Locked& locked) {
-    connection = makeConnection(locked, /*initiator=*/true);
-  });
+  control_->runLocked(
+      [&](Locked& locked) { connection = makeConnection(locked); });
   control_->post([this, connection, address, hello](Locked& locked) {
     if (stopped_.load()) {
       connection->fail(
@@ -144,101 +137,115 @@ ConnectionPtr UcxContext::connect(
       connection->fail(locked, parsed.error());
       return;
     }
-    const ContextAddress& peer = parsed.value();
-    base::Error error = groupKey_.empty()
-        ? base::Error{base::ErrorKind::kRefused, "this worker has no secret"}
-        : connection->open(locked, peer, hello);
-    if (error) {
-      connection->fail(locked, std::move(error));
+    if (groupKey_.empty()) {
+      connection->fail(
+          locked, {base::ErrorKind::kRefused, "this worker has no secret"});
+      return;
     }
+    connection->open(locked, parsed.value(), hello);
   });
   return connection;
 }
 
-base::Result<std::shared_ptr<BulkChannel>> UcxContext::bulk() {
-  std::lock_guard lock(bulkMutex_);
-  if (bulk_ == nullptr) {
-    if (stopped_.load()) {
-      return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
-    }
-    if (bulkWorker_ == nullptr) {
-      auto created = BulkWorker::create(ucp_, gate_);
-      if (!created.ok()) {
-        return created.error();
-      }
-      bulkWorker_ = std::move(created.value());
-    }
-    bulk_ = std::make_shared<BulkChannel>(std::move(bulkWorker_), *poller_);
-    slots_->workerAdded();
+std::shared_ptr<UcxConnection> UcxContext::makeConnection(Locked& locked) {
+  const uint64_t token = randomToken();
+  auto connection = UcxConnection::create(shared_from_this(), token);
+  untold_.fetch_add(1);
+  connections_.emplace(token, connection);
+  openings_->add(locked, connection);
+  return connection;
+}
+
+void UcxContext::setSecret(const std::string& secret) {
+  control_->runLocked([&](Locked&) { groupKey_ = ucx::groupKey(secret); });
+}
+
+std::shared_ptr<UcxConnection> UcxContext::find(Locked&, uint64_t token) const {
+  auto it = connections_.find(token);
+  return it == connections_.end() ? nullptr : it->second;
+}
+
+void UcxContext::onMessage(
+    Locked& locked,
+    base::ConstSpan headerBytes,
+    base::ConstSpan data) {
+  auto parsed = parseHeader(headerBytes);
+  if (!parsed.ok()) {
+    base::log(base::LogLevel::kInfo, "dropped: " + parsed.error().message);
+    return;
   }
-  return bulk_;
+  const FrameHeader& header = parsed.value();
+  if (header.kind == FrameKind::kOpen) {
+    onOpen(locked, {header, data});
+  } else if (const auto connection = find(locked, header.token)) {
+    connection->onMessage(locked, {header, data});
+  } else if (header.kind == FrameKind::kClose) {
+    ended_.told(locked, header.token);
+  } else { // for a connection that has ended here, or from a stranger
+    ended_.tell(locked, header.token);
+  }
+}
+
+void UcxContext::onLostMessage(
+    Locked& locked,
+    base::ConstSpan headerBytes,
+    base::ConstSpan data,
+    const base::Error& error) {
+  auto parsed = parseHeader(headerBytes);
+  if (!parsed.ok()) {
+    return;
+  }
+  switch (parsed.value().kind) {
+    case FrameKind::kOpen:
+    case FrameKind::kOpened:
+    case FrameKind::kConfirm:
+      // A second attempt. If this message were lost, the connection would never
+      // open, and the peer would only notice after its long wait for the
+      // handshake.
+      onMessage(locked, headerBytes, data);
+      break;
+    default:
+      if (const auto connection = find(locked, parsed.value().token)) {
+        connection->fail(locked, error);
+      }
+  }
+}
+
+void UcxContext::onOpen(Locked& locked, const Message& message) {
+  const FrameHeader& header = message.header;
+  const auto refuse = [this](const std::string& why) {
+    refused("refused a connection: the other end " + why);
+  };
+  if (header.token != doorToken_ || groupKey_.empty()) {
+    refuse("does not know this worker's address token");
+    return;
+  }
+  if (header.version != kProtocolVersion) {
+    refuse(
+        "speaks version " + std::to_string(header.version) +
+        " of the torch_rpc_ext protocol, this worker version " +
+        std::to_string(kProtocolVersion) +
+        ": install the same torch_rpc_ext everywhere");
+    return;
+  }
+  auto opening = HandshakeSession::check(groupKey_, header.token, message.data);
+  if (!opening.ok()) {
+    refuse(opening.error().message);
+    return;
+  }
+  if (openings_->size(locked) >= kMaxOpening) {
+    refuse("is one of too many at once");
+    return;
+  }
+  const auto connection = makeConnection(locked);
+  std::string introduction;
+  withHandler([&](Handler& handler) { introduction = handler.introduction(); });
+  connection->accept(locked, std::move(opening.value()), introduction);
 }
 
 void UcxContext::progressSoon() {
   control_->progressSoon();
-  const std::lock_guard lock(bulkMutex_);
-  if (bulk_ != nullptr) {
-    bulk_->progressSoon();
-  }
-}
-
-void UcxContext::acknowledgeSoon(
-    Locked&,
-    std::shared_ptr<UcxConnection> connection) {
-  if (acknowledging_.empty()) {
-    acknowledgeTimer_->set(base::Timer::Clock::now() + kAcknowledgeAfter);
-  }
-  acknowledging_.push_back(std::move(connection));
-}
-
-void UcxContext::acknowledgeNow(Locked& locked) {
-  for (auto& connection : std::exchange(acknowledging_, {})) {
-    connection->acknowledge(locked);
-  }
-}
-
-void UcxContext::keep(Locked& locked, std::shared_ptr<PeerWatch> watch) {
-  std::erase_if(
-      watches_, [&](const auto& former) { return !former->holds(locked); });
-  watches_.push_back(std::move(watch));
-}
-
-void UcxContext::forget(
-    Locked&,
-    uint64_t localToken,
-    const std::shared_ptr<UcxConnection>& broken) {
-  connections_.erase(localToken);
-  if (broken != nullptr && !stopped_.load()) {
-    broken_.emplace_back(localToken, broken);
-    if (broken_.size() > kMaxBroken) {
-      broken_.pop_front();
-    }
-  }
-}
-
-bool UcxContext::park(
-    Locked& locked,
-    std::shared_ptr<UcxConnection> connection) {
-  if (stopped_.load()) {
-    return false;
-  }
-  parked_.push_back(std::move(connection));
-  if (parked_.size() > kMaxParked) {
-    unpark(locked, *parked_.front());
-  }
-  return true;
-}
-
-void UcxContext::unpark(Locked& locked, const UcxConnection& connection) {
-  const auto it =
-      std::find_if(parked_.begin(), parked_.end(), [&](const auto& parked) {
-        return parked.get() == &connection;
-      });
-  if (it != parked_.end()) {
-    const auto parked = std::move(*it);
-    parked_.erase(it);
-    parked->leavePark(locked);
-  }
+  bulk_.progressSoon();
 }
 
 void UcxContext::stop() {
@@ -254,23 +261,24 @@ void UcxContext::stop() {
     gate_->close();
     return;
   }
-  acknowledgeTimer_->stop();
+  bulk_.close();
+  acknowledgements_->stop();
   openings_->stop();
   doubts_->stop();
   slots_->stop();
   control_->runLocked([this](Locked& locked) {
-    acknowledgeNow(locked);
-    broken_.clear();
-    while (!parked_.empty()) {
-      unpark(locked, *parked_.front());
+    // A copy, because a connection that turns out to be broken is forgotten.
+    for (const auto& [token, connection] : std::unordered_map(connections_)) {
+      connection->acknowledge(locked);
     }
+    ended_.stop(locked);
   });
   // Peers that still read this process's memory get a moment to finish.
   control_->progressUntil(
       [this](Locked& locked) {
         return std::none_of(
             connections_.begin(), connections_.end(), [&](const auto& entry) {
-              return entry.second->lending(locked);
+              return entry.second->lends(locked);
             });
       },
       kDrainMilliseconds);
@@ -284,20 +292,9 @@ void UcxContext::stop() {
         return closing_ == 0;
       },
       kDrainMilliseconds);
-  std::shared_ptr<BulkChannel> bulk;
-  {
-    std::lock_guard lock(bulkMutex_);
-    bulk = bulk_;
-  }
-  if (bulk) {
-    bulk->stop();
-  }
+  bulk_.stop();
   control_->stop();
-  control_->runLocked([this](Locked& locked) {
-    for (const auto& watch : watches_) {
-      watch->unwatch(locked);
-    }
-  });
+  control_->runLocked([this](Locked& locked) { ended_.unwatch(locked); });
   waitUntilTold();
   gate_->close();
   gate_->wait();

@@ -21,10 +21,16 @@
 #include "base/error.h"
 #include "crypto/crypto.h"
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
 namespace torch_rpc_ext::transport::ucx {
+
+// How long a handshake may take. Long, because on a loaded machine a peer may
+// be slow; limited, because a stranger who replays a recorded kOpen never
+// finishes.
+constexpr std::chrono::seconds kHandshakeTime{30};
 
 // What the proofs and keys of a connection are made from; equal at both ends.
 struct Transcript {

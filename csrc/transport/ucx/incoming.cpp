@@ -13,15 +13,15 @@ namespace torch_rpc_ext::transport::ucx {
 // use the memory.
 class UcxIncoming::Lease {
  public:
-  Lease(std::weak_ptr<UcxConnection> connection, uint64_t transfer)
-      : connection_(std::move(connection)), transfer_(transfer) {}
+  Lease(std::weak_ptr<bulk::Exchange> bulk, uint64_t transfer)
+      : bulk_(std::move(bulk)), transfer_(transfer) {}
   ~Lease() {
     if (!home_.isHere()) {
       return;
     }
-    if (auto connection = connection_.lock()) {
+    if (const auto bulk = bulk_.lock()) {
       const uint64_t ended = forked_.load() ? transfer_ | kForked : transfer_;
-      const auto tell = [&] { connection->done(ended, /*bytes=*/0, {}); };
+      const auto tell = [&] { bulk->done(ended, /*bytes=*/0, {}); };
       base::guarded(
           base::Boundary::kStorage, tell, [&](const base::Error&) { tell(); });
     }
@@ -35,19 +35,19 @@ class UcxIncoming::Lease {
 
  private:
   const base::HomeProcess home_;
-  const std::weak_ptr<UcxConnection> connection_;
+  const std::weak_ptr<bulk::Exchange> bulk_;
   const uint64_t transfer_;
   std::atomic<bool> forked_{false};
 };
 
 UcxIncoming::UcxIncoming(
-    std::shared_ptr<UcxConnection> connection,
+    std::shared_ptr<bulk::Exchange> bulk,
     uint64_t transfer,
     uint32_t firstSpan,
     std::vector<BulkEntry> entries,
     base::Buffer bytes,
     size_t headOffset)
-    : connection_(std::move(connection)),
+    : bulk_(std::move(bulk)),
       transfer_(transfer),
       firstSpan_(firstSpan),
       entries_(std::move(entries)),
@@ -76,7 +76,7 @@ UcxIncoming::~UcxIncoming() {
 uint64_t UcxIncoming::bytesToCopy() const {
   uint64_t bytes = 0;
   for (const BulkEntry& entry : entries_) {
-    bytes += connection_->maps(entry) ? 0 : entry.size;
+    bytes += bulk_->maps(entry) ? 0 : entry.size;
   }
   return bytes;
 }
@@ -84,21 +84,17 @@ uint64_t UcxIncoming::bytesToCopy() const {
 void UcxIncoming::refuse(const base::Error& why) {
   answered_ = true;
   if (transfer_ != 0) {
-    connection_->done(transfer_, /*bytes=*/0, why);
+    bulk_->done(transfer_, /*bytes=*/0, why);
   }
 }
 
-Adopted UcxIncoming::adopt(size_t index) {
-  const BulkEntry& entry = entries_[index];
-  if (entry.fd == kReturned) {
-    return {.memory = connection_->takeBack(entry)};
-  }
-  auto memory = connection_->map(entry);
-  if (memory == nullptr) {
-    return {};
+std::shared_ptr<memory::SharedMap> UcxIncoming::map(size_t index) {
+  auto memory = bulk_->map(entries_[index]);
+  if (memory == nullptr || !memory->isForeign()) {
+    return memory; // if there is any, then this process has it back
   }
   if (lease_ == nullptr) {
-    lease_ = std::make_shared<Lease>(connection_, transfer_);
+    lease_ = std::make_shared<Lease>(bulk_, transfer_);
   }
   struct Leased {
     std::shared_ptr<Lease> lease;
@@ -111,11 +107,7 @@ Adopted UcxIncoming::adopt(size_t index) {
     }
   };
   const std::shared_ptr<Leased> leased(new Leased{lease_, std::move(memory)});
-  const bool isReturnable = !leased->map->isPrivate();
-  return {
-      {leased, leased->map.get()},
-      entry.region,
-      isReturnable ? connection_ : nullptr};
+  return {leased, leased->map.get()};
 }
 
 void UcxIncoming::receive(
@@ -123,65 +115,41 @@ void UcxIncoming::receive(
     Callback callback,
     Arrived arrived) {
   answered_ = true;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    if (entries_[i].fd == kReturned && into[i].data != nullptr) {
-      const base::Error error{
-          base::ErrorKind::kInvalid,
-          "the sender returns memory that it has not been sent"};
-      const auto connection = connection_;
-      callback(error); // the callback may destroy *this
-      connection->done(transfer_, 0, error);
-      return;
-    }
-  }
-  const uint64_t transfer =
-      lease_ == nullptr ? transfer_ : transfer_ | kAdopted;
   uint64_t bytes = bytes_.size();
-  std::vector<BulkEntry> entries;
-  std::vector<base::MutableSpan> spans;
-  entries.reserve(entries_.size());
-  spans.reserve(into.size());
+  bulk::Fetch fetch{.transfer = transfer_, .firstSpan = firstSpan_};
+  fetch.from.reserve(entries_.size());
+  fetch.into.reserve(into.size());
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (into[i].data != nullptr || into[i].size == 0) {
-      entries.push_back(entries_[i]);
-      spans.push_back(into[i]);
+      fetch.from.push_back(entries_[i]);
+      fetch.into.push_back(into[i]);
       bytes += entries_[i].size;
     }
   }
-  if (entries.empty()) {
-    const bool answers = transfer_ != 0;
-    const auto connection = connection_;
-    callback({}); // the callback may destroy *this
-    if (answers) {
-      connection->done(transfer, bytes, {});
+  // `callback` may destroy *this. It comes first: once the sender has the
+  // acknowledgement, the sender may close the connection.
+  fetch.callback = [bulk = bulk_,
+                    transfer = transfer_,
+                    bytes,
+                    lease = lease_,
+                    callback = std::move(callback)](const base::Error& error) {
+    callback(error);
+    if (transfer != 0) {
+      const bool keeps = !error && lease != nullptr;
+      bulk->done(keeps ? transfer | kKept : transfer, bytes, error);
     }
+  };
+  if (fetch.from.empty()) {
+    const Callback done = std::move(fetch.callback);
+    done({});
     return;
   }
-  connection_->fetch(
-      transfer_,
-      firstSpan_,
-      entries,
-      spans,
-      [connection = connection_,
-       transfer,
-       bytes,
-       lease = lease_,
-       callback = std::move(callback)](base::Error error) {
-        if (!error && connection->closed()) {
-          // The sender may have reused the memory while this process read it,
-          // so the bytes cannot be trusted.
-          error = connection->ending();
-        }
-        // The callback comes first: once the sender has the acknowledgement,
-        // the sender may close the connection.
-        callback(error);
-        connection->done(error ? transfer & ~kAdopted : transfer, bytes, error);
-      },
-      std::move(arrived));
+  fetch.arrived = std::move(arrived);
+  bulk_->fetch(std::move(fetch));
 }
 
 base::Result<std::unique_ptr<Incoming>> makeIncoming(
-    const std::shared_ptr<UcxConnection>& connection,
+    std::shared_ptr<bulk::Exchange> bulk,
     uint64_t transfer,
     uint32_t firstSpan,
     uint32_t count,
@@ -207,7 +175,7 @@ base::Result<std::unique_ptr<Incoming>> makeIncoming(
   }
   const size_t headOffset = count * sizeof(BulkEntry);
   return std::unique_ptr<Incoming>(std::make_unique<UcxIncoming>(
-      connection,
+      std::move(bulk),
       transfer,
       firstSpan,
       std::move(entries.value()),

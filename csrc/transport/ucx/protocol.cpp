@@ -3,11 +3,14 @@
 #include "base/bytes.h"
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 
 namespace torch_rpc_ext::transport::ucx {
 
 namespace {
+
+constexpr size_t kMaxReasonBytes = 512;
 
 base::Error malformed(const char* what) {
   return {base::ErrorKind::kInvalid, std::string("malformed ") + what};
@@ -77,7 +80,28 @@ uint64_t randomToken() {
 
 std::string toText(base::ConstSpan data) {
   return {
-      static_cast<const char*>(data.data), std::min<size_t>(data.size, 512)};
+      static_cast<const char*>(data.data),
+      std::min(data.size, kMaxReasonBytes)};
+}
+
+base::Buffer encodeReason(const base::Error& why) {
+  base::Buffer text(std::min(why.message.size(), kMaxReasonBytes));
+  if (text.size() != 0) {
+    std::memcpy(text.data(), why.message.data(), text.size());
+  }
+  return text;
+}
+
+base::Error reasonOf(const Message& message) {
+  const uint32_t kind = message.header.count;
+  if (kind == 0) {
+    return {};
+  }
+  return {
+      kind <= static_cast<uint32_t>(base::ErrorKind::kCorrupted)
+          ? static_cast<base::ErrorKind>(kind)
+          : base::ErrorKind::kRefused,
+      toText(message.data)};
 }
 
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {

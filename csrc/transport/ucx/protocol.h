@@ -25,12 +25,12 @@
 // known token is dropped unread.
 //
 // The receiver of a frame moves its bulk: the receiver reads the sender's
-// memory (cma.h) or asks for the bulk with kPull. Then the receiver tells the
-// sender that the sender's memory is free again, in the header of the next
-// message to the sender. A kDone of its own says so if there is no such message
-// for a while, if the memory is large, or if the bulk was refused. If a span
-// has a region, the receiver may keep the memory instead of copying it, and
-// says so first (kAdopted).
+// memory (bulk/cma.cpp) or asks for the bulk with kPull. Then the receiver
+// tells the sender that the sender's memory is free again, in the header of the
+// next message to the sender. A kDone of its own says so if there is no such
+// message for a while, if the memory is large, or if the bulk was refused. If a
+// span has a region, the receiver may keep the memory instead of copying it,
+// and says so first (kKept). bulk/way.h has the ways in which bulk travels.
 
 #include "base/buffer.h"
 #include "base/error.h"
@@ -77,6 +77,12 @@ struct FrameHeader {
   uint64_t acknowledged = 0;
 };
 static_assert(sizeof(FrameHeader) == 32);
+
+// A message as it arrives.
+struct Message {
+  FrameHeader header;
+  base::ConstSpan data;
+};
 
 struct BulkEntry {
   uint64_t size = 0;
@@ -137,7 +143,7 @@ struct PullRequest {
 // This bit on a transfer's number says that the receiver of the bulk has mapped
 // the memory and keeps it for now. The number without this bit follows when the
 // receiver has let go of the memory.
-constexpr uint64_t kAdopted = uint64_t{1} << 63;
+constexpr uint64_t kKept = uint64_t{1} << 63;
 // This bit says that the receiver of the bulk has let go of the memory, but has
 // forked meanwhile, and its child may read the memory for as long as it likes.
 constexpr uint64_t kForked = uint64_t{1} << 62;
@@ -155,6 +161,11 @@ uint64_t randomToken();
 std::string toText(base::ConstSpan data);
 
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes);
+
+// The data of a message that gives a reason: the text, cut to that length.
+base::Buffer encodeReason(const base::Error& why);
+// What a kDone or a kAbort gives as its reason; no error if its `count` is 0.
+base::Error reasonOf(const Message& message);
 
 base::Buffer encode(const Preamble&);
 base::Result<Preamble> parsePreamble(base::ConstSpan bytes);

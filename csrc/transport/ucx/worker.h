@@ -198,7 +198,7 @@ class Worker {
 using ControlWorker = Worker<WorkerRole::kControl>;
 using BulkWorker = Worker<WorkerRole::kBulk>;
 // The tokens of two locks: that of all connections, and that of the
-// BulkChannel.
+// bulk::Channel.
 using Locked = ControlWorker::Locked;
 using BulkLocked = BulkWorker::Locked;
 

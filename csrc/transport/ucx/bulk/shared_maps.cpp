@@ -1,4 +1,4 @@
-#include "transport/ucx/shared_maps.h"
+#include "transport/ucx/bulk/shared_maps.h"
 
 #include "base/fork.h"
 
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-namespace torch_rpc_ext::transport::ucx {
+namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
@@ -54,8 +54,7 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
       dropOldest(lock, surplus, 1);
     }
     lock.unlock();
-    const auto map = SharedMap::open(
-        pid, entry.fd, entry.region, entry.size, /*isPrivate=*/false);
+    const auto map = SharedMap::open(pid, entry.fd, entry.region, entry.size);
     if (map == nullptr) {
       return nullptr;
     }
@@ -161,4 +160,4 @@ size_t SharedMaps::trim(Clock::duration age) {
       [before](const State::Idle& idle) { return idle.since <= before; });
 }
 
-} // namespace torch_rpc_ext::transport::ucx
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,4 +1,9 @@
-#include "transport/ucx/cma.h"
+// Cross-memory attach (CMA): one process reads another's memory with
+// process_vm_readv. UCX can do this too, but never chooses CMA for endpoints
+// that notice errors, and copies on the thread that holds the worker. Here the
+// receiver reads, with threads of the pool, into a buffer from the cache.
+
+#include "transport/ucx/bulk/way.h"
 
 #include "base/short_time_slices.h"
 
@@ -13,7 +18,7 @@
 #include <optional>
 #include <thread>
 
-namespace torch_rpc_ext::transport::ucx {
+namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
@@ -30,20 +35,18 @@ constexpr size_t kBytesPerThread = 16u << 20;
 constexpr unsigned kMaxThreads = 4;
 constexpr size_t kMaxIov = 256;
 
-// One cmaRead(), shared by its tasks.
+// One fetch(), shared by its tasks.
 class Read {
  public:
-  Read(
-      int32_t pid,
-      const std::vector<uint64_t>& remote,
-      const std::vector<base::MutableSpan>& local,
-      Callback callback)
-      : pid_(pid), callback_(std::move(callback)) {
-    for (size_t i = 0; i < local.size(); ++i) {
-      for (size_t at = 0; at < local[i].size; at += kCallBytes) {
-        const size_t n = std::min(kCallBytes, local[i].size - at);
-        remote_.push_back({reinterpret_cast<void*>(remote[i] + at), n});
-        local_.push_back({static_cast<char*>(local[i].data) + at, n});
+  Read(int32_t pid, Fetch fetch)
+      : pid_(pid), callback_(std::move(fetch.callback)) {
+    for (size_t i = 0; i < fetch.into.size(); ++i) {
+      const base::MutableSpan& into = fetch.into[i];
+      for (size_t at = 0; at < into.size; at += kCallBytes) {
+        const size_t n = std::min(kCallBytes, into.size - at);
+        remote_.push_back(
+            {reinterpret_cast<void*>(fetch.from[i].address + at), n});
+        local_.push_back({static_cast<char*>(into.data) + at, n});
         total_ += n;
       }
     }
@@ -140,20 +143,42 @@ class Read {
   base::Error error_;
 };
 
+class Cma final : public Way {
+ public:
+  explicit Cma(const Ends& ends) : ends_(ends) {}
+
+  // The peer must not read a span that is still being filled.
+  void offer(Locked&, uint64_t, const BulkSpan& span, BulkEntry& entry)
+      override {
+    if (ends_.peer.mayReadHere && span.whenFilled == nullptr) {
+      entry.address = reinterpret_cast<uint64_t>(span.data);
+    }
+  }
+
+  bool takes(const std::vector<BulkEntry>& from) const override {
+    return ends_.peer.readable() &&
+        std::all_of(from.begin(), from.end(), [](const BulkEntry& entry) {
+             return entry.address != 0 || entry.size == 0;
+           });
+  }
+
+  void fetch(Fetch fetch) override {
+    const auto read = std::make_shared<Read>(ends_.peer.pid, std::move(fetch));
+    const unsigned threads = read->threads();
+    read->setTasks(threads);
+    for (unsigned i = 0; i < threads; ++i) {
+      ends_.resources.runner().submit(base::makeTask([read] { read->work(); }));
+    }
+  }
+
+ private:
+  const Ends ends_;
+};
+
 } // namespace
 
-void cmaRead(
-    int32_t pid,
-    const std::vector<uint64_t>& remote,
-    const std::vector<base::MutableSpan>& local,
-    base::TaskRunner& runner,
-    Callback callback) {
-  auto read = std::make_shared<Read>(pid, remote, local, std::move(callback));
-  const unsigned threads = read->threads();
-  read->setTasks(threads);
-  for (unsigned i = 0; i < threads; ++i) {
-    runner.submit(base::makeTask([read] { read->work(); }));
-  }
+std::unique_ptr<Way> cma(const Ends& ends) {
+  return std::make_unique<Cma>(ends);
 }
 
-} // namespace torch_rpc_ext::transport::ucx
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -7,17 +7,19 @@
 #include <utility>
 #include <vector>
 
-namespace torch_rpc_ext::transport {
+namespace torch_rpc_ext::agent::device {
 
-// A Filling whose writer reports how far it has written.
+// Memory that is being filled, and whose writer reports how far it has got.
 //
 // Owns: the callbacks that wait for bytes.
 // Thread: any; for the writer's methods, one thread at a time.
-class FillLevel : public Filling {
+class FillLevel {
  public:
-  void whenFilled(uint64_t bytes, Callback then) override;
+  // As transport::WhenFilled.
+  void whenFilled(uint64_t bytes, transport::Callback then);
 
  protected:
+  ~FillLevel() = default;
   // The writer has written the first `bytes`. Runs the callbacks that wait for
   // them.
   void reached(uint64_t bytes);
@@ -26,7 +28,7 @@ class FillLevel : public Filling {
   void failed(const base::Error& error);
 
  private:
-  using Waiting = std::vector<std::pair<uint64_t, Callback>>;
+  using Waiting = std::vector<std::pair<uint64_t, transport::Callback>>;
 
   std::mutex mutex_;
   uint64_t level_ = 0;
@@ -34,4 +36,4 @@ class FillLevel : public Filling {
   Waiting waiting_;
 };
 
-} // namespace torch_rpc_ext::transport
+} // namespace torch_rpc_ext::agent::device

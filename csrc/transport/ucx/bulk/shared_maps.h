@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <memory>
 
-namespace torch_rpc_ext::transport::ucx {
+namespace torch_rpc_ext::transport::ucx::bulk {
 
 // Regions of other processes' shared memory that are mapped here, kept for
 // their next use, because the pages of a new map have to be faulted in again.
@@ -44,4 +44,4 @@ class SharedMaps {
   std::shared_ptr<State> state_;
 };
 
-} // namespace torch_rpc_ext::transport::ucx
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,4 +1,4 @@
-#include "transport/ucx/bulk_channel.h"
+#include "transport/ucx/bulk/channel.h"
 
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <random>
 
-namespace torch_rpc_ext::transport::ucx {
+namespace torch_rpc_ext::transport::ucx::bulk {
 
-struct BulkChannel::Group {
-  BulkChannel* channel = nullptr;
+struct Channel::Group {
+  Channel* channel = nullptr;
   uint64_t id = 0;
   Callback callback;
   size_t left = 0; // chunks not yet ended, plus 1 until all are posted
@@ -50,9 +50,7 @@ struct BulkChannel::Group {
   }
 };
 
-BulkChannel::BulkChannel(
-    std::shared_ptr<BulkWorker> worker,
-    base::Poller& poller)
+Channel::Channel(std::shared_ptr<BulkWorker> worker, base::Poller& poller)
     : worker_(std::move(worker)),
       address_(worker_->address()),
       // Random, so that a stranger who wants to fill our buffers cannot guess
@@ -63,13 +61,13 @@ BulkChannel::BulkChannel(
   worker_->start(poller, /*main=*/false);
 }
 
-BulkChannel::~BulkChannel() = default;
+Channel::~Channel() = default;
 
-uint64_t BulkChannel::reserveTags(uint64_t chunks) {
+uint64_t Channel::reserveTags(uint64_t chunks) {
   return nextTag_.fetch_add(chunks);
 }
 
-uint64_t BulkChannel::receive(
+uint64_t Channel::receive(
     uint64_t tag,
     std::vector<base::MutableSpan> into,
     Callback callback,
@@ -128,7 +126,7 @@ uint64_t BulkChannel::receive(
   return id;
 }
 
-void BulkChannel::cancel(uint64_t id, base::Error why) {
+void Channel::cancel(uint64_t id, base::Error why) {
   worker_->post([self = shared_from_this(), id, why](BulkLocked& locked) {
     auto it = self->groups_.find(id);
     if (it == self->groups_.end()) {
@@ -147,7 +145,7 @@ void BulkChannel::cancel(uint64_t id, base::Error why) {
   });
 }
 
-void BulkChannel::send(
+void Channel::send(
     const std::string& peerAddress,
     uint64_t firstTag,
     std::vector<base::ConstSpan> spans,
@@ -198,7 +196,7 @@ void BulkChannel::send(
   });
 }
 
-void BulkChannel::stop() {
+void Channel::stop() {
   worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 200);
   worker_->runLocked([&](BulkLocked&) {
     for (auto& [address, endpoint] : endpoints_) {
@@ -226,7 +224,7 @@ void BulkChannel::stop() {
   worker_->stop();
 }
 
-ucp_ep_h BulkChannel::endpoint(
+ucp_ep_h Channel::endpoint(
     BulkLocked& locked,
     const std::string& peerAddress,
     base::Error& error) {
@@ -240,7 +238,7 @@ ucp_ep_h BulkChannel::endpoint(
   params.address = reinterpret_cast<const ucp_address_t*>(peerAddress.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb =
-      FromUcx<base::Boundary::kBulkBroken, &BulkChannel::dropEndpoint>::broken;
+      FromUcx<base::Boundary::kBulkBroken, &Channel::dropEndpoint>::broken;
   params.err_handler.arg = this;
   ucp_ep_h endpoint = nullptr;
   error = toError(
@@ -251,7 +249,7 @@ ucp_ep_h BulkChannel::endpoint(
   return endpoint;
 }
 
-void BulkChannel::dropEndpoint(
+void Channel::dropEndpoint(
     BulkLocked& locked,
     ucp_ep_h ep,
     ucs_status_t /*status*/) {
@@ -270,7 +268,7 @@ void BulkChannel::dropEndpoint(
   });
 }
 
-void BulkChannel::chunkArrived(
+void Channel::chunkArrived(
     BulkLocked& locked,
     Group* group,
     const ucp_tag_recv_info_t& info) {
@@ -288,7 +286,7 @@ void BulkChannel::chunkArrived(
 
 // The exception came before the chunk was counted, see chunkDone(), so the
 // chunk is counted here.
-void BulkChannel::chunkFailed(
+void Channel::chunkFailed(
     BulkLocked& locked,
     Group* group,
     const base::Error& error) {
@@ -298,10 +296,7 @@ void BulkChannel::chunkFailed(
   chunkDone(locked, group, UCS_OK);
 }
 
-void BulkChannel::chunkDone(
-    BulkLocked& locked,
-    Group* group,
-    ucs_status_t status) {
+void Channel::chunkDone(BulkLocked& locked, Group* group, ucs_status_t status) {
   if (status != UCS_OK && !group->error) {
     group->error = toError(status, "moving bulk");
   }
@@ -319,4 +314,4 @@ void BulkChannel::chunkDone(
   groups_.erase(group->id);
 }
 
-} // namespace torch_rpc_ext::transport::ucx
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,11 +1,11 @@
-#include "transport/fill_level.h"
+#include "agent/device/fill_level.h"
 
 #include <algorithm>
 #include <iterator>
 
-namespace torch_rpc_ext::transport {
+namespace torch_rpc_ext::agent::device {
 
-void FillLevel::whenFilled(uint64_t bytes, Callback then) {
+void FillLevel::whenFilled(uint64_t bytes, transport::Callback then) {
   base::Error error;
   {
     const std::lock_guard lock(mutex_);
@@ -51,4 +51,4 @@ void FillLevel::failed(const base::Error& error) {
   }
 }
 
-} // namespace torch_rpc_ext::transport
+} // namespace torch_rpc_ext::agent::device

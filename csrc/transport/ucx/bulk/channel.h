@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace torch_rpc_ext::transport::ucx {
+namespace torch_rpc_ext::transport::ucx::bulk {
 
 // Moves bulk between hosts (or processes that cannot read each other's memory)
 // on a UCX worker of its own, so that small calls never queue behind bulk. Bulk
@@ -18,11 +18,11 @@ namespace torch_rpc_ext::transport::ucx {
 //
 // Owns: the bulk worker and its endpoints, by worker address.
 // Thread: any.
-class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
+class Channel : public std::enable_shared_from_this<Channel> {
  public:
   // Takes a worker that has not been started.
-  BulkChannel(std::shared_ptr<BulkWorker> worker, base::Poller& poller);
-  ~BulkChannel();
+  Channel(std::shared_ptr<BulkWorker> worker, base::Poller& poller);
+  ~Channel();
 
   const WorkerAddress& address() const {
     return address_;
@@ -85,4 +85,4 @@ class BulkChannel : public std::enable_shared_from_this<BulkChannel> {
   bool stopped_ = false;
 };
 
-} // namespace torch_rpc_ext::transport::ucx
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,0 +1,173 @@
+#include "transport/ucx/bulk/chunks.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx::bulk {
+
+namespace {
+
+// See sendInLanes().
+class Lanes : public std::enable_shared_from_this<Lanes> {
+ public:
+  Lanes(
+      std::vector<Chunk> chunks,
+      size_t lanes,
+      SendChunk send,
+      std::function<bool()> ended,
+      Callback callback)
+      : chunks_(std::move(chunks)),
+        send_(std::move(send)),
+        ended_(std::move(ended)),
+        callback_(std::move(callback)),
+        left_(lanes) {}
+
+  // Sends the next chunk over this lane, then the one after that, until there
+  // is none.
+  void next(size_t lane) {
+    const uint64_t index = next_.fetch_add(1);
+    if (index >= chunks_.size() || failed_.load()) {
+      if (left_.fetch_sub(1) == 1) {
+        callback_(error_);
+      }
+      return;
+    }
+    const auto send = [self = shared_from_this(), lane, index](
+                          const base::Error& error) {
+      if (error || self->failed_.load()) {
+        self->sent(lane, error);
+      } else if (self->ended_()) {
+        self->sent(
+            lane,
+            {base::ErrorKind::kPeerLost,
+             "the connection ended while a message was on its way"});
+      } else {
+        self->send_(
+            lane, index, self->chunks_[index], [self, lane](const auto& why) {
+              self->sent(lane, why);
+            });
+      }
+    };
+    const Chunk& chunk = chunks_[index];
+    chunk.whenFilled ? chunk.whenFilled(chunk.filledAt, send) : send({});
+  }
+
+ private:
+  void sent(size_t lane, const base::Error& error) {
+    if (error) {
+      const std::lock_guard lock(mutex_);
+      if (!failed_.exchange(true)) {
+        error_ = error;
+      }
+    }
+    next(lane);
+  }
+
+  const std::vector<Chunk> chunks_;
+  const SendChunk send_;
+  const std::function<bool()> ended_;
+  const Callback callback_;
+  std::atomic<uint64_t> next_{0};
+  std::atomic<size_t> left_; // lanes that have not ended
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  base::Error error_; // final when the last lane ends
+};
+
+class PlainChunks final : public Chunks {
+ public:
+  uint64_t tagsFor(const std::vector<base::MutableSpan>& into) const override {
+    uint64_t chunks = 0;
+    for (const auto& span : into) {
+      chunks += chunkCount(span.size);
+    }
+    return chunks;
+  }
+
+  uint64_t receive(
+      Channel& channel,
+      uint64_t firstTag,
+      std::vector<base::MutableSpan> into,
+      Callback callback,
+      Incoming::Arrived arrived) const override {
+    return channel.receive(
+        firstTag, std::move(into), std::move(callback), std::move(arrived));
+  }
+
+  void send(
+      const std::shared_ptr<Channel>& channel,
+      const PullRequest& pull,
+      const Spans& spans,
+      std::function<bool()> ended,
+      Callback callback) const override {
+    const bool filled =
+        std::all_of(spans.begin(), spans.end(), [](const BulkSpan& span) {
+          return span.whenFilled == nullptr;
+        });
+    if (filled) {
+      channel->send(
+          pull.bulkAddress,
+          pull.tag,
+          {spans.begin(), spans.end()},
+          std::move(callback));
+      return;
+    }
+    auto chunks = toChunks(spans);
+    const size_t lanes = chunks.size();
+    sendInLanes(
+        std::move(chunks),
+        lanes,
+        [channel, pull](
+            size_t, uint64_t index, const Chunk& chunk, Callback sent) {
+          channel->send(
+              pull.bulkAddress, pull.tag + index, {chunk}, std::move(sent));
+        },
+        std::move(ended),
+        std::move(callback));
+  }
+};
+
+} // namespace
+
+std::shared_ptr<const Chunks> plainChunks() {
+  static const auto chunks = std::make_shared<const PlainChunks>();
+  return chunks;
+}
+
+void sendInLanes(
+    std::vector<Chunk> chunks,
+    size_t lanes,
+    SendChunk send,
+    std::function<bool()> ended,
+    Callback callback) {
+  if (chunks.empty()) {
+    callback({});
+    return;
+  }
+  const size_t count = std::min(lanes, chunks.size());
+  const auto sending = std::make_shared<Lanes>(
+      std::move(chunks),
+      count,
+      std::move(send),
+      std::move(ended),
+      std::move(callback));
+  for (size_t lane = 0; lane < count; ++lane) {
+    sending->next(lane);
+  }
+}
+
+std::vector<Chunk> toChunks(const Spans& spans) {
+  std::vector<Chunk> chunks;
+  for (const BulkSpan& span : spans) {
+    const auto* const begin = static_cast<const char*>(span.data);
+    for (size_t at = 0; at < span.size; at += kChunkBytes) {
+      const size_t size = std::min(kChunkBytes, span.size - at);
+      chunks.push_back({{begin + at, size}, span.whenFilled, at + size});
+    }
+  }
+  return chunks;
+}
+
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,0 +1,81 @@
+#pragma once
+
+#include "base/buffer.h"
+#include "base/task.h"
+#include "transport/transport.h"
+#include "transport/ucx/bulk/channel.h"
+#include "transport/ucx/bulk/transfers.h"
+#include "transport/ucx/protocol.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace torch_rpc_ext::transport::ucx::bulk {
+
+// How the spans of a kPull travel over the Channel: cut into chunks, of which
+// each is a tagged message.
+// Thread: any.
+class Chunks {
+ public:
+  virtual ~Chunks() = default;
+
+  // How many tags the chunks of `into` need.
+  virtual uint64_t tagsFor(
+      const std::vector<base::MutableSpan>& into) const = 0;
+  // As Channel::receive().
+  virtual uint64_t receive(
+      Channel& channel,
+      uint64_t firstTag,
+      std::vector<base::MutableSpan> into,
+      Callback callback,
+      Incoming::Arrived arrived) const = 0;
+  // Sends each chunk once its bytes are there, as the answer to `pull`.
+  // `callback` fires when UCX does not read the spans any more. No further
+  // chunk is sent once one has failed, or once `ended` says that nobody
+  // receives any more.
+  virtual void send(
+      const std::shared_ptr<Channel>& channel,
+      const PullRequest& pull,
+      const Spans& spans,
+      std::function<bool()> ended,
+      Callback callback) const = 0;
+};
+
+std::shared_ptr<const Chunks> plainChunks();
+
+// Encrypts what `inner` then moves. The sender seals each chunk into a staging
+// buffer; the receiver opens the chunk where it has arrived, in its final
+// memory. The authentication tags of all chunks follow in one further chunk. A
+// chunk's nonce is its tag on the receiver's Channel, which never uses a tag
+// twice.
+std::shared_ptr<const Chunks> sealedChunks(
+    std::shared_ptr<const Chunks> inner,
+    base::TaskRunner& runner,
+    std::string sendKey,
+    std::string receiveKey);
+
+// The part of a span that one chunk carries.
+struct Chunk : base::ConstSpan {
+  WhenFilled whenFilled; // null: the bytes are there
+  uint64_t filledAt = 0; // by how many bytes of the span
+};
+std::vector<Chunk> toChunks(const Spans& spans);
+
+// Sends one chunk; the callback fires when UCX does not read it any more.
+using SendChunk = std::function<
+    void(size_t lane, uint64_t index, const Chunk& chunk, Callback callback)>;
+
+// Sends chunks, at most `lanes` at a time: a lane waits until the bytes of the
+// next chunk are there, sends the chunk, and goes on when that is over. Ends as
+// Chunks::send() does.
+void sendInLanes(
+    std::vector<Chunk> chunks,
+    size_t lanes,
+    SendChunk send,
+    std::function<bool()> ended,
+    Callback callback);
+
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,0 +1,195 @@
+#include "transport/ucx/bulk/chunks.h"
+#include "transport/ucx/bulk/way.h"
+
+#include <atomic>
+#include <unordered_map>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx::bulk {
+
+namespace {
+
+// Bulk that the receiver asks for with kPull, and that then travels through
+// UCX: the only way that needs nothing but a network.
+//
+// Owns: the table of what this end has asked for.
+class Pulled final : public Way {
+ public:
+  explicit Pulled(const Ends& ends)
+      : ends_(ends),
+        chunks_(
+            ends.peer.sendKey.empty() ? plainChunks()
+                                      : sealedChunks(
+                                            plainChunks(),
+                                            ends.resources.runner(),
+                                            ends.peer.sendKey,
+                                            ends.peer.receiveKey)) {}
+
+  bool takes(const std::vector<BulkEntry>&) const override {
+    return true;
+  }
+
+  void fetch(Fetch fetch) override {
+    auto made = ends_.resources.channel();
+    if (!made.ok()) {
+      fetch.callback(made.error());
+      return;
+    }
+    const auto channel = made.value();
+    PullRequest request;
+    request.firstSpan = fetch.firstSpan;
+    request.spanCount = static_cast<uint32_t>(fetch.into.size());
+    request.bulkAddress = channel->address().to(ends_.peer.nearness);
+    request.tag = channel->reserveTags(chunks_->tagsFor(fetch.into));
+    // The receive may end before its id is known here, so the callback has a
+    // cell that gets the id later.
+    const auto id = std::make_shared<std::atomic<uint64_t>>(0);
+    const auto kept = ends_.link.keep();
+    const uint64_t receive = chunks_->receive(
+        *channel,
+        request.tag,
+        std::move(fetch.into),
+        [this, kept, id, callback = std::move(fetch.callback)](
+            const base::Error& error) {
+          ends_.link.worker().post(
+              [this, kept, id](Locked&) { pulls_.erase(id->load()); });
+          callback(error);
+        },
+        std::move(fetch.arrived));
+    id->store(receive);
+    ends_.link.worker().post(
+        [this, kept, channel, receive, transfer = fetch.transfer, request](
+            Locked& locked) {
+          if (isOver(ends_.link.peer())) {
+            cancel(locked, receive, ends_.link.ending());
+            return;
+          }
+          pulls_.emplace(receive, transfer);
+          ends_.link.tell(
+              locked,
+              {.kind = FrameKind::kPull, .transfer = transfer},
+              encode(request));
+        });
+  }
+
+  bool onMessage(Locked& locked, const Message& message) override {
+    const FrameHeader& header = message.header;
+    switch (header.kind) {
+      case FrameKind::kPull:
+        if (base::Error error = onPull(locked, header.transfer, message.data)) {
+          ends_.link.giveUp(locked, std::move(error));
+        }
+        return true;
+      case FrameKind::kAbort: {
+        const base::Error reason = reasonOf(message);
+        const base::Error why{
+            reason ? reason.kind : base::ErrorKind::kRefused,
+            "the sender gave it up: " + toText(message.data)};
+        for (const auto& [id, transfer] : pulls_) {
+          if (transfer == header.transfer) {
+            cancel(locked, id, why);
+          }
+        }
+        return true;
+      }
+      default:
+        return false;
+    }
+  }
+
+  void end(Locked& locked, const base::Error& why) override {
+    for (const auto& [id, transfer] : std::exchange(pulls_, {})) {
+      cancel(locked, id, why);
+    }
+  }
+
+ private:
+  void cancel(Locked& locked, uint64_t id, const base::Error& why) {
+    locked.defer([this, kept = ends_.link.keep(), id, why] {
+      if (auto channel = ends_.resources.channel(); channel.ok()) {
+        channel.value()->cancel(id, why);
+      }
+    });
+  }
+
+  base::Error onPull(Locked& locked, uint64_t id, base::ConstSpan data) {
+    auto request = parsePullRequest(data);
+    const Spans* const all = ends_.transfers.find(locked, id);
+    if (!request.ok() || all == nullptr) {
+      return {
+          base::ErrorKind::kInvalid,
+          "the peer asked for bulk that does not exist"};
+    }
+    const PullRequest& pull = request.value();
+    if (pull.firstSpan > all->size() ||
+        pull.spanCount > all->size() - pull.firstSpan) {
+      return {
+          base::ErrorKind::kInvalid,
+          "the peer asked for bulk spans that do not exist"};
+    }
+    if (!ends_.transfers.sendBegins(locked, id)) {
+      return {
+          base::ErrorKind::kInvalid, "the peer asked for the same bulk again"};
+    }
+    const auto begin = all->begin() + pull.firstSpan;
+    locked.defer([this,
+                  kept = ends_.link.keep(),
+                  id,
+                  pull,
+                  spans = Spans(begin, begin + pull.spanCount)] {
+      send(pull, spans, [this, kept, id](const base::Error& failure) {
+        ends_.link.whenJudged(failure, [this, kept, id](const auto& error) {
+          ends_.link.worker().post([this, kept, id, error](Locked& later) {
+            sendEnded(later, id, error);
+          });
+        });
+      });
+    });
+    return {};
+  }
+
+  void send(const PullRequest& pull, const Spans& spans, Callback callback) {
+    auto channel = ends_.resources.channel();
+    if (!channel.ok()) {
+      callback(channel.error());
+      return;
+    }
+    chunks_->send(
+        channel.value(),
+        pull,
+        spans,
+        [this, kept = ends_.link.keep()] { return isOver(ends_.link.peer()); },
+        std::move(callback));
+  }
+
+  // UCX does not read the memory any more. If the send failed, the peer is told
+  // to stop waiting for the rest. The peer then answers the call with an error,
+  // and this answer must not overtake the real reason: so this end's callback
+  // gets that reason first.
+  void sendEnded(Locked& locked, uint64_t id, const base::Error& error) {
+    ends_.transfers.sendEnds(locked, id, error); // defers the callback
+    if (!error) {
+      return;
+    }
+    locked.defer([this, kept = ends_.link.keep(), id, error] {
+      ends_.link.worker().post([this, kept, id, error](Locked& later) {
+        if (ends_.link.peer() == PeerState::kOpen) {
+          ends_.link.tellReason(later, FrameKind::kAbort, id, error);
+        }
+      });
+    });
+  }
+
+  const Ends ends_;
+  const std::shared_ptr<const Chunks> chunks_;
+  // The ids of receives on the channel, each with the peer's transfer.
+  std::unordered_map<uint64_t, uint64_t> pulls_;
+};
+
+} // namespace
+
+std::unique_ptr<Way> pulled(const Ends& ends) {
+  return std::make_unique<Pulled>(ends);
+}
+
+} // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,0 +1,245 @@
+// UcxConnection, the way of a message that arrives, from UCX to the Handler.
+
+#include "base/boundary.h"
+#include "memory/buffer_cache.h"
+#include "transport/ucx/connection.h"
+#include "transport/ucx/context.h"
+#include "transport/ucx/incoming.h"
+
+#include <cstring>
+#include <new>
+#include <string>
+#include <utility>
+
+namespace torch_rpc_ext::transport::ucx {
+
+namespace {
+
+// How much may arrive before the peer has confirmed who it is. A sender that
+// exceeds these limits is no peer of ours.
+constexpr size_t kMaxEarlyMessages = 4096;
+constexpr size_t kMaxEarlyBytes = 16u << 20;
+
+base::Buffer copyOf(base::ConstSpan data) {
+  base::Buffer bytes(data.size);
+  if (data.size != 0) {
+    std::memcpy(bytes.data(), data.data, data.size);
+  }
+  return bytes;
+}
+
+} // namespace
+
+void UcxConnection::onMessage(Locked& locked, const Message& message) {
+  switch (message.header.kind) {
+    case FrameKind::kOpened:
+    case FrameKind::kConfirm:
+    case FrameKind::kRefused:
+      onHandshake(locked, message);
+      break;
+    default:
+      if (bulk_ == nullptr) {
+        // UCX does not promise to keep messages in order, least of all while an
+        // endpoint connects. So a message that has overtaken the end of the
+        // handshake waits for that end.
+        keepEarly(locked, message);
+      } else {
+        onSealedOrPlain(locked, message);
+      }
+  }
+}
+
+void UcxConnection::keepEarly(Locked& locked, const Message& message) {
+  earlyBytes_ += message.data.size;
+  if (early_.size() >= kMaxEarlyMessages || earlyBytes_ > kMaxEarlyBytes) {
+    fail(
+        locked,
+        {base::ErrorKind::kInvalid, "the peer speaks before it is known"});
+    return;
+  }
+  early_.emplace_back(message.header, copyOf(message.data));
+}
+
+void UcxConnection::onSealedOrPlain(Locked& locked, const Message& message) {
+  const bool sealed = message.header.kind == FrameKind::kSealed;
+  SecureChannel* const channel = agreed_.channel.get();
+  if (channel == nullptr && !sealed) {
+    onPlain(locked, message);
+    return;
+  }
+  auto opened = channel != nullptr && sealed
+      ? channel->open(message.header, message.data)
+      : base::Error{
+            base::ErrorKind::kInvalid,
+            sealed ? "an encrypted message on a plain connection"
+                   : "a plain message on an encrypted connection"};
+  if (!opened.ok()) {
+    // The connection does not end, because otherwise a stranger could end it by
+    // sending such a message.
+    context_->refused("dropped: " + opened.error().message);
+    return;
+  }
+  onPlain(locked, {opened.value().header, opened.value().data()});
+}
+
+void UcxConnection::onPlain(Locked& locked, const Message& message) {
+  const FrameHeader& header = message.header;
+  if (header.acknowledged != 0) {
+    bulk_->onAcknowledged(locked, header.acknowledged);
+  }
+  switch (header.kind) {
+    case FrameKind::kFrame:
+      onFrame(locked, message);
+      break;
+    case FrameKind::kBigFrame:
+      onBigFrame(locked, message);
+      break;
+    case FrameKind::kPull:
+    case FrameKind::kDone:
+    case FrameKind::kAbort:
+      bulk_->onMessage(locked, message);
+      break;
+    case FrameKind::kClose:
+      if (header.count == 0) {
+        hear(
+            locked,
+            PeerWord::kGoodbye,
+            {base::ErrorKind::kShutDown, "the peer shut down"});
+      } else {
+        hear(
+            locked,
+            PeerWord::kBrokeThere,
+            {base::ErrorKind::kPeerLost,
+             "the connection broke at the other end"});
+      }
+      break;
+    case FrameKind::kRefused:
+      // The accepter refuses what the opener has confirmed.
+      fail(locked, {base::ErrorKind::kRefused, toText(message.data)});
+      break;
+    case FrameKind::kOpen:
+    case FrameKind::kOpened:
+    case FrameKind::kConfirm:
+    case FrameKind::kSealed:
+      break; // not allowed inside of a sealed message
+  }
+}
+
+void UcxConnection::onFrame(Locked& locked, const Message& message) {
+  auto incoming = makeIncoming(
+      bulk_->keep(),
+      message.header.transfer,
+      /*firstSpan=*/0,
+      message.header.count,
+      copyOf(message.data),
+      context_->options().maxFrameBytes);
+  if (!incoming.ok()) {
+    bulk_->done(message.header.transfer, 0, incoming.error());
+    return;
+  }
+  deliveries_.fetch_add(1);
+  locked.defer([self = shared_from_this(),
+                incoming = std::move(incoming.value())]() mutable {
+    self->deliver(std::move(incoming));
+  });
+}
+
+void UcxConnection::deliver(std::unique_ptr<Incoming> incoming) {
+  base::guarded(
+      base::Boundary::kDelivery,
+      [&] {
+        context_->withHandler([&](Handler& handler) {
+          handler.onFrame(shared_from_this(), std::move(incoming));
+        });
+      },
+      [&](const base::Error& error) {
+        worker().post([self = shared_from_this(), error](Locked& locked) {
+          self->fail(locked, error);
+        });
+      });
+  deliveryEnds();
+}
+
+void UcxConnection::deliveryEnds() {
+  if (deliveries_.fetch_sub(1) == 1) {
+    const auto tell = [this] {
+      context_->withHandler([this](Handler& handler) {
+        handler.onClosed(shared_from_this(), ending());
+      });
+    };
+    base::guarded(base::Boundary::kDelivery, tell, [&](const base::Error&) {
+      tell(); // a second attempt, or calls to the peer would not end
+    });
+    context_->connectionTold();
+  }
+}
+
+void UcxConnection::onBigFrame(Locked&, const Message& message) {
+  const FrameHeader& header = message.header;
+  auto entries = parseBulkEntries(message.data, 1);
+  if (!entries.ok()) {
+    bulk_->done(header.transfer, 0, entries.error());
+    return;
+  }
+  const uint64_t size = entries.value()[0].size;
+  const uint64_t most = context_->options().maxFrameBytes;
+  const uint64_t limit = most != 0 ? most : memory::physicalMemory();
+  if (size > limit) {
+    bulk_->done(
+        header.transfer,
+        /*bytes=*/0,
+        {base::ErrorKind::kRefused,
+         "the message has more than " + std::to_string(size) +
+             " bytes, the receiver takes at most " + std::to_string(limit) +
+             (most != 0 ? " (option max_message_bytes)" : " (its memory)")});
+    return;
+  }
+  // Not on the thread that polls, because allocating much memory takes long.
+  deliveries_.fetch_add(1);
+  context_->bulk().runner().submit(
+      base::makeTask(
+          [self = shared_from_this(), header, entries = entries.value()] {
+            self->fetchBigFrame(header, entries);
+          }));
+}
+
+void UcxConnection::fetchBigFrame(
+    const FrameHeader& header,
+    const std::vector<BulkEntry>& entries) {
+  auto bytes = std::make_shared<base::Buffer>();
+  try {
+    *bytes = base::Buffer(entries[0].size);
+  } catch (const std::bad_alloc&) {
+    bulk_->done(
+        header.transfer,
+        /*bytes=*/0,
+        {base::ErrorKind::kOverloaded,
+         "the receiver has no memory for a message of " +
+             std::to_string(entries[0].size) + " bytes"});
+    deliveryEnds();
+    return;
+  }
+  bulk_->fetch(
+      {.transfer = header.transfer,
+       .from = entries,
+       .into = {{bytes->data(), bytes->size()}},
+       .callback = [self = shared_from_this(), header, bytes](
+                       const base::Error& error) {
+         auto incoming = error ? base::Result<std::unique_ptr<Incoming>>(error)
+                               : makeIncoming(
+                                     self->bulk_->keep(),
+                                     header.transfer,
+                                     /*firstSpan=*/1,
+                                     header.count,
+                                     std::move(*bytes),
+                                     self->context_->options().maxFrameBytes);
+         if (incoming.ok()) {
+           self->deliver(std::move(incoming.value()));
+         } else {
+           self->bulk_->done(header.transfer, 0, incoming.error());
+           self->deliveryEnds();
+         }
+       }});
+}
+
+} // namespace torch_rpc_ext::transport::ucx

@@ -1,0 +1,398 @@
+// bulk::Exchange with its ways, over a Link that only notes what it is told.
+
+#include "transport/ucx/bulk/exchange.h"
+#include "sanitize/stress.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::transport;
+using namespace torch_rpc_ext::transport::ucx;
+using memory::SharedMap;
+using stress::require;
+
+namespace {
+
+constexpr size_t kSize = 100'000;
+
+class AtOnce final : public base::TaskRunner {
+ public:
+  void submit(base::TaskPtr task) override {
+    task->run();
+  }
+};
+
+class Notes final : public bulk::Link,
+                    public std::enable_shared_from_this<Notes> {
+ public:
+  explicit Notes(std::shared_ptr<ControlWorker> worker)
+      : worker_(std::move(worker)) {}
+
+  ControlWorker& worker() const override {
+    return *worker_;
+  }
+  std::shared_ptr<void> keep() override {
+    return shared_from_this();
+  }
+  PeerState peer() const override {
+    return state;
+  }
+  const base::Error& ending() const override {
+    return end;
+  }
+  void tell(Locked& locked, FrameHeader header, base::Buffer data) override {
+    header.acknowledged = exchange->nextAcknowledgement(locked);
+    told.emplace_back(
+        header,
+        std::string(reinterpret_cast<const char*>(data.data()), data.size()));
+  }
+  void giveUp(Locked&, base::Error why) override {
+    state = PeerState::kBroken;
+    end = std::move(why);
+  }
+  void acknowledgeSoon(Locked&) override {
+    ++asked;
+  }
+  void whenJudged(base::Error error, Callback callback) override {
+    callback(error);
+  }
+
+  std::unique_ptr<bulk::Exchange> exchange;
+  PeerState state = PeerState::kOpen;
+  base::Error end;
+  std::vector<std::pair<FrameHeader, std::string>> told;
+  int asked = 0; // to acknowledge soon
+
+ private:
+  const std::shared_ptr<ControlWorker> worker_;
+};
+
+// What a callback was told.
+struct Answer {
+  int times = 0;
+  base::Error error;
+
+  Callback callback() {
+    return [this](const base::Error& told) {
+      ++times;
+      error = told;
+    };
+  }
+};
+
+// An exchange with this very process, whose memory can be read.
+struct Scene {
+  AtOnce runner;
+  base::Poller poller;
+  std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
+  std::shared_ptr<UcpContext> ucp = UcpContext::create({}).value();
+  bulk::Resources resources{ucp, gate, nullptr};
+  std::shared_ptr<Notes> link =
+      std::make_shared<Notes>(ControlWorker::create(ucp, gate).value());
+  bulk::Exchange& exchange;
+
+  explicit Scene(bool sameHost = true) : exchange(make(sameHost)) {}
+
+  bulk::Exchange& make(bool sameHost) {
+    resources.start(poller, runner, [] {});
+    bulk::Peer peer{
+        .pid = getpid(),
+        .mayReadHere = sameHost,
+        .whyUnreadable = sameHost ? "" : "another host"};
+    link->exchange =
+        std::make_unique<bulk::Exchange>(*link, resources, std::move(peer));
+    return *link->exchange;
+  }
+
+  template <typename F>
+  void locked(F&& use) {
+    link->worker().runLocked(use);
+  }
+
+  // Returns the header; puts the first entry of the table into `entry`.
+  FrameHeader send(
+      std::vector<BulkSpan> spans,
+      Answer& answer,
+      BulkEntry& entry,
+      size_t headBytes = 1) {
+    base::Buffer head(headBytes);
+    std::memset(head.data(), 'h', head.size());
+    locked([&](Locked& held) {
+      exchange.send(held, std::move(head), std::move(spans), answer.callback());
+    });
+    std::memcpy(&entry, link->told.back().second.data(), sizeof(entry));
+    return link->told.back().first;
+  }
+
+  void hear(FrameHeader header, const std::string& data = {}) {
+    locked([&](Locked& held) {
+      exchange.onMessage(held, {header, {data.data(), data.size()}});
+    });
+  }
+
+  // The error that fetching these entries leads to.
+  base::Error fetch(std::vector<BulkEntry> from, void* into) {
+    Answer answer;
+    std::vector<base::MutableSpan> spans;
+    for (const BulkEntry& entry : from) {
+      spans.push_back({into, entry.size});
+    }
+    exchange.fetch(
+        {.transfer = 1,
+         .from = std::move(from),
+         .into = std::move(spans),
+         .callback = answer.callback()});
+    require(answer.times == 1, "a fetch ends");
+    return answer.error;
+  }
+};
+
+BulkSpan shared(const std::shared_ptr<SharedMap>& map) {
+  BulkSpan span{{map->data(), map->size()}};
+  span.map = map;
+  return span;
+}
+
+BulkSpan plain(const std::string& bytes) {
+  return BulkSpan{{bytes.data(), bytes.size()}};
+}
+
+void testLentMemoryComesBack() {
+  Scene scene;
+  Answer answer;
+  BulkEntry entry;
+  const auto map = SharedMap::create(kSize);
+  const FrameHeader header = scene.send({shared(map)}, answer, entry);
+  require(
+      header.kind == FrameKind::kFrame && header.count == 1 &&
+          header.transfer != 0,
+      "a frame with bulk");
+  require(
+      entry.size == kSize && entry.region == map->region().id &&
+          entry.fd == static_cast<uint64_t>(map->region().fd) &&
+          entry.address != 0,
+      "says where the memory is");
+  const auto here = scene.exchange.map(entry);
+  require(
+      here != nullptr && here->isForeign() && here->data() != map->data(),
+      "a peer can map it");
+  scene.locked([&](Locked& held) {
+    require(scene.exchange.pending(held), "the peer may be reading");
+    scene.exchange.onAcknowledged(held, header.transfer | kKept);
+    require(!scene.exchange.pending(held), "the peer has its own map");
+    scene.exchange.onAcknowledged(held, header.transfer);
+  });
+  require(answer.times == 1 && !answer.error, "the memory is free");
+  require(!map->discarded(), "and may be used again");
+  scene.hear({.kind = FrameKind::kDone, .transfer = header.transfer});
+  require(answer.times == 1, "once");
+}
+
+void testLentMemoryThatMustNotBeUsedAgain() {
+  const base::Error why{base::ErrorKind::kOverloaded, "no room"};
+  for (const int how : {0, 1, 2}) {
+    Scene scene;
+    Answer answer;
+    BulkEntry entry;
+    const auto map = SharedMap::create(kSize);
+    const uint64_t id = scene.send({shared(map)}, answer, entry).transfer;
+    if (how == 0) { // the peer refuses
+      const base::Buffer text = encodeReason(why);
+      scene.hear(
+          {.kind = FrameKind::kDone,
+           .count = static_cast<uint32_t>(why.kind),
+           .transfer = id},
+          {reinterpret_cast<const char*>(text.data()), text.size()});
+      require(
+          answer.error.kind == why.kind && answer.error.message == why.message,
+          "the reason of the peer");
+    } else if (how == 1) { // the peer has a forked child
+      scene.hear({.kind = FrameKind::kDone, .transfer = id | kForked});
+      require(!answer.error, "the message is through");
+    } else { // the connection ends
+      int held = 0;
+      scene.locked([&](Locked& token) {
+        scene.exchange.end(token, why, [&](Callback) { ++held; });
+      });
+      require(held == 1, "held while the peer may read");
+    }
+    require(answer.times == 1 && map->discarded(), "not used again");
+  }
+}
+
+void testWhatIsReturned() {
+  Scene scene;
+  Answer answer;
+  BulkEntry first;
+  const auto one = SharedMap::create(kSize);
+  const auto two = SharedMap::create(kSize);
+  scene.send({shared(one), shared(two)}, answer, first);
+  BulkEntry second;
+  std::memcpy(
+      &second,
+      scene.link->told.back().second.data() + sizeof(second),
+      sizeof(second));
+  first.fd = second.fd = kReturned;
+  BulkEntry wrong = first;
+  wrong.size = 1;
+  require(scene.exchange.map(wrong) == nullptr, "of another size");
+  require(scene.exchange.map(first) == one, "the memory itself");
+  require(answer.times == 0, "the other is still lent");
+  require(scene.exchange.map(second) == two, "the other");
+  require(answer.times == 1 && !answer.error, "nobody need acknowledge it");
+  require(!one->discarded() && !two->discarded(), "free for their next use");
+  require(scene.exchange.map(first) == nullptr, "comes back once");
+  char byte = 0;
+  const base::Error error = scene.fetch({first}, &byte);
+  require(
+      error.message == "the sender returns memory that it has not been sent",
+      "is no memory of ours");
+
+  // What this end returns, it names.
+  BulkEntry entry;
+  const auto foreign =
+      SharedMap::open(getpid(), one->region().fd, one->region().id, kSize);
+  scene.send({shared(foreign)}, answer, entry);
+  require(
+      entry.region == one->region().id && entry.fd == kReturned,
+      "the peer's own memory");
+  foreign->discard(); // a fork has made it private
+  scene.send({shared(foreign)}, answer, entry);
+  require(entry.region == 0 && entry.address != 0, "is copied");
+}
+
+void testPeerReadsMemory() {
+  Scene scene;
+  Answer answer;
+  BulkEntry entry;
+  const std::string bytes(kSize, 'b');
+  scene.send({plain(bytes)}, answer, entry);
+  require(
+      entry.region == 0 &&
+          entry.address == reinterpret_cast<uint64_t>(bytes.data()),
+      "may be read where it lies");
+  std::string into(kSize, ' ');
+  require(!scene.fetch({entry}, into.data()) && into == bytes, "is read");
+  scene.link->state = PeerState::kDead;
+  scene.link->end = {base::ErrorKind::kPeerLost, "it died"};
+  require(
+      scene.fetch({entry}, into.data()).message == "it died",
+      "what was read from a peer that is gone cannot be trusted");
+
+  BulkSpan filling = plain(bytes);
+  filling.whenFilled = [](uint64_t, Callback) {};
+  scene.send({filling}, answer, entry);
+  require(entry.address == 0, "not before it is filled");
+}
+
+void testAnotherHost() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string bytes(kSize, 'b');
+  const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
+  require(
+      entry.size == kSize && entry.address == 0 && entry.region == 0,
+      "nothing but the size");
+  require(
+      !scene.exchange.maps({.size = 1, .address = 1, .region = 1, .fd = 1}),
+      "the peer's memory cannot be mapped");
+  const auto ask = [&](uint64_t transfer, uint32_t spans) {
+    scene.link->state = PeerState::kOpen;
+    scene.link->end = {};
+    const base::Buffer data =
+        encode(PullRequest{.spanCount = spans, .bulkAddress = "somewhere"});
+    scene.hear(
+        {.kind = FrameKind::kPull, .transfer = transfer},
+        {reinterpret_cast<const char*>(data.data()), data.size()});
+    return scene.link->end.message;
+  };
+  require(
+      ask(id + 1, 1) == "the peer asked for bulk that does not exist",
+      "no such transfer");
+  require(
+      ask(id, 2) == "the peer asked for bulk spans that do not exist",
+      "no such span");
+  scene.resources.close(); // so nothing is sent
+  require(ask(id, 1).empty(), "asks for the bulk");
+  require(
+      answer.times == 1 && answer.error.kind == base::ErrorKind::kShutDown,
+      "which does not come");
+  require(
+      scene.link->told.back().first.kind == FrameKind::kAbort,
+      "and the peer hears why");
+}
+
+void testAcknowledgements() {
+  Scene scene;
+  const auto last = [&] { return scene.link->told.back().first; };
+  scene.exchange.done(1, kSize, {});
+  scene.exchange.done(2, kSize, {});
+  require(
+      scene.link->told.empty() && scene.link->asked == 1,
+      "wait for the next message");
+  Answer answer;
+  BulkEntry entry;
+  scene.send({plain("bulk")}, answer, entry);
+  require(last().acknowledged == 2, "one travels with each message");
+  scene.locked([&](Locked& held) { scene.exchange.acknowledge(held); });
+  require(
+      last().kind == FrameKind::kDone && last().transfer == 1,
+      "the others alone, after a while");
+  scene.exchange.done(3, uint64_t{1} << 30, {});
+  require(last().transfer == 3, "much memory at once");
+  scene.exchange.done(
+      4, 0, {base::ErrorKind::kRefused, std::string(1000, 'x')});
+  require(
+      last().transfer == 4 &&
+          last().count == static_cast<uint32_t>(base::ErrorKind::kRefused) &&
+          scene.link->told.back().second.size() == 512,
+      "a refusal at once");
+
+  const size_t before = scene.link->told.size();
+  scene.exchange.done(5 | kKept, 0, {});
+  scene.exchange.done(6 | kKept, 0, {});
+  scene.exchange.done(5, 0, {});
+  require(scene.link->asked == 2, "asked once more");
+  scene.locked([&](Locked& held) { scene.exchange.acknowledge(held); });
+  require(
+      scene.link->told.size() == before + 1 && last().transfer == (6 | kKept) &&
+          last().acknowledged == 5,
+      "what was kept shortly is only free");
+}
+
+void testBigFrame() {
+  Scene scene;
+  Answer answer;
+  BulkEntry entry;
+  const FrameHeader header = scene.send({}, answer, entry, 70'000);
+  require(
+      header.kind == FrameKind::kBigFrame && header.count == 0 &&
+          entry.size == 70'000,
+      "the frame itself is fetched");
+  std::string into(entry.size, ' ');
+  require(
+      !scene.fetch({entry}, into.data()) && into == std::string(70'000, 'h'),
+      "as bulk is");
+  scene.hear({.kind = FrameKind::kDone, .transfer = header.transfer});
+  require(answer.times == 1, "is through");
+}
+
+} // namespace
+
+int main() {
+  testLentMemoryComesBack();
+  testLentMemoryThatMustNotBeUsedAgain();
+  testWhatIsReturned();
+  testPeerReadsMemory();
+  testAnotherHost();
+  testAcknowledgements();
+  testBigFrame();
+  return 0;
+}
