@@ -171,3 +171,22 @@ def test_one_host_where_nobody_may_read_the_others_memory() -> None:
         group[1].kill()
         kind, text = group.run(error_of_the_call)
         assert kind == "PeerLostError" and f"process {pid} died" in text, text
+
+
+def begin_a_call(to: str) -> None:
+    f.HELD["future"] = rpc.rpc_async(to, f.nothing)
+
+
+def test_a_worker_dies_while_its_first_message_waits_at_a_peer() -> None:
+    """UCX cannot answer the first message of a peer whose shared memory is gone. A worker must not
+    end for that."""
+    with Group(4) as group:
+        for dying in (3, 2):
+            group[1].signal(signal.SIGSTOP)
+            wait_until_stopped(group[1].child.pid)
+            group[dying].run(begin_a_call, "worker1")
+            group[dying].kill()
+            group[1].signal(signal.SIGCONT)
+            group[0].run(check_alive, "worker1")
+            group[1].run(check_alive, "worker0")
+        assert group[1].exitcode is None
