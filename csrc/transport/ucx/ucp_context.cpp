@@ -3,6 +3,7 @@
 #include "base/interfaces.h"
 #include "base/log.h"
 #include "transport/ucx/status.h"
+#include "transport/ucx/unfinished_endpoints.h"
 
 #include <sys/statvfs.h>
 
@@ -134,6 +135,7 @@ void configure(ucp_config_t* config, const Options& options) {
 base::Result<std::shared_ptr<UcpContext>> UcpContext::create(
     const Options& options) {
   captureUcxLog();
+  guardUnfinishedEndpoints();
   ucp_config_t* config = nullptr;
   ucs_status_t status = ucp_config_read(nullptr, nullptr, &config);
   if (status != UCS_OK) {
@@ -157,7 +159,9 @@ base::Result<std::shared_ptr<UcpContext>> UcpContext::create(
 }
 
 UcpContext::~UcpContext() {
-  ucp_cleanup(context_);
+  if (!kept_) {
+    ucp_cleanup(context_);
+  }
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -5,6 +5,7 @@
 
 #include <ucp/api/ucp.h>
 
+#include <atomic>
 #include <memory>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -24,10 +25,17 @@ class UcpContext {
     return context_;
   }
 
+  // For a worker that cannot be destroyed: keeps UCX's context until the
+  // process ends.
+  void keep() {
+    kept_ = true;
+  }
+
  private:
   explicit UcpContext(ucp_context_h context) : context_(context) {}
 
   ucp_context_h context_;
+  std::atomic<bool> kept_{false};
 };
 
 } // namespace torch_rpc_ext::transport::ucx

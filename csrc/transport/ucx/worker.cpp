@@ -2,6 +2,7 @@
 
 #include "base/log.h"
 #include "transport/ucx/status.h"
+#include "transport/ucx/unfinished_endpoints.h"
 
 #include <unistd.h>
 
@@ -69,6 +70,10 @@ template <WorkerRole role>
 Worker<role>::~Worker() {
   stop();
   Locked locked(*this); // because UCX may call back
+  if (hasUnfinishedEndpoint(worker_)) {
+    context_->keep();
+    return;
+  }
   ucp_worker_destroy(worker_);
 }
 

@@ -1,0 +1,185 @@
+#include "transport/ucx/unfinished_endpoints.h"
+
+#include "base/log.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+
+namespace torch_rpc_ext::transport::ucx {
+
+namespace {
+
+// The parts of UCX that this file knows.
+// Source: struct ucp_ep in UCX's ucp_ep.h, UCP_WORKER_CFG_INDEX_NULL in
+// ucp_types.h, and the callers in wireup.c
+struct Layout {
+  unsigned firstMinor; // 1.18 for example is 18
+  unsigned lastMinor;
+  const char* function; // marks an endpoint as failed
+  size_t configuration; // the offset of the endpoint's configuration number
+  size_t bytes; // of that number, of which all bits are 1 for "none"
+};
+constexpr Layout kLayouts[] = {
+    {18, 20, "ucp_ep_set_failed_schedule", 9, 1},
+    {21, 22, "ucp_ep_set_lanes_failed_schedule", 8, 2},
+};
+const Layout* layout = nullptr;
+
+// Both have three arguments, of which the second is an integer.
+using SetFailed = void (*)(ucp_ep_h, uint64_t lanes, ucs_status_t);
+SetFailed original = nullptr;
+
+bool isUnfinished(ucp_ep_h endpoint) {
+  constexpr std::array<unsigned char, 2> kNone{0xff, 0xff};
+  const auto* const begin = reinterpret_cast<const unsigned char*>(endpoint);
+  return std::memcmp(
+             begin + layout->configuration, kNone.data(), layout->bytes) == 0;
+}
+
+// An endpoint begins with a pointer to its worker.
+ucp_worker_h workerOf(ucp_ep_h endpoint) {
+  ucp_worker_h worker = nullptr;
+  std::memcpy(&worker, endpoint, sizeof(worker));
+  return worker;
+}
+
+std::mutex mutex;
+// UCX never destroys these workers, so no other worker gets the same address.
+std::unordered_set<ucp_worker_h>& workers() {
+  static auto* const set = new std::unordered_set<ucp_worker_h>();
+  return *set;
+}
+
+void guarded(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
+  if (!isUnfinished(endpoint)) {
+    original(endpoint, lanes, status);
+    return;
+  }
+  base::log(
+      base::LogLevel::kInfo,
+      std::string(
+          "a process of this host ended right after its first message: "
+          "UCX found no way to answer (") +
+          ucs_status_string(status) + ")");
+  const std::lock_guard<std::mutex> lock(mutex);
+  workers().insert(workerOf(endpoint));
+}
+
+// Where libucp keeps the address of the imported function. Null if it imports
+// no such function.
+// Source: elf(5), DT_JMPREL; the System V ABI for x86-64 and AArch64
+void** entryOf(const link_map& library, const char* function) {
+  const ElfW(Sym)* symbols = nullptr;
+  const char* names = nullptr;
+  const ElfW(Rela)* relocations = nullptr;
+  size_t bytes = 0;
+  for (const ElfW(Dyn)* entry = library.l_ld; entry->d_tag != DT_NULL;
+       ++entry) {
+    switch (entry->d_tag) {
+      case DT_SYMTAB:
+        symbols = reinterpret_cast<const ElfW(Sym)*>(entry->d_un.d_ptr);
+        break;
+      case DT_STRTAB:
+        names = reinterpret_cast<const char*>(entry->d_un.d_ptr);
+        break;
+      case DT_JMPREL:
+        relocations = reinterpret_cast<const ElfW(Rela)*>(entry->d_un.d_ptr);
+        break;
+      case DT_PLTRELSZ:
+        bytes = entry->d_un.d_val;
+        break;
+      default:
+        break;
+    }
+  }
+  if (symbols == nullptr || names == nullptr || relocations == nullptr) {
+    return nullptr;
+  }
+  for (size_t i = 0; i < bytes / sizeof(ElfW(Rela)); ++i) {
+    const auto symbol = ELF64_R_SYM(relocations[i].r_info);
+    if (std::string(names + symbols[symbol].st_name) == function) {
+      return reinterpret_cast<void**>(library.l_addr + relocations[i].r_offset);
+    }
+  }
+  return nullptr;
+}
+
+const Layout* layoutOfThisVersion() {
+  unsigned major = 0, minor = 0, release = 0;
+  ucp_get_version(&major, &minor, &release);
+  for (const Layout& known : kLayouts) {
+    if (major == 1 && minor >= known.firstMinor && minor <= known.lastMinor) {
+      return &known;
+    }
+  }
+  return nullptr;
+}
+
+void guard() {
+  layout = layoutOfThisVersion();
+  if (layout == nullptr) {
+    return;
+  }
+  Dl_info info{};
+  link_map* library = nullptr;
+  if (dladdr1(
+          reinterpret_cast<void*>(&ucp_get_version),
+          &info,
+          reinterpret_cast<void**>(&library),
+          RTLD_DL_LINKMAP) == 0 ||
+      library == nullptr) {
+    return;
+  }
+  void** const entry = entryOf(*library, layout->function);
+  if (entry == nullptr) {
+    base::log(
+        base::LogLevel::kInfo,
+        std::string(
+            "UCX is not guarded against peers that end right after "
+            "their first message: ") +
+            info.dli_fname + " does not call " + layout->function +
+            " by its name");
+    return;
+  }
+  void* const handle =
+      dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_LOCAL);
+  if (handle == nullptr) {
+    return;
+  }
+  original = reinterpret_cast<SetFailed>(dlsym(handle, layout->function));
+  dlclose(handle);
+  const size_t page = sysconf(_SC_PAGESIZE);
+  const auto begin = reinterpret_cast<uintptr_t>(entry) & ~(page - 1);
+  // The linker may have made the table read-only (RELRO).
+  if (original == nullptr ||
+      mprotect(reinterpret_cast<void*>(begin), page, PROT_READ | PROT_WRITE) !=
+          0) {
+    return;
+  }
+  __atomic_store_n(entry, reinterpret_cast<void*>(&guarded), __ATOMIC_RELEASE);
+}
+
+} // namespace
+
+void guardUnfinishedEndpoints() {
+  static std::once_flag once;
+  std::call_once(once, guard);
+}
+
+bool hasUnfinishedEndpoint(ucp_worker_h worker) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return workers().count(worker) != 0;
+}
+
+} // namespace torch_rpc_ext::transport::ucx
