@@ -87,7 +87,7 @@ class LoopbackConnection final
     return Distance::kSameProcess;
   }
   PathInfo path() const override {
-    return {"loopback", "memcpy", ""};
+    return {toString(peer()), "loopback", "memcpy", ""};
   }
 
   void end(const base::Error& error);

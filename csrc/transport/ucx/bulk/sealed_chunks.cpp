@@ -77,7 +77,8 @@ class Sealing : public std::enable_shared_from_this<Sealing> {
             self->send(
                 self->tags_.size() / crypto::kTagBytes,
                 {self->tags_.data(), self->tags_.size()},
-                callback);
+                // Holds the tags until UCX does not read them any more.
+                [self, callback](const base::Error& why) { callback(why); });
           }
         });
   }
