@@ -180,11 +180,12 @@ void Caller::sendFrame(
     return;
   }
   memory_.trimLater();
-  memory_.lender().lend(std::move(encoded), [this, callId, connection](Encoded lent) {
-    if (calls_.pending().contains(callId)) { // else it has timed out
-      sendFrameNow(callId, std::move(lent), connection);
-    }
-  });
+  memory_.lender().lend(
+      std::move(encoded), [this, callId, connection](Encoded lent) {
+        if (calls_.pending().contains(callId)) { // else it has timed out
+          sendFrameNow(callId, std::move(lent), connection);
+        }
+      });
 }
 
 void Caller::sendFrameNow(

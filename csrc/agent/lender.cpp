@@ -41,7 +41,10 @@ constexpr size_t kPieceBytes = size_t{128} << 10;
 class Copy {
  public:
   // `done` runs on the thread that ends last.
-  Copy(const std::vector<Lender::Source>& sources, bool streams, base::TaskPtr done)
+  Copy(
+      const std::vector<Lender::Source>& sources,
+      bool streams,
+      base::TaskPtr done)
       : streams_(streams), done_(std::move(done)) {
     for (const Lender::Source& source : sources) {
       const auto* const from = static_cast<const char*>(source.bytes);
@@ -239,8 +242,8 @@ void Lender::copy(
     Copy(sources, /*streams=*/false, std::move(done)).work(nullptr);
     return;
   }
-  const auto copy = std::make_shared<Copy>(
-      sources, bytes >= kStreamedBytes, std::move(done));
+  const auto copy =
+      std::make_shared<Copy>(sources, bytes >= kStreamedBytes, std::move(done));
   static const uint64_t cores =
       std::max(1u, std::thread::hardware_concurrency());
   const uint64_t threads = std::clamp<uint64_t>(

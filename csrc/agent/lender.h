@@ -89,10 +89,8 @@ class Lender : public std::enable_shared_from_this<Lender> {
       base::Poller& poller);
   bool tryToLend(Encoded& encoded, Then& then, uint64_t bytes);
   void lendCommon(OneCopy& common, Encoded encoded, Then then);
-  void copy(
-      const std::vector<Source>& sources,
-      uint64_t bytes,
-      base::TaskPtr done);
+  void
+  copy(const std::vector<Source>& sources, uint64_t bytes, base::TaskPtr done);
   void returned(size_t capacity, bool isIdle);
   void serve(size_t capacity, bool isIdle);
   void expire();

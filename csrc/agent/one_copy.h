@@ -45,8 +45,8 @@ class Loan {
   std::vector<base::TaskPtr> waiting_;
 };
 
-// Calls with the same tensors to several workers of this host: while a thread is
-// inside of a OneCopy, the messages that it sends share the copies of their
+// Calls with the same tensors to several workers of this host: while a thread
+// is inside of a OneCopy, the messages that it sends share the copies of their
 // bulk. Each receiver maps the copy as its own: it sees its own writes only.
 //
 // The value of a tensor is that of the first message. The caller must not write

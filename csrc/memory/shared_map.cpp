@@ -175,14 +175,12 @@ std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
   const int fd = makeRegion(size);
   SharedMap* const map = fd < 0
       ? nullptr
-      : all().add(
-            fd, size, randomId(), /*foreign=*/false, /*isPrivate=*/false);
+      : all().add(fd, size, randomId(), /*foreign=*/false, /*isPrivate=*/false);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }
 
-std::shared_ptr<SharedMap>
-SharedMap::open(
+std::shared_ptr<SharedMap> SharedMap::open(
     int32_t pid,
     uint64_t number,
     uint64_t id,
@@ -198,8 +196,7 @@ SharedMap::open(
     ::close(fd);
     return nullptr;
   }
-  SharedMap* const map =
-      all().add(fd, bytes, id, /*foreign=*/true, isPrivate);
+  SharedMap* const map = all().add(fd, bytes, id, /*foreign=*/true, isPrivate);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }

@@ -35,8 +35,7 @@ class SharedMap {
   // Null if it cannot be opened, is not a sealed memfd with our name, or has
   // fewer than `size` bytes. `isPrivate`: what is written to the map is seen
   // here only, because other processes map the region, too.
-  static std::shared_ptr<SharedMap>
-  open(
+  static std::shared_ptr<SharedMap> open(
       int32_t pid,
       uint64_t fd,
       uint64_t id,
@@ -76,8 +75,8 @@ class SharedMap {
     return private_.load();
   }
 
-  // For the BufferCache: whether a receiver has the memory. Returns what was set
-  // before.
+  // For the BufferCache: whether a receiver has the memory. Returns what was
+  // set before.
   bool setLent(bool lent) {
     return lent_.exchange(lent);
   }

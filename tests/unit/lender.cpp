@@ -1,5 +1,5 @@
-// The Lender alone: messages that wait for memory, with a runner and a poller of
-// the test's own.
+// The Lender alone: messages that wait for memory, with a runner and a poller
+// of the test's own.
 
 #include "agent/lender.h"
 #include "sanitize/stress.h"
