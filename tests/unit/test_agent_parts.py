@@ -34,7 +34,7 @@ PROGRAMS = {
     "group": (GROUP, BASE, ()),
     "open_calls": (OPEN_CALLS, (*POLLER, "busy_poll"), ()),
     "lender": (
-        ("lender",),
+        ("lender", "one_copy"),
         (*POLLER, "fork", "short_time_slices", "streaming_copy"),
         ("buffer_cache", "shared_map"),
     ),
