@@ -67,7 +67,7 @@ enum class Distance : uint8_t {
 struct PathInfo {
   std::string state; // of the peer: "connecting", "open", ...
   std::string control; // e.g. "shared memory (posix)", "tcp (eth0)"
-  std::string bulk; // e.g. "shared memory, else cma", "ucx: tcp (eth0)"
+  std::string bulk; // e.g. "shared memory, else cma", "lanes: tcp (eth0)"
   std::string why; // why no faster path is used; empty if there is none
 };
 

@@ -73,7 +73,7 @@ void writeBulk() {
   write(
       "pull_request",
       "request",
-      fuzz::spanOf(encode(PullRequest{0, 3, 0x10000, std::string(40, 'b')})));
+      fuzz::spanOf(encode(PullRequest{0, 3, 0x10000, ChannelKind::kTcp, std::string(40, 'b')})));
   const BulkEntry entries[] = {
       {1 << 20, 0x7f0000000000, 0, 0}, {3 << 20, 0, 77, 12}};
   std::string table("\2\0\0\0", 4);

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <string_view>
 #include <utility>
 
@@ -19,11 +18,6 @@ namespace {
 // more, the oldest of them is closed: a sender says its Hello at once.
 constexpr size_t kMaxUnknown = 256;
 
-uint64_t randomNumber() {
-  std::random_device source;
-  return (static_cast<uint64_t>(source()) << 32) | source();
-}
-
 } // namespace
 
 BulkReceiver::BulkReceiver(
@@ -33,8 +27,6 @@ BulkReceiver::BulkReceiver(
     std::shared_ptr<base::Gate> gate)
     : options_(std::move(options)),
       key_(crypto::randomBytes(kKeyBytes)),
-      // Random, so that nobody who has not been told a tag can guess it.
-      nextTag_(randomNumber()),
       dropped_(kPieceBytes),
       set_(
           LaneSet::create(

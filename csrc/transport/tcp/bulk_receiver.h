@@ -11,7 +11,6 @@
 #include "transport/tcp/wire.h"
 #include "transport/transport.h"
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -45,11 +44,8 @@ class BulkReceiver {
   // addresses, encoded. Listens there from now on.
   base::Result<std::string> addressAt(const std::vector<std::string>& ips);
 
-  // Reserves tags for `chunks` chunks, and returns the first.
-  uint64_t reserveTags(uint64_t chunks) {
-    return nextTag_.fetch_add(chunks);
-  }
-  // Expects chunks, which come with the tags `tag`, `tag` + 1, and so on.
+  // Expects chunks, which come with the tags `tag`, `tag` + 1, and so on: tags
+  // that no other receive() has had, and that nobody can guess.
   // Returns an id for cancel(). `arrived`, which may be null, is called for
   // chunks that have arrived, in any order.
   uint64_t receive(
@@ -105,7 +101,6 @@ class BulkReceiver {
 
   const Options options_;
   const std::string key_;
-  std::atomic<uint64_t> nextTag_;
   base::LimitedLog strangers_;
 
   // All guarded by the lock of set_.

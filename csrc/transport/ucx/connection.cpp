@@ -2,6 +2,7 @@
 
 #include "base/boundary.h"
 #include "transport/ucx/context.h"
+#include "transport/ucx/endpoint_transports.h"
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
@@ -79,36 +80,21 @@ Distance UcxConnection::distance() const {
 PathInfo UcxConnection::path() const {
   PathInfo info;
   worker().runLocked([&](Locked&) {
-    if (endpoint_ == nullptr) {
+    for (const auto& [name, device] : transportsOf(endpoint_)) {
+      info.control +=
+          (info.control.empty() ? "" : ", ") + name + " (" + device + ")";
+    }
+    if (info.control.empty()) {
       return;
-    }
-    std::vector<ucp_transport_entry_t> entries(8);
-    ucp_ep_attr_t attr{};
-    attr.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
-    attr.transports.entries = entries.data();
-    attr.transports.num_entries = entries.size();
-    attr.transports.entry_size = sizeof(ucp_transport_entry_t);
-    if (ucp_ep_query(endpoint_, &attr) != UCS_OK) {
-      return;
-    }
-    std::vector<std::string> names;
-    for (unsigned i = 0; i < attr.transports.num_entries; ++i) {
-      std::string name = std::string(entries[i].transport_name) + " (" +
-          entries[i].device_name + ")";
-      if (std::find(names.begin(), names.end(), name) == names.end()) {
-        names.push_back(std::move(name));
-      }
-    }
-    for (const auto& name : names) {
-      info.control += (info.control.empty() ? "" : ", ") + name;
     }
     if (agreed_.channel != nullptr) {
       info.control += ", encrypted (AES-256-GCM)";
     }
     if (bulk_ != nullptr) {
       const bulk::Peer& peer = bulk_->peer();
-      info.bulk =
-          peer.readable() ? "shared memory, else cma" : "ucx: " + info.control;
+      info.bulk = peer.readable() ? "shared memory, else cma"
+          : peer.reachesUsAt.empty() ? "ucx: " + info.control
+                                     : "lanes: " + info.control;
       info.why = peer.readable() ? "" : "no cma: " + peer.whyUnreadable;
     }
   });

@@ -130,6 +130,8 @@ class UcxConnection final : public Connection,
   // ---- the beginning (connection_handshake.cpp) ----
 
   Nearness meet(Locked& locked, const ProcessIdentity& peer);
+  // For bulk::Peer::reachesUsAt.
+  std::vector<std::string> addressesForPeer(Locked& locked) const;
   base::Error openEndpoint(
       Locked& locked,
       const WorkerAddress& address,

@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
+#include "transport/ucx/endpoint_transports.h"
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -197,6 +199,19 @@ void UcxConnection::agree(Locked& locked) {
   }
 }
 
+std::vector<std::string> UcxConnection::addressesForPeer(Locked&) const {
+  try {
+    return tcpAddressesOf(
+        transportsOf(endpoint_), context_->options().preferIpv6);
+  } catch (const std::system_error& error) {
+    base::log(
+        base::LogLevel::kWarning,
+        std::string("large tensors come through UCX, which is slower: ") +
+            error.what());
+    return {};
+  }
+}
+
 void UcxConnection::establish(Locked& locked) {
   if (closed()) {
     return; // the handshake's last message could not be sent
@@ -209,7 +224,8 @@ void UcxConnection::establish(Locked& locked) {
       .whyUnreadable =
           useCma ? agreed_.nearness.whyNoCma : "switched off by option",
       .sendKey = std::move(agreed_.bulkSendKey),
-      .receiveKey = std::move(agreed_.bulkReceiveKey)};
+      .receiveKey = std::move(agreed_.bulkReceiveKey),
+      .reachesUsAt = addressesForPeer(locked)};
   if (peer.mayReadHere && !peer.readable()) {
     base::log(
         base::LogLevel::kWarning,

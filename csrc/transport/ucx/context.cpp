@@ -65,7 +65,11 @@ UcxContext::UcxContext(
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
-      bulk_(std::move(ucp), gate_, std::move(bulk)) {}
+      bulk_(
+          std::move(ucp),
+          gate_,
+          {options_.ports, options_.keepaliveSeconds},
+          std::move(bulk)) {}
 
 UcxContext::~UcxContext() = default;
 

@@ -161,11 +161,12 @@ base::Result<Preamble> parsePreamble(base::ConstSpan bytes) {
 }
 
 base::Buffer encode(const PullRequest& request) {
-  base::Buffer buffer(4 + 4 + 8 + 4 + request.bulkAddress.size());
+  base::Buffer buffer(4 + 4 + 8 + 1 + 4 + request.bulkAddress.size());
   base::ByteWriter writer(buffer);
   writer.u32(request.firstSpan);
   writer.u32(request.spanCount);
   writer.u64(request.tag);
+  writer.u8(static_cast<uint8_t>(request.channel));
   putText(writer, request.bulkAddress);
   return buffer;
 }
@@ -176,11 +177,14 @@ base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes) {
   request.firstSpan = reader.u32();
   request.spanCount = reader.u32();
   request.tag = reader.u64();
+  const uint8_t channel = reader.u8();
   request.bulkAddress = takeText(reader, kMaxAddressBytes);
   if (reader.failed() || reader.remaining() != 0 ||
-      request.bulkAddress.empty()) {
+      request.bulkAddress.empty() ||
+      channel > static_cast<uint8_t>(ChannelKind::kTcp)) {
     return malformed("request for bulk");
   }
+  request.channel = static_cast<ChannelKind>(channel);
   return request;
 }
 

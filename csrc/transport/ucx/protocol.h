@@ -11,7 +11,7 @@
 //   kRefused  the opener    text: why
 //   kFrame    the receiver  count x BulkEntry, then the head
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
-//   kPull     the receiver  PullRequest: send these bulk spans through UCX
+//   kPull     the receiver  PullRequest: send these bulk spans over a channel
 //   kDone     the receiver  nothing (count 0), or text: why the bulk was
 //                           refused; count is the kind of the error
 //   kAbort    the receiver  text: why bulk that the receiver has asked for does
@@ -44,7 +44,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 8;
+constexpr uint16_t kProtocolVersion = 9;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -133,11 +133,18 @@ struct Preamble {
   std::string hello; // from the Handler, opaque here
 };
 
+// Over what a bulk::Channel moves bulk.
+enum class ChannelKind : uint8_t {
+  kUcx = 0,
+  kTcp,
+};
+
 struct PullRequest {
   uint32_t firstSpan = 0;
   uint32_t spanCount = 0;
   uint64_t tag = 0; // of the first chunk; later chunks count up
-  std::string bulkAddress; // of the UCX worker that receives the bulk
+  ChannelKind channel = ChannelKind::kUcx;
+  std::string bulkAddress; // of the channel that receives the bulk
 };
 
 // This bit on a transfer's number says that the receiver of the bulk has mapped

@@ -1,88 +1,51 @@
 #pragma once
 
+#include "base/buffer.h"
+#include "base/error.h"
 #include "transport/transport.h"
-#include "transport/ucx/protocol.h"
-#include "transport/ucx/worker.h"
+#include "transport/ucx/bulk/link.h"
 
-#include <memory>
+#include <cstdint>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
-// Moves bulk between hosts (or processes that cannot read each other's memory)
-// on a UCX worker of its own, so that small calls never queue behind bulk. Bulk
-// travels in tagged messages of up to kChunkBytes. The receiver posts its
-// receives for them before it asks the sender.
+// Moves bulk between processes that cannot read each other's memory, beside the
+// connections that carry calls, so that small calls never queue behind bulk.
+// Bulk travels in chunks of up to kChunkBytes, each with a tag that the
+// receiver has reserved (Resources::reserveTags()). The receiver expects the chunks before it asks the sender
+// for them.
 //
-// Owns: the bulk worker and its endpoints, by worker address.
 // Thread: any.
-class Channel : public std::enable_shared_from_this<Channel> {
+class Channel {
  public:
-  // Takes a worker that has not been started.
-  Channel(std::shared_ptr<BulkWorker> worker, base::Poller& poller);
-  ~Channel();
+  virtual ~Channel() = default;
 
-  const WorkerAddress& address() const {
-    return address_;
-  }
+  // Where `peer` reaches this channel by send().
+  virtual base::Result<std::string> addressFor(const Peer& peer) = 0;
 
-  // Reserves tags for `chunks` chunks, and returns the first.
-  uint64_t reserveTags(uint64_t chunks);
-
-  // Posts receives for all chunks of `into`. Returns an id for cancel().
-  // `arrived`, which may be null, is called for chunks that have arrived, in
-  // any order.
-  uint64_t receive(
+  // Expects chunks, which come with the tags `tag`, `tag` + 1, and so on.
+  // Returns an id for cancel(). `arrived`, which may be null, is called for
+  // chunks that have arrived, in any order.
+  virtual uint64_t receive(
       uint64_t tag,
-      std::vector<base::MutableSpan> into,
+      std::vector<base::MutableSpan> chunks,
       Callback callback,
-      Incoming::Arrived arrived);
-  void cancel(uint64_t id, base::Error why);
+      Incoming::Arrived arrived) = 0;
+  // Ends a receive() with an error, unless it has ended.
+  virtual void cancel(uint64_t id, base::Error why) = 0;
 
-  // Sends all chunks of `spans`; the callback fires when UCX does not read them
-  // any more.
-  void send(
-      const std::string& peerAddress,
+  // Sends chunks to the channel at `address`, with the tags `tag`, `tag` + 1,
+  // and so on; the callback fires when this end does not read them any more.
+  virtual void send(
+      const std::string& address,
       uint64_t tag,
-      std::vector<base::ConstSpan> spans,
-      Callback callback);
+      std::vector<base::ConstSpan> chunks,
+      Callback callback) = 0;
 
-  BulkWorker& worker() const { // for FromUcx
-    return *worker_;
-  }
-
-  void progressSoon() {
-    worker_->progressSoon();
-  }
-
-  void stop();
-
- private:
-  // One receive() or send(), which ends when all its chunks have.
-  struct Group;
-
-  ucp_ep_h endpoint(
-      BulkLocked& locked,
-      const std::string& peerAddress,
-      base::Error& error);
-  void dropEndpoint(BulkLocked& locked, ucp_ep_h ep, ucs_status_t status);
-  void chunkArrived(
-      BulkLocked& locked,
-      Group* group,
-      const ucp_tag_recv_info_t& info);
-  void chunkDone(BulkLocked& locked, Group* group, ucs_status_t status);
-  void chunkFailed(BulkLocked& locked, Group* group, const base::Error& error);
-
-  const std::shared_ptr<BulkWorker> worker_;
-  const WorkerAddress address_;
-  std::atomic<uint64_t> nextTag_;
-
-  std::unordered_map<std::string, ucp_ep_h> endpoints_;
-  std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
-  uint64_t nextGroup_ = 1;
-  bool stopped_ = false;
+  // Ends what is under way.
+  virtual void stop() = 0;
 };
 
 } // namespace torch_rpc_ext::transport::ucx::bulk

@@ -93,7 +93,7 @@ class PlainChunks final : public Chunks {
       Callback callback,
       Incoming::Arrived arrived) const override {
     return channel.receive(
-        firstTag, std::move(into), std::move(callback), std::move(arrived));
+        firstTag, toChunks(into), std::move(callback), std::move(arrived));
   }
 
   void send(
@@ -106,15 +106,15 @@ class PlainChunks final : public Chunks {
         std::all_of(spans.begin(), spans.end(), [](const BulkSpan& span) {
           return span.whenFilled == nullptr;
         });
+    auto chunks = toChunks(spans);
     if (filled) {
       channel->send(
           pull.bulkAddress,
           pull.tag,
-          {spans.begin(), spans.end()},
+          {chunks.begin(), chunks.end()},
           std::move(callback));
       return;
     }
-    auto chunks = toChunks(spans);
     const size_t lanes = chunks.size();
     sendInLanes(
         std::move(chunks),
@@ -165,6 +165,18 @@ std::vector<Chunk> toChunks(const Spans& spans) {
     for (size_t at = 0; at < span.size; at += kChunkBytes) {
       const size_t size = std::min(kChunkBytes, span.size - at);
       chunks.push_back({{begin + at, size}, span.whenFilled, at + size});
+    }
+  }
+  return chunks;
+}
+
+std::vector<base::MutableSpan> toChunks(
+    const std::vector<base::MutableSpan>& spans) {
+  std::vector<base::MutableSpan> chunks;
+  for (const auto& span : spans) {
+    auto* const begin = static_cast<char*>(span.data);
+    for (size_t at = 0; at < span.size; at += kChunkBytes) {
+      chunks.push_back({begin + at, std::min(kChunkBytes, span.size - at)});
     }
   }
   return chunks;

@@ -15,8 +15,7 @@
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
-// How the spans of a kPull travel over the Channel: cut into chunks, of which
-// each is a tagged message.
+// How the spans of a kPull travel over a Channel: cut into chunks.
 // Thread: any.
 class Chunks {
  public:
@@ -33,7 +32,7 @@ class Chunks {
       Callback callback,
       Incoming::Arrived arrived) const = 0;
   // Sends each chunk once its bytes are there, as the answer to `pull`.
-  // `callback` fires when UCX does not read the spans any more. No further
+  // `callback` fires when the channel does not read the spans any more. No further
   // chunk is sent once one has failed, or once `ended` says that nobody
   // receives any more.
   virtual void send(
@@ -49,8 +48,7 @@ std::shared_ptr<const Chunks> plainChunks();
 // Encrypts what `inner` then moves. The sender seals each chunk into a staging
 // buffer; the receiver opens the chunk where it has arrived, in its final
 // memory. The authentication tags of all chunks follow in one further chunk. A
-// chunk's nonce is its tag on the receiver's Channel, which never uses a tag
-// twice.
+// chunk's nonce is its tag, and the receiver never uses a tag twice.
 std::shared_ptr<const Chunks> sealedChunks(
     std::shared_ptr<const Chunks> inner,
     base::TaskRunner& runner,
@@ -63,8 +61,10 @@ struct Chunk : base::ConstSpan {
   uint64_t filledAt = 0; // by how many bytes of the span
 };
 std::vector<Chunk> toChunks(const Spans& spans);
+std::vector<base::MutableSpan> toChunks(
+    const std::vector<base::MutableSpan>& spans);
 
-// Sends one chunk; the callback fires when UCX does not read it any more.
+// Sends one chunk; the callback fires when it is not read any more.
 using SendChunk = std::function<
     void(size_t lane, uint64_t index, const Chunk& chunk, Callback callback)>;
 

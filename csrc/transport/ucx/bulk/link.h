@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
@@ -23,6 +24,9 @@ struct Peer {
   std::string whyUnreadable = {};
   std::string sendKey = {}; // both keys: empty without encryption
   std::string receiveKey = {};
+  // Our IP addresses at which the peer reaches us, if the connection uses TCP
+  // and nothing else.
+  std::vector<std::string> reachesUsAt = {};
 
   bool readable() const {
     return whyUnreadable.empty();

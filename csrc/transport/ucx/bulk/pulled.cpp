@@ -1,3 +1,4 @@
+#include "base/log.h"
 #include "transport/ucx/bulk/chunks.h"
 #include "transport/ucx/bulk/way.h"
 
@@ -9,8 +10,8 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
-// Bulk that the receiver asks for with kPull, and that then travels through
-// UCX: the only way that needs nothing but a network.
+// Bulk that the receiver asks for with kPull, and that then travels over a
+// Channel: the only way that needs nothing but a network.
 //
 // Owns: the table of what this end has asked for.
 class Pulled final : public Way {
@@ -30,41 +31,38 @@ class Pulled final : public Way {
   }
 
   void fetch(Fetch fetch) override {
-    auto made = ends_.resources.channel();
-    if (!made.ok()) {
-      fetch.callback(made.error());
-      return;
-    }
-    const auto channel = made.value();
     PullRequest request;
     request.firstSpan = fetch.firstSpan;
     request.spanCount = static_cast<uint32_t>(fetch.into.size());
-    request.bulkAddress = channel->address().to(ends_.peer.nearness);
-    request.tag = channel->reserveTags(chunks_->tagsFor(fetch.into));
-    // The receive may end before its id is known here, so the callback has a
-    // cell that gets the id later.
-    const auto id = std::make_shared<std::atomic<uint64_t>>(0);
+    auto chosen = choose(request);
+    if (!chosen.ok()) {
+      fetch.callback(chosen.error());
+      return;
+    }
+    const auto channel = chosen.value();
+    request.tag = ends_.resources.reserveTags(
+        chunks_->tagsFor(fetch.into));
     const auto kept = ends_.link.keep();
     const uint64_t receive = chunks_->receive(
         *channel,
         request.tag,
         std::move(fetch.into),
-        [this, kept, id, callback = std::move(fetch.callback)](
+        [this, kept, tag = request.tag, callback = std::move(fetch.callback)](
             const base::Error& error) {
           ends_.link.worker().post(
-              [this, kept, id](Locked&) { pulls_.erase(id->load()); });
+              [this, kept, tag](Locked&) { pulls_.erase(tag); });
           callback(error);
         },
         std::move(fetch.arrived));
-    id->store(receive);
     ends_.link.worker().post(
         [this, kept, channel, receive, transfer = fetch.transfer, request](
             Locked& locked) {
+          const Pull pull{channel, receive, transfer};
           if (isOver(ends_.link.peer())) {
-            cancel(locked, receive, ends_.link.ending());
+            cancel(locked, pull, ends_.link.ending());
             return;
           }
-          pulls_.emplace(receive, transfer);
+          pulls_.emplace(request.tag, pull);
           ends_.link.tell(
               locked,
               {.kind = FrameKind::kPull, .transfer = transfer},
@@ -85,9 +83,9 @@ class Pulled final : public Way {
         const base::Error why{
             reason ? reason.kind : base::ErrorKind::kRefused,
             "the sender gave it up: " + toText(message.data)};
-        for (const auto& [id, transfer] : pulls_) {
-          if (transfer == header.transfer) {
-            cancel(locked, id, why);
+        for (const auto& [tag, pull] : pulls_) {
+          if (pull.transfer == header.transfer) {
+            cancel(locked, pull, why);
           }
         }
         return true;
@@ -98,18 +96,48 @@ class Pulled final : public Way {
   }
 
   void end(Locked& locked, const base::Error& why) override {
-    for (const auto& [id, transfer] : std::exchange(pulls_, {})) {
-      cancel(locked, id, why);
+    for (const auto& [tag, pull] : std::exchange(pulls_, {})) {
+      cancel(locked, pull, why);
     }
   }
 
  private:
-  void cancel(Locked& locked, uint64_t id, const base::Error& why) {
-    locked.defer([this, kept = ends_.link.keep(), id, why] {
-      if (auto channel = ends_.resources.channel(); channel.ok()) {
-        channel.value()->cancel(id, why);
-      }
-    });
+  // What this end has asked for.
+  struct Pull {
+    std::shared_ptr<Channel> channel;
+    uint64_t receive = 0; // the id of the receive on the channel
+    uint64_t transfer = 0; // the peer's number
+  };
+
+  // The channel for what comes from the peer. Writes into `request` where the
+  // peer has to send it.
+  base::Result<std::shared_ptr<Channel>> choose(PullRequest& request) {
+    const bool tcp = !ends_.peer.reachesUsAt.empty();
+    request.channel = tcp && !tcpFails_ ? ChannelKind::kTcp : ChannelKind::kUcx;
+    auto channel = ends_.resources.channel(request.channel);
+    if (!channel.ok()) {
+      return channel.error();
+    }
+    auto address = channel.value()->addressFor(ends_.peer);
+    if (address.ok()) {
+      request.bulkAddress = address.value();
+      return channel;
+    }
+    if (request.channel == ChannelKind::kUcx) {
+      return address.error();
+    }
+    // No port is left in the range, for one.
+    base::log(
+        base::LogLevel::kWarning,
+        "large tensors come through UCX, which is slower: " +
+            address.error().message);
+    tcpFails_ = true;
+    return choose(request);
+  }
+
+  static void
+  cancel(Locked& locked, const Pull& pull, const base::Error& why) {
+    locked.defer([pull, why] { pull.channel->cancel(pull.receive, why); });
   }
 
   base::Error onPull(Locked& locked, uint64_t id, base::ConstSpan data) {
@@ -149,7 +177,7 @@ class Pulled final : public Way {
   }
 
   void send(const PullRequest& pull, const Spans& spans, Callback callback) {
-    auto channel = ends_.resources.channel();
+    auto channel = ends_.resources.channel(pull.channel);
     if (!channel.ok()) {
       callback(channel.error());
       return;
@@ -162,7 +190,7 @@ class Pulled final : public Way {
         std::move(callback));
   }
 
-  // UCX does not read the memory any more. If the send failed, the peer is told
+  // The memory is not read any more. If the send failed, the peer is told
   // to stop waiting for the rest. The peer then answers the call with an error,
   // and this answer must not overtake the real reason: so this end's callback
   // gets that reason first.
@@ -182,8 +210,8 @@ class Pulled final : public Way {
 
   const Ends ends_;
   const std::shared_ptr<const Chunks> chunks_;
-  // The ids of receives on the channel, each with the peer's transfer.
-  std::unordered_map<uint64_t, uint64_t> pulls_;
+  std::unordered_map<uint64_t, Pull> pulls_; // by the first tag
+  std::atomic<bool> tcpFails_{false};
 };
 
 } // namespace

@@ -13,12 +13,21 @@ void Resources::start(
   workerAdded_ = std::move(workerAdded);
 }
 
-base::Result<std::shared_ptr<Channel>> Resources::channel() {
+base::Result<std::shared_ptr<Channel>> Resources::channel(ChannelKind kind) {
   const std::lock_guard lock(mutex_);
-  if (channel_ == nullptr) {
-    if (closed_) {
-      return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
+  const bool tcp = kind == ChannelKind::kTcp;
+  const bool made = tcp ? tcpChannel_ != nullptr : ucxChannel_ != nullptr;
+  if (!made && closed_) {
+    return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
+  }
+  if (tcp) {
+    if (!made) {
+      tcpChannel_ =
+          std::make_shared<TcpChannel>(tcpOptions_, *poller_, *runner_, gate_);
     }
+    return std::shared_ptr<Channel>(tcpChannel_);
+  }
+  if (!made) {
     if (worker_ == nullptr) {
       auto created = BulkWorker::create(ucp_, gate_);
       if (!created.ok()) {
@@ -26,16 +35,16 @@ base::Result<std::shared_ptr<Channel>> Resources::channel() {
       }
       worker_ = std::move(created.value());
     }
-    channel_ = std::make_shared<Channel>(std::move(worker_), *poller_);
+    ucxChannel_ = std::make_shared<UcxChannel>(std::move(worker_), *poller_);
     workerAdded_();
   }
-  return channel_;
+  return std::shared_ptr<Channel>(ucxChannel_);
 }
 
 void Resources::progressSoon() {
   const std::lock_guard lock(mutex_);
-  if (channel_ != nullptr) {
-    channel_->progressSoon();
+  if (ucxChannel_ != nullptr) {
+    ucxChannel_->progressSoon();
   }
 }
 
@@ -46,10 +55,14 @@ void Resources::close() {
 
 void Resources::stop() {
   std::unique_lock lock(mutex_);
-  const auto channel = channel_;
+  const auto tcp = tcpChannel_;
+  const auto ucx = ucxChannel_;
   lock.unlock();
-  if (channel != nullptr) {
-    channel->stop();
+  if (tcp != nullptr) {
+    tcp->stop();
+  }
+  if (ucx != nullptr) {
+    ucx->stop();
   }
 }
 

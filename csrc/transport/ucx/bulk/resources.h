@@ -6,9 +6,15 @@
 #include "base/task.h"
 #include "transport/ucx/bulk/channel.h"
 #include "transport/ucx/bulk/shared_maps.h"
+#include "transport/ucx/bulk/tcp_channel.h"
+#include "transport/ucx/bulk/ucx_channel.h"
+#include "transport/ucx/protocol.h"
 #include "transport/ucx/ucp_context.h"
 #include "transport/ucx/worker.h"
 
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -17,22 +23,25 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 // What the bulk of all connections of a UcxContext shares.
 //
-// Owns: the maps of peers' memory; the UCX worker for bulk and its Channel.
+// Owns: the maps of peers' memory; the channels, and the UCX worker for bulk.
 // Thread: any.
 // Outlives: nothing; the poller and the runner outlive it.
 class Resources {
  public:
-  // The channel is made at its first use, because most groups never need it.
-  // Only if the ports are limited, its worker is made before, and passed here.
+  // A channel is made at its first use, because most groups never need one.
+  // Only if the ports are limited, the UCX worker is made before, and passed
+  // here.
   Resources(
       std::shared_ptr<UcpContext> ucp,
       std::shared_ptr<base::Gate> gate,
+      tcp::Options tcp,
       std::shared_ptr<BulkWorker> worker)
       : ucp_(std::move(ucp)),
         gate_(std::move(gate)),
+        tcpOptions_(tcp),
         worker_(std::move(worker)) {}
 
-  // `workerAdded` runs when the channel has been made.
+  // `workerAdded` runs when the UCX worker has been started.
   void start(
       base::Poller& poller,
       base::TaskRunner& runner,
@@ -44,25 +53,35 @@ class Resources {
   SharedMaps& maps() {
     return maps_;
   }
-  base::Result<std::shared_ptr<Channel>> channel();
+  base::Result<std::shared_ptr<Channel>> channel(ChannelKind kind);
+  // Reserves tags for `chunks` chunks, and returns the first. No tag is used
+  // twice, on whichever channel: with encryption, the tag is also the nonce.
+  uint64_t reserveTags(uint64_t chunks) {
+    return nextTag_.fetch_add(std::max<uint64_t>(chunks, 1));
+  }
   void progressSoon();
 
   // No channel is made any more.
   void close();
-  // Stops the channel, if there is one. To be called after close().
+  // Stops the channels. To be called after close().
   void stop();
 
  private:
   const std::shared_ptr<UcpContext> ucp_;
   const std::shared_ptr<base::Gate> gate_;
+  const tcp::Options tcpOptions_;
+  // Begins at random, so that a stranger who wants to fill our buffers cannot
+  // guess the tags.
+  std::atomic<uint64_t> nextTag_{randomToken()};
   SharedMaps maps_;
   base::Poller* poller_ = nullptr;
   base::TaskRunner* runner_ = nullptr;
   std::function<void()> workerAdded_;
 
   std::mutex mutex_;
-  std::shared_ptr<BulkWorker> worker_; // until channel_ has it
-  std::shared_ptr<Channel> channel_;
+  std::shared_ptr<BulkWorker> worker_; // until ucxChannel_ has it
+  std::shared_ptr<UcxChannel> ucxChannel_;
+  std::shared_ptr<TcpChannel> tcpChannel_;
   bool closed_ = false;
 };
 

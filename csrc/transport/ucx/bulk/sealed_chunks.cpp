@@ -19,18 +19,6 @@ namespace {
 // How many staging buffers a transfer has: one is filled while another is sent.
 constexpr size_t kLanes = 2;
 
-std::vector<base::MutableSpan> chunksOf(
-    const std::vector<base::MutableSpan>& spans) {
-  std::vector<base::MutableSpan> chunks;
-  for (const auto& span : spans) {
-    auto* const begin = static_cast<char*>(span.data);
-    for (size_t at = 0; at < span.size; at += kChunkBytes) {
-      chunks.push_back({begin + at, std::min(kChunkBytes, span.size - at)});
-    }
-  }
-  return chunks;
-}
-
 base::ConstSpan spanOf(const uint64_t& tag) {
   return {&tag, sizeof(tag)};
 }
@@ -77,7 +65,7 @@ class Sealing : public std::enable_shared_from_this<Sealing> {
             self->send(
                 self->tags_.size() / crypto::kTagBytes,
                 {self->tags_.data(), self->tags_.size()},
-                // Holds the tags until UCX does not read them any more.
+                // Holds the tags until the channel does not read them any more.
                 [self, callback](const base::Error& why) { callback(why); });
           }
         });
@@ -140,7 +128,7 @@ class Opening : public std::enable_shared_from_this<Opening> {
       Callback callback)
       : key_(std::move(key)),
         firstTag_(firstTag),
-        chunks_(chunksOf(into)),
+        chunks_(toChunks(into)),
         tags_(chunks_.size() * crypto::kTagBytes),
         callback_(std::move(callback)) {}
 

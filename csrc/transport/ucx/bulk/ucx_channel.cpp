@@ -1,15 +1,14 @@
-#include "transport/ucx/bulk/channel.h"
+#include "transport/ucx/bulk/ucx_channel.h"
 
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
 #include <algorithm>
-#include <random>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
-struct Channel::Group {
-  Channel* channel = nullptr;
+struct UcxChannel::Group {
+  UcxChannel* channel = nullptr;
   uint64_t id = 0;
   Callback callback;
   size_t left = 0; // chunks not yet ended, plus 1 until all are posted
@@ -50,26 +49,17 @@ struct Channel::Group {
   }
 };
 
-Channel::Channel(std::shared_ptr<BulkWorker> worker, base::Poller& poller)
+UcxChannel::UcxChannel(std::shared_ptr<BulkWorker> worker, base::Poller& poller)
     : worker_(std::move(worker)),
-      address_(worker_->address()),
-      // Random, so that a stranger who wants to fill our buffers cannot guess
-      // the tags.
-      nextTag_(
-          (static_cast<uint64_t>(std::random_device{}()) << 32) |
-          std::random_device{}()) {
+      address_(worker_->address()) {
   worker_->start(poller, /*main=*/false);
 }
 
-Channel::~Channel() = default;
+UcxChannel::~UcxChannel() = default;
 
-uint64_t Channel::reserveTags(uint64_t chunks) {
-  return nextTag_.fetch_add(chunks);
-}
-
-uint64_t Channel::receive(
+uint64_t UcxChannel::receive(
     uint64_t tag,
-    std::vector<base::MutableSpan> into,
+    std::vector<base::MutableSpan> chunks,
     Callback callback,
     Incoming::Arrived arrived) {
   uint64_t id = 0;
@@ -82,42 +72,33 @@ uint64_t Channel::receive(
     group->arrived = std::move(arrived);
     group->left = 1; // so that the group lives until all are posted
     group->firstTag = tag;
+    group->chunks = std::move(chunks);
     if (stopped_) {
       group->error = {base::ErrorKind::kShutDown, "the transport has ended"};
-      into.clear();
+      group->chunks.clear();
     }
     Group* raw = group.get();
     groups_.emplace(id, std::move(group));
-    for (const auto& span : into) {
-      for (size_t at = 0; at < span.size; at += kChunkBytes) {
-        raw->chunks.push_back(
-            {static_cast<char*>(span.data) + at,
-             std::min(kChunkBytes, span.size - at)});
-        ucp_request_param_t params{};
-        // Not complete at once, without the callback that checks the size: a
-        // peer may have sent the chunk before it was asked for it.
-        params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
-            UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
-        params.cb.recv = FromUcx<
-            base::Boundary::kBulkReceived,
-            &Group::received,
-            &Group::receiveFailed>::received;
-        params.user_data = raw;
-        void* request = ucp_tag_recv_nbx(
-            locked.get(),
-            raw->chunks.back().data,
-            raw->chunks.back().size,
-            tag++,
-            ~uint64_t{0},
-            &params);
-        if (UCS_PTR_IS_ERR(request)) {
-          if (!raw->error) {
-            raw->error = toError(UCS_PTR_STATUS(request), "receiving bulk");
-          }
-        } else if (request != nullptr) {
-          ++raw->left;
-          raw->requests.push_back(request);
+    for (const auto& chunk : raw->chunks) {
+      ucp_request_param_t params{};
+      // Not complete at once, without the callback that checks the size: a peer
+      // may have sent the chunk before it was asked for it.
+      params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+          UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+      params.cb.recv = FromUcx<
+          base::Boundary::kBulkReceived,
+          &Group::received,
+          &Group::receiveFailed>::received;
+      params.user_data = raw;
+      void* request = ucp_tag_recv_nbx(
+          locked.get(), chunk.data, chunk.size, tag++, ~uint64_t{0}, &params);
+      if (UCS_PTR_IS_ERR(request)) {
+        if (!raw->error) {
+          raw->error = toError(UCS_PTR_STATUS(request), "receiving bulk");
         }
+      } else if (request != nullptr) {
+        ++raw->left;
+        raw->requests.push_back(request);
       }
     }
     chunkDone(locked, raw, UCS_OK);
@@ -126,7 +107,7 @@ uint64_t Channel::receive(
   return id;
 }
 
-void Channel::cancel(uint64_t id, base::Error why) {
+void UcxChannel::cancel(uint64_t id, base::Error why) {
   worker_->post([self = shared_from_this(), id, why](BulkLocked& locked) {
     auto it = self->groups_.find(id);
     if (it == self->groups_.end()) {
@@ -145,15 +126,15 @@ void Channel::cancel(uint64_t id, base::Error why) {
   });
 }
 
-void Channel::send(
+void UcxChannel::send(
     const std::string& peerAddress,
     uint64_t firstTag,
-    std::vector<base::ConstSpan> spans,
+    std::vector<base::ConstSpan> chunks,
     Callback callback) {
   worker_->post([self = shared_from_this(),
                  peerAddress,
                  firstTag,
-                 spans = std::move(spans),
+                 chunks = std::move(chunks),
                  callback = std::move(callback)](BulkLocked& locked) mutable {
     auto group = std::make_unique<Group>();
     Group* raw = group.get();
@@ -168,27 +149,24 @@ void Channel::send(
     ucp_ep_h endpoint =
         raw->error ? nullptr : self->endpoint(locked, peerAddress, raw->error);
     uint64_t tag = firstTag;
-    for (const auto& span : spans) {
-      for (size_t at = 0; at < span.size && !raw->error; at += kChunkBytes) {
-        ucp_request_param_t params{};
-        params.op_attr_mask =
-            UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-        params.cb.send = FromUcx<
-            base::Boundary::kBulkSent,
-            &Group::sent,
-            &Group::sendFailed>::sent;
-        params.user_data = raw;
-        void* request = ucp_tag_send_nbx(
-            endpoint,
-            static_cast<const char*>(span.data) + at,
-            std::min(kChunkBytes, span.size - at),
-            tag++,
-            &params);
-        if (UCS_PTR_IS_ERR(request)) {
-          raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
-        } else if (request != nullptr) {
-          ++raw->left;
-        }
+    for (const auto& chunk : chunks) {
+      if (raw->error) {
+        break;
+      }
+      ucp_request_param_t params{};
+      params.op_attr_mask =
+          UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+      params.cb.send = FromUcx<
+          base::Boundary::kBulkSent,
+          &Group::sent,
+          &Group::sendFailed>::sent;
+      params.user_data = raw;
+      void* request = ucp_tag_send_nbx(
+          endpoint, chunk.data, chunk.size, tag++, &params);
+      if (UCS_PTR_IS_ERR(request)) {
+        raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
+      } else if (request != nullptr) {
+        ++raw->left;
       }
     }
     self->chunkDone(locked, raw, UCS_OK);
@@ -196,7 +174,7 @@ void Channel::send(
   });
 }
 
-void Channel::stop() {
+void UcxChannel::stop() {
   worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 200);
   worker_->runLocked([&](BulkLocked&) {
     for (auto& [address, endpoint] : endpoints_) {
@@ -224,7 +202,7 @@ void Channel::stop() {
   worker_->stop();
 }
 
-ucp_ep_h Channel::endpoint(
+ucp_ep_h UcxChannel::endpoint(
     BulkLocked& locked,
     const std::string& peerAddress,
     base::Error& error) {
@@ -238,7 +216,7 @@ ucp_ep_h Channel::endpoint(
   params.address = reinterpret_cast<const ucp_address_t*>(peerAddress.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb =
-      FromUcx<base::Boundary::kBulkBroken, &Channel::dropEndpoint>::broken;
+      FromUcx<base::Boundary::kBulkBroken, &UcxChannel::dropEndpoint>::broken;
   params.err_handler.arg = this;
   ucp_ep_h endpoint = nullptr;
   error = toError(
@@ -249,7 +227,7 @@ ucp_ep_h Channel::endpoint(
   return endpoint;
 }
 
-void Channel::dropEndpoint(
+void UcxChannel::dropEndpoint(
     BulkLocked& locked,
     ucp_ep_h ep,
     ucs_status_t /*status*/) {
@@ -268,7 +246,7 @@ void Channel::dropEndpoint(
   });
 }
 
-void Channel::chunkArrived(
+void UcxChannel::chunkArrived(
     BulkLocked& locked,
     Group* group,
     const ucp_tag_recv_info_t& info) {
@@ -286,7 +264,7 @@ void Channel::chunkArrived(
 
 // The exception came before the chunk was counted, see chunkDone(), so the
 // chunk is counted here.
-void Channel::chunkFailed(
+void UcxChannel::chunkFailed(
     BulkLocked& locked,
     Group* group,
     const base::Error& error) {
@@ -296,7 +274,7 @@ void Channel::chunkFailed(
   chunkDone(locked, group, UCS_OK);
 }
 
-void Channel::chunkDone(BulkLocked& locked, Group* group, ucs_status_t status) {
+void UcxChannel::chunkDone(BulkLocked& locked, Group* group, ucs_status_t status) {
   if (status != UCS_OK && !group->error) {
     group->error = toError(status, "moving bulk");
   }
