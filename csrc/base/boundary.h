@@ -38,7 +38,7 @@ enum class Boundary : uint8_t {
   kBroken, // UCX reports a broken endpoint: the code runs once more
   kBulkSent, // UCX has sent a chunk of bulk: the message fails
   kBulkReceived, // UCX has received a chunk of bulk: the message fails
-  kBulkSocket, // moving a piece of bulk over TCP: the code runs once more
+  kBulkSocket, // moving a piece of bulk over a lane: the message fails
   kBulkBroken, // UCX reports a broken bulk endpoint: the code runs once more
   kStorage, // torch frees memory of ours: the code runs once more
   kCount

@@ -4,6 +4,7 @@
 #include "agent/device/ipc_wire.h"
 #include "agent/hello.h"
 #include "fuzz/targets/target.h"
+#include "transport/tcp/socket.h"
 #include "transport/ucx/handshake.h"
 #include "transport/ucx/protocol.h"
 #include "wire/call_frame.h"
@@ -15,6 +16,7 @@
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport::ucx;
+namespace tcp = torch_rpc_ext::transport::tcp;
 
 namespace {
 
@@ -90,6 +92,11 @@ void writeSmallOnes() {
           {42,
            {1, 2, 345, 0x7f0000001000, 6},
            {std::string(48, 'a'), std::string(24, 'n')}}));
+  write(
+      "lane_address",
+      "two",
+      tcp::encode(
+          {{{"10.0.0.1", 42000}, {"fd00::1", 9}}, std::string(16, 'k')}));
   write("hello", "hello", agent::encode(agent::Hello{"group", 3, "worker3"}));
   write(
       "hello",

@@ -65,8 +65,8 @@ struct End {
 struct Fixture {
   agent::Executor executor{2};
   std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
-  tcp::BulkReceiver receiver{{}, executor.poller(), executor, gate};
-  tcp::BulkSender sender{2.0, executor.poller(), executor, gate};
+  tcp::BulkReceiver receiver{{}, gate};
+  tcp::BulkSender sender{2.0, gate};
   std::string address;
 
   Fixture() {

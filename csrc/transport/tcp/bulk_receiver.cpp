@@ -22,16 +22,12 @@ constexpr size_t kMaxUnknown = 256;
 
 BulkReceiver::BulkReceiver(
     Options options,
-    base::Poller& poller,
-    base::TaskRunner& runner,
     std::shared_ptr<base::Gate> gate)
     : options_(std::move(options)),
       key_(crypto::randomBytes(kKeyBytes)),
       dropped_(kPieceBytes),
       set_(
-          LaneSet::create(
-              poller,
-              runner,
+          std::make_shared<LaneSet>(
               std::move(gate),
               [this](Locked& locked, uint64_t id, uint32_t events) {
                 handle(locked, id, events);
@@ -138,6 +134,7 @@ void BulkReceiver::stop() {
           {base::ErrorKind::kShutDown, "the transport has ended"});
     }
   });
+  set_->join();
 }
 
 void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
@@ -150,7 +147,16 @@ void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
     return;
   }
   Lane& lane = found->second;
-  if (!(lane.isKnown ? readPiece(locked, lane) : readHello(lane))) {
+  bool goesOn = false;
+  try {
+    goesOn = lane.isKnown ? readPiece(locked, lane) : readHello(lane);
+  } catch (...) {
+    // What the lane has brought may be lost. When the lane ends, the sender
+    // gives up the bulk that it sent over the lane, and says so.
+    drop(locked, id);
+    throw;
+  }
+  if (!goesOn) {
     drop(locked, id);
   }
 }
@@ -176,6 +182,9 @@ void BulkReceiver::accept(Locked& locked, const Socket& listener) {
 
 void BulkReceiver::drop(Locked& locked, uint64_t id) {
   const auto lane = lanes_.find(id);
+  if (lane == lanes_.end()) {
+    return;
+  }
   std::erase(unknown_, id);
   set_->remove(locked, lane->second.socket.fd());
   lanes_.erase(lane);

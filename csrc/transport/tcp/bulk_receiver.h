@@ -4,8 +4,6 @@
 #include "base/error.h"
 #include "base/gate.h"
 #include "base/log.h"
-#include "base/poller.h"
-#include "base/task.h"
 #include "transport/tcp/lane_set.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/wire.h"
@@ -36,8 +34,6 @@ class BulkReceiver {
  public:
   BulkReceiver(
       Options options,
-      base::Poller& poller,
-      base::TaskRunner& runner,
       std::shared_ptr<base::Gate> gate);
 
   // The address at which senders reach this receiver by these local IP

@@ -1,5 +1,7 @@
 #include "transport/tcp/bulk_sender.h"
 
+#include "base/boundary.h"
+
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -32,14 +34,10 @@ base::Error shutDown() {
 
 BulkSender::BulkSender(
     double keepaliveSeconds,
-    base::Poller& poller,
-    base::TaskRunner& runner,
     std::shared_ptr<base::Gate> gate)
     : keepaliveSeconds_(keepaliveSeconds),
       set_(
-          LaneSet::create(
-              poller,
-              runner,
+          std::make_shared<LaneSet>(
               std::move(gate),
               [this](Locked& locked, uint64_t id, uint32_t events) {
                 handle(locked, id, events);
@@ -111,6 +109,7 @@ void BulkSender::stop() {
       end(locked, std::shared_ptr(groups_.begin()->second), shutDown());
     }
   });
+  set_->join();
 }
 
 // Gives the pieces that wait to lanes that are free, and opens more lanes if
@@ -184,15 +183,23 @@ void BulkSender::handle(Locked& locked, uint64_t id, uint32_t events) {
   if (found == lanes_.end()) {
     return;
   }
-  Lane& lane = found->second;
+  try {
+    onEvents(locked, found->second, events);
+  } catch (...) {
+    fail(locked, id, base::caught());
+    throw;
+  }
+}
+
+void BulkSender::onEvents(Locked& locked, Lane& lane, uint32_t events) {
   int error = 0;
   if ((events & (EPOLLERR | EPOLLHUP)) != 0 ||
       ((events & EPOLLIN) != 0 && !readAnswers(locked, lane, error))) {
-    fail(locked, id, brokenBecause(lane.socket, error));
+    fail(locked, lane.id, brokenBecause(lane.socket, error));
     return;
   }
   if ((events & EPOLLOUT) != 0) {
-    set_->change(locked, lane.socket.fd(), id, EPOLLIN);
+    set_->change(locked, lane.socket.fd(), lane.id, EPOLLIN);
     lane.isOpen = true;
     lane.isBlocked = false;
     lane.receiver->failures = 0;
@@ -212,18 +219,26 @@ bool BulkSender::work(Locked& locked) {
   if (found == lanes_.end()) {
     return true;
   }
-  Lane& lane = found->second;
-  lane.isQueued = false;
-  int error = 0;
-  if (!write(locked, lane, error)) {
-    fail(locked, id, brokenBecause(lane.socket, error));
-  } else if (lane.piece || take(lane)) {
-    queue(lane);
+  found->second.isQueued = false;
+  try {
+    write(locked, found->second);
+  } catch (...) {
+    fail(locked, id, base::caught());
+    throw;
   }
   return true;
 }
 
-bool BulkSender::write(Locked& locked, Lane& lane, int& error) {
+void BulkSender::write(Locked& locked, Lane& lane) {
+  int error = 0;
+  if (!writePiece(locked, lane, error)) {
+    fail(locked, lane.id, brokenBecause(lane.socket, error));
+  } else if (lane.piece || take(lane)) {
+    queue(lane);
+  }
+}
+
+bool BulkSender::writePiece(Locked& locked, Lane& lane, int& error) {
   if (!lane.piece) {
     return true;
   }
@@ -301,6 +316,9 @@ bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
 // that wait go over the other lanes, or over a new one.
 void BulkSender::fail(Locked& locked, uint64_t id, base::Error why) {
   const auto found = lanes_.find(id);
+  if (found == lanes_.end()) {
+    return;
+  }
   Receiver& receiver = *found->second.receiver;
   set_->remove(locked, found->second.socket.fd());
   Lane lane = std::move(found->second);

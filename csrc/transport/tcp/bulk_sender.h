@@ -3,8 +3,6 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "base/gate.h"
-#include "base/poller.h"
-#include "base/task.h"
 #include "transport/tcp/lane_set.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/wire.h"
@@ -30,8 +28,6 @@ class BulkSender {
  public:
   BulkSender(
       double keepaliveSeconds,
-      base::Poller& poller,
-      base::TaskRunner& runner,
       std::shared_ptr<base::Gate> gate);
 
   // Sends chunks to the BulkReceiver at `address`, with the tags `tag`, `tag` +
@@ -91,8 +87,10 @@ class BulkSender {
   bool take(Lane& lane);
   void queue(Lane& lane);
   base::Error openLane(Locked& locked, Receiver& receiver);
+  void onEvents(Locked& locked, Lane& lane, uint32_t events);
+  void write(Locked& locked, Lane& lane);
   // False if the lane has failed; `error` is then errno's.
-  bool write(Locked& locked, Lane& lane, int& error);
+  bool writePiece(Locked& locked, Lane& lane, int& error);
   bool readAnswers(Locked& locked, Lane& lane, int& error);
   void fail(Locked& locked, uint64_t lane, base::Error why);
   void loseWaiting(Locked& locked, Receiver& receiver, const base::Error& why);

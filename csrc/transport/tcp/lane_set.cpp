@@ -3,6 +3,7 @@
 #include "base/boundary.h"
 #include "base/short_time_slices.h"
 
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -17,10 +18,20 @@ namespace {
 // event would come for it.
 constexpr int kMostFailures = 3;
 
+constexpr uint64_t kWakeId = 0; // of the eventfd; sockets have others
+
 int makeEpoll() {
   const int fd = ::epoll_create1(EPOLL_CLOEXEC);
   if (fd < 0) {
     throw std::system_error(errno, std::generic_category(), "epoll_create1");
+  }
+  return fd;
+}
+
+int makeEvent() {
+  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (fd < 0) {
+    throw std::system_error(errno, std::generic_category(), "eventfd");
   }
   return fd;
 }
@@ -36,42 +47,25 @@ void control(int epoll, int operation, int fd, uint64_t id, uint32_t events) {
 
 } // namespace
 
-LaneSet::LaneSet(
-    base::Poller& poller,
-    base::TaskRunner& runner,
-    std::shared_ptr<base::Gate> gate,
-    Handle handle,
-    Work work)
-    : poller_(poller),
-      runner_(runner),
-      gate_(std::move(gate)),
+LaneSet::LaneSet(std::shared_ptr<base::Gate> gate, Handle handle, Work work)
+    : gate_(std::move(gate)),
       handle_(std::move(handle)),
       work_(std::move(work)),
-      epollFd_(makeEpoll()) {}
-
-std::shared_ptr<LaneSet> LaneSet::create(
-    base::Poller& poller,
-    base::TaskRunner& runner,
-    std::shared_ptr<base::Gate> gate,
-    Handle handle,
-    Work work) {
-  std::shared_ptr<LaneSet> set(new LaneSet(
-      poller, runner, std::move(gate), std::move(handle), std::move(work)));
-  // Not on the thread that polls: it would handle no other event meanwhile.
-  poller.add(set->epollFd_, [weak = std::weak_ptr(set)] {
-    if (const auto self = weak.lock()) {
-      self->workSoon();
-    }
-  });
-  return set;
+      epollFd_(makeEpoll()),
+      wakeFd_(makeEvent()) {
+  control(epollFd_, EPOLL_CTL_ADD, wakeFd_, kWakeId, EPOLLIN);
 }
 
 LaneSet::~LaneSet() {
   ::close(epollFd_);
+  ::close(wakeFd_);
 }
 
 void LaneSet::add(Locked&, int fd, uint64_t id, uint32_t events) {
   control(epollFd_, EPOLL_CTL_ADD, fd, id, events);
+  if (!thread_.joinable() && !stopped_) {
+    thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+  }
 }
 
 void LaneSet::change(Locked&, int fd, uint64_t id, uint32_t events) {
@@ -83,41 +77,38 @@ void LaneSet::remove(Locked&, int fd) {
 }
 
 void LaneSet::workSoon() {
-  again_.store(true);
-  if (!serving_.exchange(true)) {
-    runner_.submit(
-        base::makeTask([self = shared_from_this()] { self->serve(); }));
+  if (!wakes_.exchange(true)) {
+    wake();
   }
 }
 
-// One thread serves at a time: two would only wait for each other's lock.
+void LaneSet::wake() {
+  const uint64_t one = 1;
+  (void)!::write(wakeFd_, &one, sizeof(one));
+}
+
 void LaneSet::serve() {
-  const base::Gate::Inside inside(*gate_);
   base::ShortTimeSlices slices;
-  do {
-    while (again_.exchange(false)) {
-      int failures = 0;
-      for (bool more = true; more; slices.yield()) {
-        base::guarded(
-            base::Boundary::kBulkSocket,
-            [&] {
-              run([&](Locked& locked) {
-                more = !stopped_ && serveOne(locked);
-                failures = 0;
-              });
-            },
-            [&](const base::Error&) { more = ++failures < kMostFailures; });
-      }
+  bool stopped = false;
+  while (!stopped) {
+    // The event stays, and is handled by serveOne().
+    epoll_event event{};
+    ::epoll_wait(epollFd_, &event, 1, /*timeout=*/-1);
+    const base::Gate::Inside inside(*gate_);
+    int failures = 0;
+    for (bool more = true; more; slices.yield()) {
+      base::guarded(
+          base::Boundary::kBulkSocket,
+          [&] {
+            run([&](Locked& locked) {
+              stopped = stopped_;
+              more = !stopped_ && serveOne(locked);
+              failures = 0;
+            });
+          },
+          [&](const base::Error&) { more = ++failures < kMostFailures; });
     }
-    {
-      const Locked locked(*this);
-      if (!stopped_) {
-        poller_.rearm(epollFd_);
-      }
-    }
-    serving_.store(false);
-    // Work that came in between is this thread's, or that of a new task.
-  } while (again_.load() && !serving_.exchange(true));
+  }
 }
 
 bool LaneSet::serveOne(Locked& locked) {
@@ -128,13 +119,31 @@ bool LaneSet::serveOne(Locked& locked) {
   if (::epoll_wait(epollFd_, &event, 1, /*timeout=*/0) != 1) {
     return false;
   }
-  handle_(locked, event.data.u64, event.events);
+  if (event.data.u64 == kWakeId) {
+    uint64_t count = 0;
+    (void)!::read(wakeFd_, &count, sizeof(count));
+    // From now on there is a new event for new work, and the next call sees the
+    // work that came before.
+    wakes_.store(false);
+  } else {
+    handle_(locked, event.data.u64, event.events);
+  }
   return true;
 }
 
 void LaneSet::stop(Locked&) {
-  if (!std::exchange(stopped_, true)) {
-    poller_.remove(epollFd_);
+  stopped_ = true;
+  wake();
+}
+
+void LaneSet::join() {
+  if (!thread_.joinable()) {
+    return;
+  }
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else {
+    thread_.join();
   }
 }
 

@@ -1,9 +1,6 @@
 #pragma once
 
 #include "base/gate.h"
-#include "base/poller.h"
-#include "base/task.h"
-#include "transport/transport.h"
 
 #include <sys/epoll.h>
 
@@ -12,17 +9,19 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <thread>
 #include <vector>
 
 namespace torch_rpc_ext::transport::tcp {
 
-// Sockets whose events threads of the pool handle one piece of bulk at a time.
-// In between, a thread that waits for the same core may run.
+// Sockets whose events one thread handles, a piece of bulk at a time. In between,
+// a thread that waits for the same core may run. The thread is not one of the
+// pool, because events come in rows, and to wake a thread of the pool by way of
+// the Poller takes two switches between threads for each of them.
 //
-// Owns: an epoll descriptor, which the Poller watches; not the sockets.
+// Owns: the thread, which starts with the first socket; an epoll descriptor; not
+//   the sockets.
 // Thread: any.
-// Outlives: nothing; the poller and the runner outlive stop().
 class LaneSet : public std::enable_shared_from_this<LaneSet> {
  public:
   // The token that says that this thread has locked the set. Callbacks, which
@@ -45,12 +44,7 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
   // Does one piece of work that waits for no event. False if there is none.
   using Work = std::function<bool(Locked&)>;
 
-  static std::shared_ptr<LaneSet> create(
-      base::Poller& poller,
-      base::TaskRunner& runner,
-      std::shared_ptr<base::Gate> gate,
-      Handle handle,
-      Work work);
+  LaneSet(std::shared_ptr<base::Gate> gate, Handle handle, Work work);
   ~LaneSet();
   LaneSet(const LaneSet&) = delete;
   LaneSet& operator=(const LaneSet&) = delete;
@@ -69,34 +63,31 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
     }
   }
 
-  void add(Locked&, int fd, uint64_t id, uint32_t events);
+  void add(Locked& locked, int fd, uint64_t id, uint32_t events);
   void change(Locked&, int fd, uint64_t id, uint32_t events);
   // To be called before the socket is closed.
   void remove(Locked&, int fd);
-  // Makes a thread do the work that waits for no event.
+  // Makes the thread do the work that waits for no event.
   void workSoon();
   // No event is handled any more, and no work is done.
   void stop(Locked&);
+  // To be called after stop(), and without the lock: waits for the thread,
+  // unless this is the thread.
+  void join();
 
  private:
-  LaneSet(
-      base::Poller& poller,
-      base::TaskRunner& runner,
-      std::shared_ptr<base::Gate> gate,
-      Handle handle,
-      Work work);
   void serve();
   bool serveOne(Locked& locked);
+  void wake();
 
-  base::Poller& poller_;
-  base::TaskRunner& runner_;
   const std::shared_ptr<base::Gate> gate_;
   const Handle handle_;
   const Work work_;
   const int epollFd_;
-  std::atomic<bool> serving_{false}; // by a thread, or a task that is submitted
-  std::atomic<bool> again_{false}; // there may be work
+  const int wakeFd_; // an eventfd
+  std::atomic<bool> wakes_{false}; // the eventfd will wake the thread
   std::mutex mutex_;
+  std::thread thread_;
   bool stopped_ = false;
 };
 

@@ -23,6 +23,8 @@ std::string toString(const Endpoint& endpoint);
 struct Address {
   std::vector<Endpoint> endpoints = {};
   std::string key = {};
+
+  bool operator==(const Address&) const = default;
 };
 std::string encode(const Address& address);
 base::Result<Address> parseAddress(std::string_view bytes);

@@ -23,7 +23,7 @@ base::Result<std::shared_ptr<Channel>> Resources::channel(ChannelKind kind) {
   if (tcp) {
     if (!made) {
       tcpChannel_ =
-          std::make_shared<TcpChannel>(tcpOptions_, *poller_, *runner_, gate_);
+          std::make_shared<TcpChannel>(tcpOptions_, gate_);
     }
     return std::shared_ptr<Channel>(tcpChannel_);
   }

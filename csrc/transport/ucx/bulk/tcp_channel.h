@@ -21,11 +21,9 @@ class TcpChannel final : public Channel {
  public:
   TcpChannel(
       const tcp::Options& options,
-      base::Poller& poller,
-      base::TaskRunner& runner,
       const std::shared_ptr<base::Gate>& gate)
-      : receiver_(options, poller, runner, gate),
-        sender_(options.keepaliveSeconds, poller, runner, gate) {}
+      : receiver_(options, gate),
+        sender_(options.keepaliveSeconds, gate) {}
 
   base::Result<std::string> addressFor(const Peer& peer) override {
     return receiver_.addressAt(peer.reachesUsAt);

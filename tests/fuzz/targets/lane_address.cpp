@@ -1,0 +1,18 @@
+// The address of a worker's lanes, as it is in a request for bulk.
+
+#include "fuzz/targets/target.h"
+#include "transport/tcp/socket.h"
+
+using namespace torch_rpc_ext;
+using namespace torch_rpc_ext::transport::tcp;
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const auto address = parseAddress(fuzz::toString(data, size));
+  if (address.ok()) {
+    fuzz::require(!address.value().endpoints.empty(), "an endpoint");
+    const auto again = parseAddress(encode(address.value()));
+    fuzz::require(
+        again.ok() && again.value() == address.value(), "same address");
+  }
+  return 0;
+}
