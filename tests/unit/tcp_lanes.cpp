@@ -1,6 +1,5 @@
 // Bulk over TCP: a sender and a receiver in one process, and strangers.
 
-#include "agent/executor.h"
 #include "sanitize/stress.h"
 #include "transport/tcp/bulk_receiver.h"
 #include "transport/tcp/bulk_sender.h"
@@ -63,14 +62,12 @@ struct End {
 };
 
 struct Fixture {
-  agent::Executor executor{2};
   std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
   tcp::BulkReceiver receiver{{}, gate};
   tcp::BulkSender sender{2.0, gate};
   std::string address;
 
   Fixture() {
-    executor.start();
     auto made = receiver.addressAt({"127.0.0.1"});
     require(made.ok(), "it listens");
     address = made.value();
@@ -78,7 +75,6 @@ struct Fixture {
   ~Fixture() {
     sender.stop();
     receiver.stop();
-    require(executor.stop(10'000), "the threads end");
   }
 
   // Moves one message of these sizes; both ends must succeed.

@@ -11,20 +11,7 @@ from tests.sanitize.programs import SANITIZERS, compiler
 from tests.support import cxx
 
 BASE = (
-    "agent/executor.cpp",
-    *(
-        f"base/{name}.cpp"
-        for name in (
-            "boundary",
-            "busy_poll",
-            "error",
-            "gate",
-            "log",
-            "poller",
-            "short_time_slices",
-            "timer",
-        )
-    ),
+    *(f"base/{name}.cpp" for name in ("boundary", "error", "gate", "log", "short_time_slices")),
     "crypto/crypto.cpp",
     *(
         f"transport/tcp/{name}.cpp"

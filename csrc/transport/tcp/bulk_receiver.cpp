@@ -259,20 +259,20 @@ bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
   char* const into = expected == expected_.end()
       ? reinterpret_cast<char*>(dropped_.data())
       : static_cast<char*>(expected->second.memory.data) + lane.piece.offset;
-  const ssize_t got = ::recv(
-      lane.socket.fd(),
-      into + lane.got,
-      lane.piece.size - lane.got,
-      MSG_DONTWAIT);
-  if (got <= 0) {
-    return got < 0 && (errno == EAGAIN || errno == EINTR);
+  while (lane.got < lane.piece.size) {
+    const ssize_t got = ::recv(
+        lane.socket.fd(),
+        into + lane.got,
+        lane.piece.size - lane.got,
+        MSG_DONTWAIT);
+    if (got <= 0) {
+      return got < 0 && (errno == EAGAIN || errno == EINTR);
+    }
+    lane.got += static_cast<size_t>(got);
   }
-  lane.got += static_cast<size_t>(got);
-  if (lane.got == lane.piece.size) {
-    lane.got = 0;
-    lane.inPiece = false;
-    pieceDone(locked, lane);
-  }
+  lane.got = 0;
+  lane.inPiece = false;
+  pieceDone(locked, lane);
   return true;
 }
 

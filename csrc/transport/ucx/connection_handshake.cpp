@@ -7,8 +7,6 @@
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <system_error>
@@ -32,14 +30,12 @@ Nearness UcxConnection::meet(Locked& locked, const ProcessIdentity& peer) {
   // Opened before the proof, so that the pidfd is of the process that the proof
   // is about. If it were opened afterwards, another process could have the pid
   // by then.
-  const int pidFd = PeerWatch::openProcess(peer.pid);
+  auto process = context_->processWithPid(locked, peer.pid);
   Nearness found = prove(context_->process(), peer);
   if (found.samePids) {
     // The process is watched because UCX does not notice the death of a peer
     // whose parent has not reaped it.
-    watch_->watch(locked, context_->poller(), peer.pid, pidFd);
-  } else if (pidFd >= 0) {
-    ::close(pidFd);
+    watch_->watch(locked, peer.pid, std::move(process));
   }
   return found;
 }

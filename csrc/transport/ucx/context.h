@@ -11,6 +11,7 @@
 #include "transport/ucx/handshake_session.h"
 #include "transport/ucx/host_proof.h"
 #include "transport/ucx/options.h"
+#include "transport/ucx/watched_processes.h"
 #include "transport/ucx/worker.h"
 
 #include <atomic>
@@ -55,9 +56,6 @@ class UcxContext final : public Context,
   const std::shared_ptr<ControlWorker>& sharedWorker() const {
     return control_;
   }
-  base::Poller& poller() const {
-    return *poller_;
-  }
   const ProcessIdentity& process() const {
     return mark_.identity();
   }
@@ -100,6 +98,10 @@ class UcxContext final : public Context,
       Locked& locked,
       const std::shared_ptr<UcxConnection>& connection) {
     acknowledgements_->add(locked, connection);
+  }
+  // The process, to notice its end; null if there is no such process.
+  std::shared_ptr<WatchedProcess> processWithPid(Locked& locked, int32_t pid) {
+    return processes_.open(locked, control_, *poller_, pid);
   }
   // Forgets a connection that has ended.
   void forget(Locked&, uint64_t localToken) {
@@ -163,6 +165,7 @@ class UcxContext final : public Context,
   std::optional<Deadlines<UcxConnection>> doubts_;
   std::optional<Deadlines<UcxConnection>> acknowledgements_;
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
+  WatchedProcesses processes_;
   size_t closing_ = 0;
 };
 

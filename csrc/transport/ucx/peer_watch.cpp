@@ -2,10 +2,6 @@
 
 #include "base/log.h"
 
-#include <poll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -64,46 +60,15 @@ PeerState next(PeerState state, PeerWord word, bool watched) {
   return state;
 }
 
-PeerWatch::~PeerWatch() {
-  closePidFd();
-}
-
-int PeerWatch::openProcess(int32_t pid) {
-  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-}
-
-void PeerWatch::watch(Locked&, base::Poller& poller, int32_t pid, int pidFd) {
+void PeerWatch::watch(
+    Locked& locked,
+    int32_t pid,
+    std::shared_ptr<WatchedProcess> process) {
   pid_ = pid;
-  pidFd_ = pidFd;
-  if (pidFd_ < 0) {
-    return; // an old kernel, where UCX's keepalive must do
+  process_ = std::move(process);
+  if (process_ != nullptr) {
+    process_->tell(locked, weak_from_this());
   }
-  poller_ = &poller;
-  poller.add(pidFd_, [weak = weak_from_this()] {
-    if (const auto self = weak.lock()) {
-      self->worker_->post([self](Locked& locked) {
-        if (!isOver(self->state())) {
-          // Messages that the peer sent before its process ended count:
-          // answers, and its goodbye. So they are taken first.
-          locked.progressAll();
-        }
-        self->hear(locked, PeerWord::kProcessEnded);
-      });
-    }
-  });
-}
-
-void PeerWatch::closePidFd() {
-  if (pidFd_ >= 0) {
-    poller_->remove(pidFd_);
-    ::close(pidFd_);
-    pidFd_ = -1;
-  }
-}
-
-bool PeerWatch::processEnded(Locked&) const {
-  pollfd state{pidFd_, POLLIN, 0};
-  return pidFd_ >= 0 && ::poll(&state, 1, 0) == 1;
 }
 
 void PeerWatch::hear(Locked& locked, PeerWord word, base::Error why) {

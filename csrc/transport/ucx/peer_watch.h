@@ -1,9 +1,9 @@
 #pragma once
 
 #include "base/error.h"
-#include "base/poller.h"
 #include "transport/peer_state.h"
 #include "transport/transport.h"
+#include "transport/ucx/watched_processes.h"
 #include "transport/ucx/worker.h"
 
 #include <atomic>
@@ -42,7 +42,7 @@ PeerState next(PeerState state, PeerWord word, bool watched);
 // The only judge of one connection's peer: turns what UCX, the pidfd, the peer
 // and this worker say into a PeerState.
 //
-// Owns: the state; the pidfd; the memory that the peer may go on reading after
+// Owns: the state; the memory that the peer may go on reading after
 //   the connection has ended, until the peer's process has ended too.
 // Thread: any.
 class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
@@ -58,7 +58,6 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
       : worker_(std::move(worker)),
         name_(std::move(name)),
         changed_(std::move(changed)) {}
-  ~PeerWatch();
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;
 
@@ -70,20 +69,23 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
     return why_;
   }
 
-  // A pidfd, or -1 if there is no such process, or if the kernel has no pidfds.
-  static int openProcess(int32_t pid);
-  // From now on notices when the process ends. Takes over `pidFd`, which may be
-  // -1.
-  void watch(Locked&, base::Poller& poller, int32_t pid, int pidFd);
+  // From now on notices when the process ends. `process` may be null: on an old
+  // kernel, UCX's keepalive must do.
+  void watch(
+      Locked& locked,
+      int32_t pid,
+      std::shared_ptr<WatchedProcess> process);
   void unwatch(Locked&) {
-    closePidFd();
+    process_.reset();
   }
   bool watched(Locked&) const {
-    return pidFd_ >= 0;
+    return process_ != nullptr;
   }
   // Whether the process has ended; a zombie has ended, too. False if the
   // process is not watched.
-  bool processEnded(Locked&) const;
+  bool processEnded(Locked&) const {
+    return process_ != nullptr && process_->ended();
+  }
 
   // Takes `word` into account. If `word` ends the connection, `why` is the
   // reason.
@@ -100,8 +102,6 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   }
 
  private:
-  void closePidFd();
-
   const std::shared_ptr<ControlWorker> worker_;
   const std::string name_;
   const Changed changed_;
@@ -109,9 +109,8 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   base::Error doubt_; // why the peer is doubted
   // Written once, before state_ says that the connection is over.
   base::Error why_;
-  base::Poller* poller_ = nullptr;
   int32_t pid_ = 0;
-  int pidFd_ = -1;
+  std::shared_ptr<WatchedProcess> process_;
   std::vector<Callback> held_;
 };
 

@@ -158,12 +158,12 @@ void sendInLanes(
   }
 }
 
-std::vector<Chunk> toChunks(const Spans& spans) {
+std::vector<Chunk> toChunks(const Spans& spans, size_t bytes) {
   std::vector<Chunk> chunks;
   for (const BulkSpan& span : spans) {
     const auto* const begin = static_cast<const char*>(span.data);
-    for (size_t at = 0; at < span.size; at += kChunkBytes) {
-      const size_t size = std::min(kChunkBytes, span.size - at);
+    for (size_t at = 0; at < span.size; at += bytes) {
+      const size_t size = std::min(bytes, span.size - at);
       chunks.push_back({{begin + at, size}, span.whenFilled, at + size});
     }
   }
@@ -171,12 +171,13 @@ std::vector<Chunk> toChunks(const Spans& spans) {
 }
 
 std::vector<base::MutableSpan> toChunks(
-    const std::vector<base::MutableSpan>& spans) {
+    const std::vector<base::MutableSpan>& spans,
+    size_t bytes) {
   std::vector<base::MutableSpan> chunks;
   for (const auto& span : spans) {
     auto* const begin = static_cast<char*>(span.data);
-    for (size_t at = 0; at < span.size; at += kChunkBytes) {
-      chunks.push_back({begin + at, std::min(kChunkBytes, span.size - at)});
+    for (size_t at = 0; at < span.size; at += bytes) {
+      chunks.push_back({begin + at, std::min(bytes, span.size - at)});
     }
   }
   return chunks;

@@ -60,9 +60,10 @@ struct Chunk : base::ConstSpan {
   WhenFilled whenFilled; // null: the bytes are there
   uint64_t filledAt = 0; // by how many bytes of the span
 };
-std::vector<Chunk> toChunks(const Spans& spans);
+std::vector<Chunk> toChunks(const Spans& spans, size_t bytes = kChunkBytes);
 std::vector<base::MutableSpan> toChunks(
-    const std::vector<base::MutableSpan>& spans);
+    const std::vector<base::MutableSpan>& spans,
+    size_t bytes = kChunkBytes);
 
 // Sends one chunk; the callback fires when it is not read any more.
 using SendChunk = std::function<

@@ -10,6 +10,10 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
+// Bulk with fewer bytes goes through UCX also where there are lanes: below this
+// size UCX is as fast as lanes, or faster.
+constexpr uint64_t kMinLaneBytes = 512u << 10;
+
 // Bulk that the receiver asks for with kPull, and that then travels over a
 // Channel: the only way that needs nothing but a network.
 //
@@ -34,7 +38,13 @@ class Pulled final : public Way {
     PullRequest request;
     request.firstSpan = fetch.firstSpan;
     request.spanCount = static_cast<uint32_t>(fetch.into.size());
-    auto chosen = choose(request);
+    uint64_t bytes = 0;
+    for (const auto& span : fetch.into) {
+      bytes += span.size;
+    }
+    const bool byLanes = bytes >= kMinLaneBytes &&
+        !ends_.peer.reachesUsAt.empty() && !lanesFail_.load();
+    auto chosen = choose(byLanes ? ChannelKind::kTcp : ChannelKind::kUcx, request);
     if (!chosen.ok()) {
       fetch.callback(chosen.error());
       return;
@@ -111,19 +121,20 @@ class Pulled final : public Way {
 
   // The channel for what comes from the peer. Writes into `request` where the
   // peer has to send it.
-  base::Result<std::shared_ptr<Channel>> choose(PullRequest& request) {
-    const bool tcp = !ends_.peer.reachesUsAt.empty();
-    request.channel = tcp && !tcpFails_ ? ChannelKind::kTcp : ChannelKind::kUcx;
-    auto channel = ends_.resources.channel(request.channel);
+  base::Result<std::shared_ptr<Channel>> choose(
+      ChannelKind kind,
+      PullRequest& request) {
+    auto channel = ends_.resources.channel(kind);
     if (!channel.ok()) {
       return channel.error();
     }
     auto address = channel.value()->addressFor(ends_.peer);
     if (address.ok()) {
+      request.channel = kind;
       request.bulkAddress = address.value();
       return channel;
     }
-    if (request.channel == ChannelKind::kUcx) {
+    if (kind == ChannelKind::kUcx) {
       return address.error();
     }
     // No port is left in the range, for one.
@@ -131,8 +142,8 @@ class Pulled final : public Way {
         base::LogLevel::kWarning,
         "large tensors come through UCX, which is slower: " +
             address.error().message);
-    tcpFails_ = true;
-    return choose(request);
+    lanesFail_ = true;
+    return choose(ChannelKind::kUcx, request);
   }
 
   static void
@@ -211,7 +222,7 @@ class Pulled final : public Way {
   const Ends ends_;
   const std::shared_ptr<const Chunks> chunks_;
   std::unordered_map<uint64_t, Pull> pulls_; // by the first tag
-  std::atomic<bool> tcpFails_{false};
+  std::atomic<bool> lanesFail_{false};
 };
 
 } // namespace

@@ -16,8 +16,12 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
-// How many staging buffers a transfer has: one is filled while another is sent.
-constexpr size_t kLanes = 2;
+// A transfer is encrypted in parts of this size, so that several threads work on
+// it, and the first part is on its way while the next is being encrypted.
+constexpr size_t kSealedBytes = 1u << 20;
+// How many staging buffers a transfer has: some are filled while others are
+// sent.
+constexpr size_t kLanes = 4;
 
 base::ConstSpan spanOf(const uint64_t& tag) {
   return {&tag, sizeof(tag)};
@@ -128,7 +132,7 @@ class Opening : public std::enable_shared_from_this<Opening> {
       Callback callback)
       : key_(std::move(key)),
         firstTag_(firstTag),
-        chunks_(toChunks(into)),
+        chunks_(toChunks(into, kSealedBytes)),
         tags_(chunks_.size() * crypto::kTagBytes),
         callback_(std::move(callback)) {}
 
@@ -201,7 +205,7 @@ class SealedChunks final : public Chunks {
         receiveKey_(std::move(receiveKey)) {}
 
   uint64_t tagsFor(const std::vector<base::MutableSpan>& into) const override {
-    const uint64_t chunks = inner_->tagsFor(into);
+    const uint64_t chunks = toChunks(into, kSealedBytes).size();
     return chunks + chunkCount(chunks * crypto::kTagBytes);
   }
 
@@ -213,6 +217,7 @@ class SealedChunks final : public Chunks {
       Incoming::Arrived /*arrived*/) const override {
     auto opening = std::make_shared<Opening>(
         receiveKey_, firstTag, into, std::move(callback));
+    into = toChunks(into, kSealedBytes);
     into.push_back(opening->tags());
     return inner_->receive(
         channel,
@@ -236,7 +241,7 @@ class SealedChunks final : public Chunks {
       Callback callback) const override {
     std::make_shared<Sealing>(
         inner_, runner_, sendKey_, channel, pull, std::move(ended))
-        ->start(toChunks(spans), std::move(callback));
+        ->start(toChunks(spans, kSealedBytes), std::move(callback));
   }
 
  private:
