@@ -26,7 +26,7 @@ LIBRARY = [
         "cuda/ipc_export.cpp",
         "cuda/ipc_import.cpp",
         "cuda/probe.cpp",
-        "transport/tcp/socket.cpp",
+        "transport/ucx/lanes/socket.cpp",
         "transport/ucx/handshake.cpp",
         "transport/ucx/protocol.cpp",
         "transport/ucx/secure_channel.cpp",

@@ -4,8 +4,8 @@
 #include "agent/device/ipc_wire.h"
 #include "agent/hello.h"
 #include "fuzz/targets/target.h"
-#include "transport/tcp/socket.h"
 #include "transport/ucx/handshake.h"
+#include "transport/ucx/lanes/socket.h"
 #include "transport/ucx/protocol.h"
 #include "wire/call_frame.h"
 
@@ -16,7 +16,7 @@
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport::ucx;
-namespace tcp = torch_rpc_ext::transport::tcp;
+namespace lanes = torch_rpc_ext::transport::ucx::lanes;
 
 namespace {
 
@@ -75,7 +75,9 @@ void writeBulk() {
   write(
       "pull_request",
       "request",
-      fuzz::spanOf(encode(PullRequest{0, 3, 0x10000, ChannelKind::kTcp, std::string(40, 'b')})));
+      fuzz::spanOf(encode(
+          PullRequest{
+              0, 3, 0x10000, ChannelKind::kLanes, std::string(40, 'b')})));
   const BulkEntry entries[] = {
       {1 << 20, 0x7f0000000000, 0, 0}, {3 << 20, 0, 77, 12}};
   std::string table("\2\0\0\0", 4);
@@ -95,7 +97,7 @@ void writeSmallOnes() {
   write(
       "lane_address",
       "two",
-      tcp::encode(
+      lanes::encode(
           {{{"10.0.0.1", 42000}, {"fd00::1", 9}}, std::string(16, 'k')}));
   write("hello", "hello", agent::encode(agent::Hello{"group", 3, "worker3"}));
   write(

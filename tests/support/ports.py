@@ -20,8 +20,8 @@ def free_ports(count: int) -> tuple[int, int]:
     that no other test process gets.
 
     They are not among those that the kernel gives to sockets by itself: before the test uses a
-    port, the kernel could give it to another socket, and parallel tests open many. A port is claimed
-    by an abstract socket name in the same network namespace, until this process ends.
+    port, the kernel could give it to another socket, and parallel tests open many. A port is
+    claimed by an abstract socket name in the same network namespace, until this process ends.
     """
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     # If the kernel may give out all of them, take any of them.

@@ -92,7 +92,7 @@ PathInfo UcxConnection::path() const {
     }
     if (bulk_ != nullptr) {
       const bulk::Peer& peer = bulk_->peer();
-      info.bulk = peer.readable() ? "shared memory, else cma"
+      info.bulk = peer.readable()    ? "shared memory, else cma"
           : peer.reachesUsAt.empty() ? "ucx: " + info.control
                                      : "lanes: " + info.control;
       info.why = peer.readable() ? "" : "no cma: " + peer.whyUnreadable;

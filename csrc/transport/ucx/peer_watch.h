@@ -71,10 +71,8 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
 
   // From now on notices when the process ends. `process` may be null: on an old
   // kernel, UCX's keepalive must do.
-  void watch(
-      Locked& locked,
-      int32_t pid,
-      std::shared_ptr<WatchedProcess> process);
+  void
+  watch(Locked& locked, int32_t pid, std::shared_ptr<WatchedProcess> process);
   void unwatch(Locked&) {
     process_.reset();
   }

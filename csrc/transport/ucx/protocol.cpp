@@ -181,7 +181,7 @@ base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes) {
   request.bulkAddress = takeText(reader, kMaxAddressBytes);
   if (reader.failed() || reader.remaining() != 0 ||
       request.bulkAddress.empty() ||
-      channel > static_cast<uint8_t>(ChannelKind::kTcp)) {
+      channel > static_cast<uint8_t>(ChannelKind::kLanes)) {
     return malformed("request for bulk");
   }
   request.channel = static_cast<ChannelKind>(channel);

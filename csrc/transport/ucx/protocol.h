@@ -136,7 +136,7 @@ struct Preamble {
 // Over what a bulk::Channel moves bulk.
 enum class ChannelKind : uint8_t {
   kUcx = 0,
-  kTcp,
+  kLanes,
 };
 
 struct PullRequest {

@@ -20,10 +20,8 @@ class PeerWatch;
 class WatchedProcess : public std::enable_shared_from_this<WatchedProcess> {
  public:
   // Takes over `pidFd`.
-  static std::shared_ptr<WatchedProcess> watch(
-      std::shared_ptr<ControlWorker> worker,
-      base::Poller& poller,
-      int pidFd);
+  static std::shared_ptr<WatchedProcess>
+  watch(std::shared_ptr<ControlWorker> worker, base::Poller& poller, int pidFd);
   ~WatchedProcess();
   WatchedProcess(const WatchedProcess&) = delete;
   WatchedProcess& operator=(const WatchedProcess&) = delete;

@@ -1,10 +1,10 @@
 // The address of a worker's lanes, as it is in a request for bulk.
 
 #include "fuzz/targets/target.h"
-#include "transport/tcp/socket.h"
+#include "transport/ucx/lanes/socket.h"
 
 using namespace torch_rpc_ext;
-using namespace torch_rpc_ext::transport::tcp;
+using namespace torch_rpc_ext::transport::ucx::lanes;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto address = parseAddress(fuzz::toString(data, size));

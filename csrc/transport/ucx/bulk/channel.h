@@ -14,8 +14,8 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 // Moves bulk between processes that cannot read each other's memory, beside the
 // connections that carry calls, so that small calls never queue behind bulk.
 // Bulk travels in chunks of up to kChunkBytes, each with a tag that the
-// receiver has reserved (Resources::reserveTags()). The receiver expects the chunks before it asks the sender
-// for them.
+// receiver has reserved (Resources::reserveTags()). The receiver expects the
+// chunks before it asks the sender for them.
 //
 // Thread: any.
 class Channel {

@@ -32,8 +32,8 @@ class Chunks {
       Callback callback,
       Incoming::Arrived arrived) const = 0;
   // Sends each chunk once its bytes are there, as the answer to `pull`.
-  // `callback` fires when the channel does not read the spans any more. No further
-  // chunk is sent once one has failed, or once `ended` says that nobody
+  // `callback` fires when the channel does not read the spans any more. No
+  // further chunk is sent once one has failed, or once `ended` says that nobody
   // receives any more.
   virtual void send(
       const std::shared_ptr<Channel>& channel,

@@ -44,14 +44,14 @@ class Pulled final : public Way {
     }
     const bool byLanes = bytes >= kMinLaneBytes &&
         !ends_.peer.reachesUsAt.empty() && !lanesFail_.load();
-    auto chosen = choose(byLanes ? ChannelKind::kTcp : ChannelKind::kUcx, request);
+    auto chosen =
+        choose(byLanes ? ChannelKind::kLanes : ChannelKind::kUcx, request);
     if (!chosen.ok()) {
       fetch.callback(chosen.error());
       return;
     }
     const auto channel = chosen.value();
-    request.tag = ends_.resources.reserveTags(
-        chunks_->tagsFor(fetch.into));
+    request.tag = ends_.resources.reserveTags(chunks_->tagsFor(fetch.into));
     const auto kept = ends_.link.keep();
     const uint64_t receive = chunks_->receive(
         *channel,
@@ -146,8 +146,7 @@ class Pulled final : public Way {
     return choose(ChannelKind::kUcx, request);
   }
 
-  static void
-  cancel(Locked& locked, const Pull& pull, const base::Error& why) {
+  static void cancel(Locked& locked, const Pull& pull, const base::Error& why) {
     locked.defer([pull, why] { pull.channel->cancel(pull.receive, why); });
   }
 

@@ -15,17 +15,16 @@ void Resources::start(
 
 base::Result<std::shared_ptr<Channel>> Resources::channel(ChannelKind kind) {
   const std::lock_guard lock(mutex_);
-  const bool tcp = kind == ChannelKind::kTcp;
-  const bool made = tcp ? tcpChannel_ != nullptr : ucxChannel_ != nullptr;
+  const bool byLanes = kind == ChannelKind::kLanes;
+  const bool made = byLanes ? laneChannel_ != nullptr : ucxChannel_ != nullptr;
   if (!made && closed_) {
     return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
   }
-  if (tcp) {
+  if (byLanes) {
     if (!made) {
-      tcpChannel_ =
-          std::make_shared<TcpChannel>(tcpOptions_, gate_);
+      laneChannel_ = std::make_shared<LaneChannel>(laneOptions_, gate_);
     }
-    return std::shared_ptr<Channel>(tcpChannel_);
+    return std::shared_ptr<Channel>(laneChannel_);
   }
   if (!made) {
     if (worker_ == nullptr) {
@@ -55,11 +54,11 @@ void Resources::close() {
 
 void Resources::stop() {
   std::unique_lock lock(mutex_);
-  const auto tcp = tcpChannel_;
+  const auto lanes = laneChannel_;
   const auto ucx = ucxChannel_;
   lock.unlock();
-  if (tcp != nullptr) {
-    tcp->stop();
+  if (lanes != nullptr) {
+    lanes->stop();
   }
   if (ucx != nullptr) {
     ucx->stop();

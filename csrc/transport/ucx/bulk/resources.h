@@ -5,8 +5,8 @@
 #include "base/poller.h"
 #include "base/task.h"
 #include "transport/ucx/bulk/channel.h"
+#include "transport/ucx/bulk/lane_channel.h"
 #include "transport/ucx/bulk/shared_maps.h"
-#include "transport/ucx/bulk/tcp_channel.h"
 #include "transport/ucx/bulk/ucx_channel.h"
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/ucp_context.h"
@@ -34,11 +34,11 @@ class Resources {
   Resources(
       std::shared_ptr<UcpContext> ucp,
       std::shared_ptr<base::Gate> gate,
-      tcp::Options tcp,
+      lanes::Options laneOptions,
       std::shared_ptr<BulkWorker> worker)
       : ucp_(std::move(ucp)),
         gate_(std::move(gate)),
-        tcpOptions_(tcp),
+        laneOptions_(std::move(laneOptions)),
         worker_(std::move(worker)) {}
 
   // `workerAdded` runs when the UCX worker has been started.
@@ -69,7 +69,7 @@ class Resources {
  private:
   const std::shared_ptr<UcpContext> ucp_;
   const std::shared_ptr<base::Gate> gate_;
-  const tcp::Options tcpOptions_;
+  const lanes::Options laneOptions_;
   // Begins at random, so that a stranger who wants to fill our buffers cannot
   // guess the tags.
   std::atomic<uint64_t> nextTag_{randomToken()};
@@ -81,7 +81,7 @@ class Resources {
   std::mutex mutex_;
   std::shared_ptr<BulkWorker> worker_; // until ucxChannel_ has it
   std::shared_ptr<UcxChannel> ucxChannel_;
-  std::shared_ptr<TcpChannel> tcpChannel_;
+  std::shared_ptr<LaneChannel> laneChannel_;
   bool closed_ = false;
 };
 

@@ -16,8 +16,8 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
-// A transfer is encrypted in parts of this size, so that several threads work on
-// it, and the first part is on its way while the next is being encrypted.
+// A transfer is encrypted in parts of this size, so that several threads work
+// on it, and the first part is on its way while the next is being encrypted.
 constexpr size_t kSealedBytes = 1u << 20;
 // How many staging buffers a transfer has: some are filled while others are
 // sent.

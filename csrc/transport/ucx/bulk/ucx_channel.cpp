@@ -50,8 +50,7 @@ struct UcxChannel::Group {
 };
 
 UcxChannel::UcxChannel(std::shared_ptr<BulkWorker> worker, base::Poller& poller)
-    : worker_(std::move(worker)),
-      address_(worker_->address()) {
+    : worker_(std::move(worker)), address_(worker_->address()) {
   worker_->start(poller, /*main=*/false);
 }
 
@@ -156,13 +155,12 @@ void UcxChannel::send(
       ucp_request_param_t params{};
       params.op_attr_mask =
           UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
-      params.cb.send = FromUcx<
-          base::Boundary::kBulkSent,
-          &Group::sent,
-          &Group::sendFailed>::sent;
+      params.cb.send =
+          FromUcx<base::Boundary::kBulkSent, &Group::sent, &Group::sendFailed>::
+              sent;
       params.user_data = raw;
-      void* request = ucp_tag_send_nbx(
-          endpoint, chunk.data, chunk.size, tag++, &params);
+      void* request =
+          ucp_tag_send_nbx(endpoint, chunk.data, chunk.size, tag++, &params);
       if (UCS_PTR_IS_ERR(request)) {
         raw->error = toError(UCS_PTR_STATUS(request), "sending bulk");
       } else if (request != nullptr) {
@@ -274,7 +272,10 @@ void UcxChannel::chunkFailed(
   chunkDone(locked, group, UCS_OK);
 }
 
-void UcxChannel::chunkDone(BulkLocked& locked, Group* group, ucs_status_t status) {
+void UcxChannel::chunkDone(
+    BulkLocked& locked,
+    Group* group,
+    ucs_status_t status) {
   if (status != UCS_OK && !group->error) {
     group->error = toError(status, "moving bulk");
   }

@@ -1,4 +1,4 @@
-#include "transport/tcp/lane_set.h"
+#include "transport/ucx/lanes/lane_set.h"
 
 #include "base/boundary.h"
 #include "base/short_time_slices.h"
@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
@@ -147,4 +147,4 @@ void LaneSet::join() {
   }
 }
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

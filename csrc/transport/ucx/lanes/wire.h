@@ -18,7 +18,7 @@
 #include <cstdint>
 #include <string>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 constexpr size_t kPieceBytes = size_t{256} << 10;
 constexpr size_t kKeyBytes = 16;
@@ -37,4 +37,4 @@ struct PieceHeader {
 };
 static_assert(sizeof(PieceHeader) == 24);
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -1,4 +1,4 @@
-#include "transport/tcp/bulk_receiver.h"
+#include "transport/ucx/lanes/bulk_receiver.h"
 
 #include "crypto/crypto.h"
 
@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
@@ -20,9 +20,7 @@ constexpr size_t kMaxUnknown = 256;
 
 } // namespace
 
-BulkReceiver::BulkReceiver(
-    Options options,
-    std::shared_ptr<base::Gate> gate)
+BulkReceiver::BulkReceiver(Options options, std::shared_ptr<base::Gate> gate)
     : options_(std::move(options)),
       key_(crypto::randomBytes(kKeyBytes)),
       dropped_(kPieceBytes),
@@ -307,4 +305,4 @@ void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
   }
 }
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

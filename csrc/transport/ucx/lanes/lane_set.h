@@ -12,14 +12,15 @@
 #include <thread>
 #include <vector>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
-// Sockets whose events one thread handles, a piece of bulk at a time. In between,
-// a thread that waits for the same core may run. The thread is not one of the
-// pool, because events come in rows, and to wake a thread of the pool by way of
-// the Poller takes two switches between threads for each of them.
+// Sockets whose events one thread handles, a piece of bulk at a time. In
+// between, a thread that waits for the same core may run. The thread is not one
+// of the pool, because events come in rows, and to wake a thread of the pool by
+// way of the Poller takes two switches between threads for each of them.
 //
-// Owns: the thread, which starts with the first socket; an epoll descriptor; not
+// Owns: the thread, which starts with the first socket; an epoll descriptor;
+// not
 //   the sockets.
 // Thread: any.
 class LaneSet : public std::enable_shared_from_this<LaneSet> {
@@ -91,4 +92,4 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
   bool stopped_ = false;
 };
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -1,6 +1,6 @@
-#include "transport/tcp/socket.h"
+#include "transport/ucx/lanes/socket.h"
 
-#include "transport/tcp/wire.h"
+#include "transport/ucx/lanes/wire.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -14,7 +14,7 @@
 #include <cstring>
 #include <system_error>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
@@ -219,4 +219,4 @@ uint32_t roundTripMicroseconds(const Socket& socket) {
   return known && info.tcpi_min_rtt != UINT32_MAX ? info.tcpi_min_rtt : 0;
 }
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -1,4 +1,4 @@
-#include "transport/tcp/bulk_sender.h"
+#include "transport/ucx/lanes/bulk_sender.h"
 
 #include "base/boundary.h"
 
@@ -11,7 +11,7 @@
 #include <cstring>
 #include <utility>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
@@ -400,4 +400,4 @@ void BulkSender::end(
                 error = std::move(error)] { callback(error); });
 }
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "transport/tcp/bulk_receiver.h"
-#include "transport/tcp/bulk_sender.h"
 #include "transport/ucx/bulk/channel.h"
+#include "transport/ucx/lanes/bulk_receiver.h"
+#include "transport/ucx/lanes/bulk_sender.h"
 
 #include <memory>
 #include <string>
@@ -17,13 +17,12 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 //
 // Owns: the sockets.
 // Thread: any.
-class TcpChannel final : public Channel {
+class LaneChannel final : public Channel {
  public:
-  TcpChannel(
-      const tcp::Options& options,
+  LaneChannel(
+      const lanes::Options& options,
       const std::shared_ptr<base::Gate>& gate)
-      : receiver_(options, gate),
-        sender_(options.keepaliveSeconds, gate) {}
+      : receiver_(options, gate), sender_(options.keepaliveSeconds, gate) {}
 
   base::Result<std::string> addressFor(const Peer& peer) override {
     return receiver_.addressAt(peer.reachesUsAt);
@@ -52,8 +51,8 @@ class TcpChannel final : public Channel {
   }
 
  private:
-  tcp::BulkReceiver receiver_;
-  tcp::BulkSender sender_;
+  lanes::BulkReceiver receiver_;
+  lanes::BulkSender sender_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx::bulk

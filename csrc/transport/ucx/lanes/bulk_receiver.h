@@ -4,10 +4,10 @@
 #include "base/error.h"
 #include "base/gate.h"
 #include "base/log.h"
-#include "transport/tcp/lane_set.h"
-#include "transport/tcp/socket.h"
-#include "transport/tcp/wire.h"
 #include "transport/transport.h"
+#include "transport/ucx/lanes/lane_set.h"
+#include "transport/ucx/lanes/socket.h"
+#include "transport/ucx/lanes/wire.h"
 
 #include <cstdint>
 #include <deque>
@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 struct Options {
   std::pair<uint16_t, uint16_t> ports; // to listen at; {0, 0}: any
@@ -32,9 +32,7 @@ struct Options {
 // Thread: any.
 class BulkReceiver {
  public:
-  BulkReceiver(
-      Options options,
-      std::shared_ptr<base::Gate> gate);
+  BulkReceiver(Options options, std::shared_ptr<base::Gate> gate);
 
   // The address at which senders reach this receiver by these local IP
   // addresses, encoded. Listens there from now on.
@@ -112,4 +110,4 @@ class BulkReceiver {
   const std::shared_ptr<LaneSet> set_; // last: it calls this object
 };
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

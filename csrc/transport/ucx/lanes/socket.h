@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 // An IPv4 or IPv6 address, as text, and a port.
 struct Endpoint {
@@ -72,4 +72,4 @@ base::Error brokenBecause(const Socket& socket, int error);
 // The shortest round trip that the kernel has seen; 0 if it does not say.
 uint32_t roundTripMicroseconds(const Socket& socket);
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -1,8 +1,8 @@
 // Bulk over TCP: a sender and a receiver in one process, and strangers.
 
 #include "sanitize/stress.h"
-#include "transport/tcp/bulk_receiver.h"
-#include "transport/tcp/bulk_sender.h"
+#include "transport/ucx/lanes/bulk_receiver.h"
+#include "transport/ucx/lanes/bulk_sender.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -18,11 +18,12 @@
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
+namespace lanes = ucx::lanes;
 using stress::require;
 
 namespace {
 
-constexpr size_t kPiece = tcp::kPieceBytes;
+constexpr size_t kPiece = lanes::kPieceBytes;
 using Bytes = std::vector<char>;
 
 Bytes numbered(size_t size, int seed) {
@@ -63,8 +64,8 @@ struct End {
 
 struct Fixture {
   std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
-  tcp::BulkReceiver receiver{{}, gate};
-  tcp::BulkSender sender{2.0, gate};
+  lanes::BulkReceiver receiver{{}, gate};
+  lanes::BulkSender sender{2.0, gate};
   std::string address;
 
   Fixture() {
@@ -230,7 +231,7 @@ void testAReceiverThatEnds() {
 class Stranger {
  public:
   explicit Stranger(const std::string& address) {
-    auto parsed = tcp::parseAddress(address);
+    auto parsed = lanes::parseAddress(address);
     sockaddr_in to{};
     to.sin_family = AF_INET;
     to.sin_port = htons(parsed.value().endpoints[0].port);
@@ -257,9 +258,9 @@ class Stranger {
   const int fd_ = ::socket(AF_INET, SOCK_STREAM, 0);
 };
 
-tcp::Hello helloOf(const std::string& address) {
-  tcp::Hello hello;
-  tcp::parseAddress(address).value().key.copy(hello.key, tcp::kKeyBytes);
+lanes::Hello helloOf(const std::string& address) {
+  lanes::Hello hello;
+  lanes::parseAddress(address).value().key.copy(hello.key, lanes::kKeyBytes);
   return hello;
 }
 
@@ -270,11 +271,11 @@ void testStrangers() {
   End received;
   f.receiver.receive(
       tag, {{to.data(), to.size()}}, received.callback(), nullptr);
-  const tcp::PieceHeader good{tag, 0, kPiece};
+  const lanes::PieceHeader good{tag, 0, kPiece};
   const Bytes piece = numbered(kPiece, 1);
   {
     Stranger wrongKey(f.address);
-    tcp::Hello hello = helloOf(f.address);
+    lanes::Hello hello = helloOf(f.address);
     hello.key[3] ^= 1;
     wrongKey.say(&hello, sizeof(hello));
     wrongKey.say(&good, sizeof(good));
@@ -286,9 +287,9 @@ void testStrangers() {
     require(rubbish.isClosed(), "no Hello");
   }
   // These know the key, as a member of the group does.
-  const auto says = [&](tcp::PieceHeader header, const char* what) {
+  const auto says = [&](lanes::PieceHeader header, const char* what) {
     Stranger member(f.address);
-    const tcp::Hello hello = helloOf(f.address);
+    const lanes::Hello hello = helloOf(f.address);
     member.say(&hello, sizeof(hello));
     member.say(&header, sizeof(header));
     require(member.isClosed(), what);
@@ -304,8 +305,8 @@ void testStrangers() {
   {
     // A tag that nobody expects: its bytes are dropped.
     Stranger member(f.address);
-    const tcp::Hello hello = helloOf(f.address);
-    const tcp::PieceHeader unknown{tag + 99, 5, kPiece};
+    const lanes::Hello hello = helloOf(f.address);
+    const lanes::PieceHeader unknown{tag + 99, 5, kPiece};
     member.say(&hello, sizeof(hello));
     member.say(&unknown, sizeof(unknown));
     member.say(piece.data(), piece.size());
@@ -318,8 +319,8 @@ void testStrangers() {
   {
     // The same piece twice, at once.
     Stranger one(f.address);
-    const tcp::Hello hello = helloOf(f.address);
-    const tcp::PieceHeader second{tag, kPiece, kPiece};
+    const lanes::Hello hello = helloOf(f.address);
+    const lanes::PieceHeader second{tag, kPiece, kPiece};
     one.say(&hello, sizeof(hello));
     for (const auto& header : {good, second}) {
       one.say(&header, sizeof(header));
@@ -341,8 +342,8 @@ void testManySilentStrangers() {
 
 void testAddresses() {
   Fixture f;
-  require(tcp::parseAddress(f.address).ok(), "its own");
-  const std::string key(tcp::kKeyBytes, 'k');
+  require(lanes::parseAddress(f.address).ok(), "its own");
+  const std::string key(lanes::kKeyBytes, 'k');
   for (const char* text :
        {"",
         "127.0.0.1",
@@ -356,10 +357,10 @@ void testAddresses() {
         " 80\n",
         "::1%eth0 80\n",
         "127.0.0.1 80\nx"}) {
-    require(!tcp::parseAddress(key + text).ok(), text);
+    require(!lanes::parseAddress(key + text).ok(), text);
   }
-  require(!tcp::parseAddress("short").ok(), "no key");
-  require(tcp::parseAddress(key + "::1 80\n10.0.0.1 9\n").ok(), "two");
+  require(!lanes::parseAddress("short").ok(), "no key");
+  require(lanes::parseAddress(key + "::1 80\n10.0.0.1 9\n").ok(), "two");
   require(!f.receiver.addressAt({"192.0.2.1"}).ok(), "not of this host");
   require(!f.receiver.addressAt({}).ok(), "none");
 }

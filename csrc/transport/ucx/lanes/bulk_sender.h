@@ -3,10 +3,10 @@
 #include "base/buffer.h"
 #include "base/error.h"
 #include "base/gate.h"
-#include "transport/tcp/lane_set.h"
-#include "transport/tcp/socket.h"
-#include "transport/tcp/wire.h"
 #include "transport/transport.h"
+#include "transport/ucx/lanes/lane_set.h"
+#include "transport/ucx/lanes/socket.h"
+#include "transport/ucx/lanes/wire.h"
 
 #include <cstdint>
 #include <deque>
@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace torch_rpc_ext::transport::tcp {
+namespace torch_rpc_ext::transport::ucx::lanes {
 
 // Sends bulk over lanes (wire.h), straight from where it lies. Lanes to a
 // receiver are opened when there is more to send than those that are open can
@@ -26,9 +26,7 @@ namespace torch_rpc_ext::transport::tcp {
 // Thread: any.
 class BulkSender {
  public:
-  BulkSender(
-      double keepaliveSeconds,
-      std::shared_ptr<base::Gate> gate);
+  BulkSender(double keepaliveSeconds, std::shared_ptr<base::Gate> gate);
 
   // Sends chunks to the BulkReceiver at `address`, with the tags `tag`, `tag` +
   // 1, and so on. Returns an id for cancel(). The callback fires when the
@@ -113,4 +111,4 @@ class BulkSender {
   const std::shared_ptr<LaneSet> set_; // last: it calls this object
 };
 
-} // namespace torch_rpc_ext::transport::tcp
+} // namespace torch_rpc_ext::transport::ucx::lanes

@@ -14,7 +14,7 @@ BASE = (
     *(f"base/{name}.cpp" for name in ("boundary", "error", "gate", "log", "short_time_slices")),
     "crypto/crypto.cpp",
     *(
-        f"transport/tcp/{name}.cpp"
+        f"transport/ucx/lanes/{name}.cpp"
         for name in ("bulk_receiver", "bulk_sender", "lane_set", "socket")
     ),
 )
@@ -26,11 +26,11 @@ def test_lanes() -> None:
     address = SANITIZERS["address"]
     flags = ("-O1", "-pthread", *([address] if cxx.accepts(compiler(), address) else []))
     built = cxx.build(
-        cxx.ROOT / "build" / "unit_tcp_lanes",
-        {"tcp_lanes": [Path(__file__).parent / "tcp_lanes.cpp", *(cxx.CSRC / s for s in BASE)]},
+        cxx.ROOT / "build" / "unit_lanes",
+        {"lanes": [Path(__file__).parent / "lanes.cpp", *(cxx.CSRC / s for s in BASE)]},
         compiler=compiler(),
         flags=flags,
         libraries=("-lcrypto",),
     )
-    ended = subprocess.run([built["tcp_lanes"]], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([built["lanes"]], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
