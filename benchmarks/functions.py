@@ -29,6 +29,11 @@ def identity_all(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
+def first(tensor: Tensor) -> Tensor:
+    """Return a copy of the first element: of a large argument little comes back."""
+    return tensor[:1].clone()
+
+
 def operate(tensor: Tensor) -> Tensor:
     """Return its argument after 200 elementwise operations in place; all elements approach 2."""
     for _ in range(100):
@@ -55,6 +60,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "nothing": nothing,
     "identity": identity,
     "identity_all": identity_all,
+    "first": first,
     "operate": operate,
     "script_identity": script_identity,
     "script_operate": script_operate,
@@ -64,4 +70,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 #: The functions that back ends other than torch's call too.
-PYTHON_FUNCTIONS = frozenset({"nothing", "identity", "identity_all", "operate", "add"})
+PYTHON_FUNCTIONS = frozenset({"nothing", "identity", "identity_all", "first", "operate", "add"})

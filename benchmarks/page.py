@@ -43,6 +43,23 @@ arguments is not copied again. `grpc` is grpcio with a generic method over a Uni
 without a limit and without pickle; `ray` is an actor. Two hosts are two network namespaces of this
 machine.
 """
+_PAPER = """\
+Ten calls are in flight; the figure is the mean delay of one. The first three columns are the
+figures of the paper "PyTorch RPC" (MLSys 2023), from other machines: only their ratio can be
+compared with the ratios of this run, in the last two columns. PyTorch RPC there is TENSORPIPE.
+"""
+_PAPER_HEAD = (
+    "",
+    "paper: gRPC",
+    "paper: PyTorch RPC",
+    "better",
+    "gRPC",
+    "TENSORPIPE",
+    "UCX",
+    "limit",
+    "UCX to TENSORPIPE",
+    "UCX to gRPC",
+)
 
 
 def write(stored: Sequence[Mapping[str, Any]], docs: Path) -> None:
@@ -83,6 +100,10 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> st
     lines += ["## Plots", ""]
     others = {name: shows for name, shows in pictures.items() if name != _FIRST}
     lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in others.items()]
+    paper = table.paper_rows(stored)
+    if paper:
+        lines += ["## The paper's protocol", "", _PAPER, ""]
+        lines += [*_markdown(_PAPER_HEAD, paper, labels=1), ""]
     lines += ["## Figures", ""]
     head = ("", "", "median", "p95", "p99", "cpu/call", "better", "cpu")
     lines += _markdown(head, [(_nested(row[0]), *row[1:]) for row in table.rows(stored)])
@@ -129,7 +150,7 @@ def _nested(title: str) -> str:
     return f"&nbsp;&nbsp;{title.strip()}" if title.startswith(" ") else title
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---" if index < 2 else "---:" for index in range(len(head))]
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]], labels: int = 2) -> list[str]:
+    rule = ["---" if index < labels else "---:" for index in range(len(head))]
     cells = [head, rule, *rows]
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]

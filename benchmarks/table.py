@@ -55,6 +55,37 @@ def rows(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         shown = row
 
 
+def paper_rows(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each case of the paper's protocol: what, the paper's figures for gRPC and
+    PyTorch RPC and how many times better the latter is; then of this run: gRPC, TENSORPIPE, UCX,
+    the limit, and how many times better UCX is than TENSORPIPE and than gRPC."""
+    ratios = {(one["case"], one["baseline"]): one["median"] for one in of_type(records, "ratio")}
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for result in of_type(records, "result"):
+        if result.get("paper"):
+            found.setdefault(result["case"], {})[result["backend"]] = result
+    rows = []
+    for case, results in found.items():
+        one = next(iter(results.values()))
+        grpc, rpc = one["paper"]
+        medians = (
+            value(results[name]["median"], "s") if name in results else ""
+            for name in ("grpc", "tensorpipe", "ucx", "limit")
+        )
+        better = (times(ratios.get((case, name))) for name in ("tensorpipe", "grpc"))
+        rows.append(
+            (
+                one["title"].replace(", 10 in flight", ""),
+                value(grpc, "s"),
+                value(rpc, "s"),
+                times(grpc / rpc),
+                *medians,
+                *better,
+            )
+        )
+    return rows
+
+
 def missing(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a sentence for each back end and reason why it has no figures of some cases."""
     found: dict[tuple[str, str], list[str]] = {}

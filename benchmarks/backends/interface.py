@@ -7,7 +7,7 @@ The objects live in the worker processes: ``start`` and ``stop`` run in all work
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -86,6 +86,10 @@ class Backend(ABC):
     @abstractmethod
     def call_async(self, to: int, function: str, *arguments: Any) -> Pending:
         """Start such a call."""
+
+    def call_many(self, to: Sequence[int], function: str, *arguments: Any) -> list[Pending]:
+        """Start one call of each of these workers, all with the same arguments."""
+        return [self.call_async(rank, function, *arguments) for rank in to]
 
     def when_done(self, pending: Any, then: Callable[[], None]) -> None:
         """Call `then`, on any thread, once the answer of a call of call_async() is there."""

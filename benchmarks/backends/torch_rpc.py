@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from benchmarks.backends.interface import (
@@ -84,6 +84,12 @@ class Ucx(TorchRpc):
 
         options = torch_rpc_ext.UcxRpcBackendOptions(init_method=init_method)
         return {"backend": self.rpc.BackendType.UCX, "rpc_backend_options": options}
+
+    def call_many(self, to: Sequence[int], function: str, *arguments: Any) -> list[Pending]:
+        import torch_rpc_ext
+
+        names = [self.names[rank] for rank in to]
+        return [*torch_rpc_ext.rpc_async_all(names, FUNCTIONS[function], args=arguments)]
 
 
 class TensorPipe(TorchRpc):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+from torch import Tensor
+
 from benchmarks.backends.interface import CALLERS, Backend
 from benchmarks.cases.calls import elements
-from benchmarks.cases.interface import CallCase, Figures, Metric
+from benchmarks.cases.interface import CallCase, Figures, Metric, Target
 
 _OTHERS = 8
 
@@ -38,6 +41,60 @@ class FanOut(CallCase):
         return {"time": times}
 
 
+class ToAll(CallCase):
+    """Worker 0 sends one tensor to all others and waits until all have it; time of that, also in
+    plain copies of the tensor by one core.
+
+    Args:
+        name: on the command line.
+        payload: size of the tensor, bytes.
+        times: how often in a round.
+        targets: of the number of copies.
+        long: measured only when asked for.
+    """
+
+    size = 1 + _OTHERS
+
+    def __init__(
+        self,
+        name: str,
+        payload: int,
+        times: int,
+        *,
+        targets: tuple[Target, ...] = (),
+        long: bool = False,
+    ) -> None:
+        amount = f"{payload // 10**9} GB" if payload >= 10**9 else f"{payload // 10**6} MB"
+        metrics = {
+            "time": Metric(f"one tensor of {amount} to {_OTHERS} workers"),
+            "copies": Metric("  in copies by memcpy", "n", targets),
+        }
+        super().__init__(name, metrics, 5, frozenset({"first"}))
+        self.payload, self.calls, self.long = payload, times, long
+
+    def measure(self, backend: Backend) -> Figures:
+        tensor, times = elements(self.payload), []
+        others = range(1, self.size)
+        for _ in range(self.calls):
+            start = time.perf_counter()
+            for answer in backend.call_many(others, "first", tensor):
+                answer.wait()
+            times.append(time.perf_counter() - start)
+        copy = _time_of_a_copy(tensor)
+        return {"time": times, "copies": [one / copy for one in times]}
+
+
+def _time_of_a_copy(tensor: Tensor) -> float:
+    """The best of three copies by one core into memory that is mapped, s."""
+    source = tensor.numpy()
+    into, best = source.copy(), float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        np.copyto(into, source)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
 class FanIn(CallCase):
     """All others call identity on worker 0, one call after the other; time of each.
 
@@ -67,6 +124,8 @@ class FanIn(CallCase):
 CASES = [
     FanOut("fan-out", f"fan-out to {_OTHERS}, python, 4 B", 4, 40),
     FanOut("fan-out-4m", f"fan-out to {_OTHERS}, python, 4 MB", 4_000_000, 5),
+    ToAll("to-all-4m", 4_000_000, 10),
+    ToAll("to-all-1g", 1_000_000_000, 1, targets=(Target(2.0, 1.3, "value"),), long=True),
     FanIn("fan-in", f"fan-in from {_OTHERS}, python, 4 B", 4, 40),
     FanIn("fan-in-4m", f"fan-in from {_OTHERS}, python, 4 MB", 4_000_000, 5),
 ]
