@@ -1,0 +1,87 @@
+"""Large tensors between workers that share no memory: over lanes, else through UCX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+import torch_rpc_ext
+from tests.process import functions as f
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+from tests.support.ports import free_ports
+
+pytestmark = needs_ucx("has lanes")
+APART: dict[str, Any] = {"use_shared_memory": False, "use_cma": False}
+
+
+def echo(elements: int) -> bool:
+    sent = torch.arange(elements, dtype=torch.float32)
+    return torch.equal(rpc.rpc_sync("worker1", f.identity, args=(sent,)), sent)
+
+
+def echo_many(elements: int, count: int) -> bool:
+    sent = [torch.full((elements,), float(i)) for i in range(count)]
+    futures = [rpc.rpc_async("worker1", f.identity, args=(tensor,)) for tensor in sent]
+    return all(map(torch.equal, torch.futures.wait_all(futures), sent))
+
+
+def path_of_bulk() -> str:
+    (peer,) = torch_rpc_ext.info()["agent"]["peers"]
+    return str(peer["bulk"])
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.parametrize("encryption", ["off", "on"])
+def test_tensors_of_all_sizes(encryption: str) -> None:
+    with Group(2, options={**APART, "encryption": encryption}) as group:
+        for elements in (1, 100_000, 131_071, 131_072, 131_073, 1_000_003, 10_000_000):
+            assert group[0].run(echo, elements)
+        assert group[0].run(echo_many, 300_000, 20)
+        assert group[0].run(path_of_bulk).startswith("lanes: tcp")
+
+
+def test_small_tensors_start_no_thread() -> None:
+    """The lanes, and their two threads, are there when the first large tensor comes."""
+    with Group(2, options=APART) as group:
+        group[0].run(echo, 100_000)
+        before = group[1].run(threads)
+        group[0].run(echo, 1_000_000)
+        assert group[1].run(threads) >= before + 2
+
+
+def test_a_range_without_a_third_port(capfd: pytest.CaptureFixture[str]) -> None:
+    with Group(2, options={**APART, "port_range": free_ports(4)}) as group:
+        for _ in range(3):
+            assert group[0].run(echo, 1_000_000)
+    said = [line for line in capfd.readouterr().err.splitlines() if "come through UCX" in line]
+    assert len(said) == 2, said  # one for each direction
+    assert all("used up" in line for line in said)
+
+
+def test_a_callee_dies_while_lanes_carry_its_argument() -> None:
+    with Group(3, options={**APART, "rpc_timeout": 30}) as group:
+        call = group[0].start(echo_until_it_fails)
+        group[1].kill()
+        assert "worker1" in call.result()
+        assert group[0].run(echo_from_third)
+
+
+def echo_until_it_fails() -> str:
+    while True:
+        try:
+            echo(5_000_000)
+        except RuntimeError as error:
+            return str(error)
+
+
+def echo_from_third() -> bool:
+    sent = torch.ones(1_000_000)
+    return torch.equal(rpc.rpc_sync("worker2", f.identity, args=(sent,)), sent)
