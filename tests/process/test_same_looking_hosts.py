@@ -85,5 +85,5 @@ def test_calls_between_them(
     paths = run_pair(hosts, disguise, f"file://{tmp_path / 'store'}", encryption=encryption)
     control = paths["agent.peer.worker1.control"]
     assert "tcp" in control and "memory" not in control, paths
-    assert paths["agent.peer.worker1.bulk"].startswith("ucx"), paths
+    assert paths["agent.peer.worker1.bulk"].startswith("lanes"), paths
     assert ("encrypted" in control) == (encryption != "off"), paths
