@@ -7,10 +7,10 @@ using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport::ucx::lanes;
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  const auto address = parseAddress(fuzz::toString(data, size));
+  auto address = parseAddress(fuzz::toString(data, size));
   if (address.ok()) {
     fuzz::require(!address.value().endpoints.empty(), "an endpoint");
-    const auto again = parseAddress(encode(address.value()));
+    auto again = parseAddress(encode(address.value()));
     fuzz::require(
         again.ok() && again.value() == address.value(), "same address");
   }
