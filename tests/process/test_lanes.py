@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,20 @@ def echo_until_it_fails() -> str:
 def echo_from_third() -> bool:
     sent = torch.ones(1_000_000)
     return torch.equal(rpc.rpc_sync("worker2", f.identity, args=(sent,)), sent)
+
+
+def send_and_wait(elements: int) -> bool:
+    sent = torch.ones(elements)
+    return bool(rpc.rpc_sync("worker1", torch.sum, args=(sent,)) == elements)
+
+
+def test_a_callee_is_stopped_while_lanes_carry_its_argument() -> None:
+    """For longer than `keepalive`: the kernels still answer each other, so nothing is lost."""
+    with Group(2, options={**APART, "rpc_timeout": 60, "keepalive": 1.0}) as group:
+        assert group[0].run(echo, 1_000_000)
+        call = group[0].start(send_and_wait, 100_000_000)
+        time.sleep(0.05)
+        group[1].signal(signal.SIGSTOP)
+        time.sleep(3)
+        group[1].signal(signal.SIGCONT)
+        assert call.result()
