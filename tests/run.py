@@ -26,7 +26,7 @@ PARTS = [
         ["tests/process", "-m", "not slow and not rare and not notebook", "-n", "3", *_STEALING],
     ),
     # Each starts a dozen of workers, one after the other.
-    ("notebooks", ["tests/process/test_tutorials.py", "-m", "notebook", "-n", "2"]),
+    ("notebooks", ["tests/process/test_tutorials.py", "-m", "notebook and not rare", "-n", "2"]),
     ("upstream", ["tests/upstream", "-n", "4", *_STEALING]),
     ("slow", ["tests/process", "-m", "slow"]),
 ]

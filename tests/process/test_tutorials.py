@@ -22,12 +22,20 @@ import figures  # noqa: E402
 
 SOURCES = execute.sources()
 SECTIONS = ["What you will learn", "smallest version", "What can go wrong", "What it costs"]
+#: Executed by make test; the others, by make test-all.
+EACH_TIME = ("01_getting_started", "04_parameter_server", "07_pipeline")
 by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 
 
 @pytest.mark.notebook
 @needs_ucx("the notebooks choose their back ends themselves")
-@by_name
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(one, id=one.stem, marks=[] if one.stem in EACH_TIME else [pytest.mark.rare])
+        for one in SOURCES
+    ],
+)
 def test_runs_with_small_sizes(source: Path) -> None:
     assert source.read_text().count(execute.LARGE) == 1
     check_outputs(execute.execute(source, small=True))
