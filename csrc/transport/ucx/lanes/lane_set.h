@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/boundary.h"
 #include "base/gate.h"
 
 #include <sys/epoll.h>
@@ -19,9 +20,7 @@ namespace torch_rpc_ext::transport::ucx::lanes {
 // of the pool, because events come in rows, and to wake a thread of the pool by
 // way of the Poller takes two switches between threads for each of them.
 //
-// Owns: the thread, which starts with the first socket; an epoll descriptor;
-// not
-//   the sockets.
+// Owns: the thread, which starts with the first socket; an epoll descriptor.
 // Thread: any.
 class LaneSet : public std::enable_shared_from_this<LaneSet> {
  public:
@@ -60,7 +59,7 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
       deferred = std::move(locked.deferred_);
     }
     for (const auto& callback : deferred) {
-      callback();
+      base::caughtHere(base::Boundary::kDeferred, callback);
     }
   }
 
