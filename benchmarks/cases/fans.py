@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import psutil
 from torch import Tensor
 
 from benchmarks.backends.interface import CALLERS, Backend
@@ -12,6 +13,9 @@ from benchmarks.cases.calls import elements
 from benchmarks.cases.interface import CallCase, Figures, Metric, Target
 
 _OTHERS = 8
+# How many times a tensor that goes to all others lies in memory at once: as bytes of a message and
+# as a tensor, at both ends.
+_COPIES = {"tensorpipe": 2 * _OTHERS, "limit": _OTHERS, "grpc": 4 * _OTHERS, "ray": 4 * _OTHERS}
 
 
 class FanOut(CallCase):
@@ -71,6 +75,12 @@ class ToAll(CallCase):
         }
         super().__init__(name, metrics, 5, frozenset({"first"}))
         self.payload, self.calls, self.long = payload, times, long
+
+    def why_not(self, backend: str) -> str:
+        needed = _COPIES.get(backend, 1) * self.payload
+        if needed < 0.8 * psutil.virtual_memory().available:
+            return ""
+        return f"it would need about {needed / 1e9:.0f} GB of memory"
 
     def measure(self, backend: Backend) -> Figures:
         tensor, times = elements(self.payload), []
