@@ -18,9 +18,8 @@ using Spans = std::vector<BulkSpan>;
 // The bulk of one connection that the peer has not yet taken. A transfer is the
 // bulk of one message, and the frame of that message if the frame is big.
 //
-// Owns: the big frames, and the spans and callbacks of the transfers, which
-// hold
-//   the other memory that the peer reads.
+// Owns: the big frames; the spans and callbacks of the transfers, which hold
+//   all other memory that the peer reads.
 // Thread: any.
 class Transfers {
  public:
@@ -42,10 +41,10 @@ class Transfers {
   // Null if no such transfer exists, or if the transfer has ended.
   const Spans* find(Locked&, uint64_t id) const;
 
-  // To be called before and after the send of a transfer through UCX: until the
-  // send ends, UCX may read the memory, whatever the peer says. False if the
-  // peer asks for the transfer too often: it may ask once for the frame, if
-  // that is lent, and once for the bulk.
+  // To be called before and after the send of a transfer over a Channel: until
+  // the send ends, the channel may read the memory, whatever the peer says.
+  // False if the peer asks for the transfer too often: it may ask once for the
+  // frame, if that is lent, and once for the bulk.
   bool sendBegins(Locked&, uint64_t id);
   void sendEnds(Locked&, uint64_t id, const base::Error& error);
 
