@@ -244,8 +244,11 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
     if (storage.beside && storage.bulk) {
       return invalid("a storage that is bulk travels beside the frame");
     }
-    // At most 2^20 times 2^46: cannot overflow.
+    // Checked at each step, because the sum of all sizes may overflow.
     total += storage.isInline() ? storage.bytes.size : 0;
+    if (total > kMaxFrameBytes) {
+      return exceeds("frame size", total, kMaxFrameBytes);
+    }
   }
   if (frame.note.size > kMaxNoteBytes) {
     return exceeds("note size", frame.note.size, kMaxNoteBytes);
@@ -543,8 +546,11 @@ Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
     }
     hasDevices_ |= isOnDevice(placeOf(word));
     hasBeside_ |= (word & kBesideBit) != 0;
-    // At most 2^20 times 2^46: cannot overflow.
+    // Checked at each step, because the sum of all sizes may overflow.
     inlineBytes += isInline(word) ? bytes : 0;
+    if (inlineBytes > kMaxFrameBytes) {
+      return exceeds("frame size", inlineBytes, kMaxFrameBytes);
+    }
   }
   return {};
 }

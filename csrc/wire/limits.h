@@ -13,8 +13,8 @@ inline constexpr uint32_t kMaxTensors = 1u << 20;
 inline constexpr uint32_t kMaxStorages = 1u << 20;
 inline constexpr uint32_t kMaxDims = 64;
 
-// Sizes beyond the memory of any machine, and small enough that the sum of 2^17
-// of them does not overflow 64 bits.
+// Sizes beyond the memory of any machine. The sum of many of them overflows 64
+// bits, so a sum has to be checked at each step.
 inline constexpr uint64_t kMaxPayloadBytes = uint64_t{1} << 40;
 inline constexpr uint64_t kMaxStorageBytes = uint64_t{1} << 46;
 inline constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 46;

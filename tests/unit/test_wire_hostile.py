@@ -257,6 +257,17 @@ def test_meta_storages_that_lie() -> None:
         decode(patched(head, HEADER + 8, "<Q", META << PLACE_SHIFT | 8), [])
 
 
+def test_sizes_whose_sum_overflows() -> None:
+    """Storages of 2^64 bytes in all: as a sum in 64 bits, that is 0. The last one, for a device,
+    makes the receiver keep a place for each storage."""
+    head, _ = encode(torch.ones(()), payload=b"")
+    sizes = [1 << 46] * (1 << 18) + [1 << PLACE_SHIFT]
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    lie = patched(head, STORAGES_AT, "<I", len(sizes))
+    with pytest.raises(ValueError, match="exceeds the limit"):
+        decode(lie[:HEADER] + table + lie[HEADER + 8 : -4], [])
+
+
 @pytest.mark.parametrize("name", ["coo", "csr", "quint8"])
 def test_parts_are_not_of_the_meta_device(name: str) -> None:
     head, _ = encode(composite_cases()[name](), payload=b"")
