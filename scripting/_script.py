@@ -38,10 +38,10 @@ class ScriptRemoteFunction(types.ModuleType, Generic[P, T]):
         scale.script(x)  # here, within TorchScript
 
     The methods work in Python, and all but call() and first_of() within TorchScript too. They take
-    the function's arguments and then `rpc_timeout` (s, 0 for none, negative for the default).
+    the function's arguments and then `rpc_timeout` (s, 0 for none, -1 for the options').
 
-    For Python this object is a module: modules are the only objects with functions whose attributes
-    TorchScript looks up, so only so can TorchScript compile `scale.sync(...)`
+    This object is a Python module, so that TorchScript can compile `scale.sync(...)`: modules are
+    the only objects on which TorchScript looks up attributes that are functions
     (torch/csrc/jit/python/python_sugared_value.cpp, toSugaredValue).
 
     Attributes:

@@ -17,8 +17,8 @@ _RULE = (
     "TorchScript knows Tensor, int, float, complex, bool, str, torch.device, None, and List, Dict, "
     "Tuple, Optional, Union, NamedTuple, RRef, Future and script classes of these"
 )
-#: The generated methods (_source.py) add names to the function's own; the added names begin so.
-RESERVED = "rpc_"
+#: The names that the generated methods (_source.py) add to the function's own begin with this.
+_PREFIX = "rpc_"
 
 
 class NotScriptableError(TypeError):
@@ -52,17 +52,18 @@ def check(function: Callable[..., Any]) -> Signature:
     Raises:
         NotScriptableError: TorchScript would not take an argument or the result.
     """
+    signature = inspect.signature(function)
     parameters, defaults = {}, {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature.parameters.values():
         name = parameter.name
         what = f"{function.__qualname__}: argument {name!r}"
         _check_kind(parameter, what)
         parameters[name] = _checked_type(function, parameter.annotation, what)
         if parameter.default is not parameter.empty:
             defaults[name] = parameter.default
-    returns = inspect.signature(function).return_annotation
     what = f"{function.__qualname__}: the result"
-    return Signature(parameters, defaults, _checked_type(function, returns, what))
+    returns = _checked_type(function, signature.return_annotation, what)
+    return Signature(parameters, defaults, returns)
 
 
 def _check_kind(parameter: inspect.Parameter, what: str) -> None:
@@ -74,9 +75,9 @@ def _check_kind(parameter: inspect.Parameter, what: str) -> None:
         raise NotScriptableError(
             f"{what} is keyword-only, which TorchScript cannot pass on; leave out the '*'"
         )
-    if parameter.name.startswith(RESERVED):
+    if parameter.name.startswith(_PREFIX):
         raise NotScriptableError(
-            f"{what}: names that begin with {RESERVED} are taken by the remote function's methods"
+            f"{what}: names that begin with {_PREFIX} are taken by the remote function's methods"
         )
 
 
@@ -87,7 +88,7 @@ def _checked_type(function: Callable[..., Any], annotation: Any, what: str) -> A
         )
     if isinstance(annotation, str):
         annotation = _evaluated(function, annotation, what)
-    # As torch.jit.script() does, so that the types which a NamedTuple's fields name are found.
+    # As torch.jit.script() does it: finds the types that the fields of a NamedTuple name.
     resolve = internal.createResolutionCallbackFromClosure(function)
     try:
         known = try_ann_to_type(annotation, internal.fake_range(), resolve)

@@ -37,8 +37,8 @@ own_name = _ops.own_name
 #: own_id() -> int: id of this worker.
 own_id = _ops.own_id
 #: is_alive(str worker) -> bool: False once this worker has noticed that the other one is gone. To
-#: notice that, it connects to the other one; the first answer does not wait for the connection. A
-#: stopped process (SIGSTOP) is alive.
+#: notice that, this worker connects to the other one; the first answer does not wait for the
+#: connection. A stopped process (SIGSTOP) is alive.
 is_alive = _ops.is_alive
 #: metrics() -> Dict(str, float): the agent's counters, by upstream's names (agent.*).
 metrics = _ops.metrics

@@ -4,13 +4,14 @@ many small tests use, and two hosts."""
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
 
 from tests.process import group as groups
 from tests.support import netns
-from tests.support.backend import backend_name
+from tests.support.backend import backend_name, on_ucx
 
 
 def pytest_report_header() -> str:
@@ -19,6 +20,17 @@ def pytest_report_header() -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than 10 seconds or gigabytes of memory")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile what the collected tests need of tests.support.native: the time-out of no test allows
+    for a compiler."""
+    native = sys.modules.get("tests.support.native")
+    if native is None or session.config.option.collectonly or not on_ucx():
+        return
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if any(getattr(module, "native", None) is native for module in modules):
+        native.build()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ PARTS = [
     ("slow", ["tests/process", "-m", "slow"]),
 ]
 RARE = ("rare", ["tests/process", "-m", "rare"])
-COMPILE = "from tests.support import fake_cuda; fake_cuda.build()"
+COMPILE = "from tests.support import fake_cuda, native; fake_cuda.build(), native.build()"
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
@@ -56,7 +56,7 @@ def main() -> int:
     started = time.monotonic()
     totals: dict[str, int] = {}
     # Before the tests that need it, whose time-outs do not allow for a compiler.
-    print("==== compiling the CPU's stand-in for CUDA", flush=True)
+    print("==== compiling the CPU's stand-in for CUDA, and what tests use of the core", flush=True)
     code = subprocess.run([sys.executable, "-c", COMPILE], check=False).returncode
     if code != 0:
         return code

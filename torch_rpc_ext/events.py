@@ -278,7 +278,7 @@ class _Hub:
             return
         try:
             subscriber.callback(event)
-        except Exception:
+        except BaseException:  # SystemExit too must not end the thread
             logger.exception("a callback for %s %s raised", event.worker, event.kind)
 
     def _watch_the_lost(self) -> None:

@@ -48,10 +48,10 @@ class _Source:
     """Where a metric comes from.
 
     Attributes:
-        key: in the agent's get_metrics().
+        key: in the agent's get_metrics(); of a histogram in get_histograms().
         name: of the metric, without prefix and ``_total``.
         help: one line.
-        is_counter: the value only grows; otherwise the metric is a gauge.
+        is_counter: the value only grows. False for a gauge, and for a histogram.
         scale: factor from the agent's unit to the metric's.
     """
 
@@ -161,52 +161,32 @@ SOURCES = (
     ),
 )
 
-
-@dataclass(frozen=True)
-class _HistogramSource:
-    """Where a histogram comes from.
-
-    Attributes:
-        key: in the agent's get_histograms().
-        name: of the metric, without prefix.
-        help: one line.
-        scale: factor from the agent's unit to the metric's.
-    """
-
-    key: str
-    name: str
-    help: str
-    scale: float
-
-
 HISTOGRAMS = (
-    _HistogramSource(
+    _Source(
         "agent.latency",
         "call_latency_seconds",
         "Own calls that succeeded, from sending to the completed future.",
-        1e-9,
+        scale=1e-9,
     ),
-    _HistogramSource(
+    _Source(
         "agent.queue",
         "queue_seconds",
         "Requests, from being here with their tensors until a thread takes them.",
-        1e-9,
+        scale=1e-9,
     ),
-    _HistogramSource(
+    _Source(
         "agent.execution",
         "execution_seconds",
         "Requests, from when a thread takes them until their answer is made.",
-        1e-9,
+        scale=1e-9,
     ),
-    _HistogramSource(
+    _Source(
         "agent.gil_wait",
         "gil_wait_seconds",
         "Waits for the GIL; counted with rpc.enable_gil_profiling(True) only.",
-        1e-9,
+        scale=1e-9,
     ),
-    _HistogramSource(
-        "agent.message_bytes", "message_bytes", "Requests and answers sent, with tensors.", 1
-    ),
+    _Source("agent.message_bytes", "message_bytes", "Requests and answers sent, with tensors."),
 )
 
 
@@ -222,9 +202,12 @@ class Collector(PrometheusCollector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, each with the label ``worker``."""
-        if not monitoring.is_initialized():
-            return
-        state = monitoring.snapshot()
+        try:
+            state = monitoring.snapshot()
+        except RuntimeError:
+            if monitoring.is_initialized():
+                raise
+            return  # there is no agent, or it has ended meanwhile
         worker = state["worker"]
         for source in SOURCES:
             if source.key in state["counters"]:
@@ -262,7 +245,7 @@ def _gauge(
 
 
 def _histogram(
-    source: _HistogramSource, worker: str, bounds: list[int], counts: list[int], total: int
+    source: _Source, worker: str, bounds: list[int], counts: list[int], total: int
 ) -> HistogramMetricFamily:
     names = [f"{bound * source.scale:.12g}" for bound in bounds] + ["+Inf"]
     metric = HistogramMetricFamily(_PREFIX + source.name, source.help, labels=["worker"])

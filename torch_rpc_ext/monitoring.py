@@ -1,6 +1,6 @@
 """What a worker tells about itself to other workers and to the command line.
 
-Those call the functions of this module over RPC::
+Other workers, and the commands, call the functions of this module over RPC::
 
     from torch_rpc_ext import monitoring
 
@@ -9,7 +9,8 @@ Those call the functions of this module over RPC::
         print(name, state["host"], state["counters"]["agent.queued_requests"])
 
 A worker with an ``allow_list`` serves these functions when the list names
-``torch_rpc_ext.monitoring``.
+``torch_rpc_ext.monitoring``. Without an RPC group all of them but is_initialized() raise
+RuntimeError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """UcxRpcBackendOptions: what a user may choose about the UCX back end.
 
-Each option stands here once: name, type, default, check, unit and meaning. Its docstring,
-docs/options.md and the C++ agent's options follow from that; an option that the agent knows has
-one line more, in csrc/agent/agent_options.h.
+Each option stands here once: name, type, default, check, unit and meaning. The docstring of the
+class, docs/options.md and the C++ agent's options follow from that; an option that the agent knows
+has one line more, in csrc/agent/agent_options.h.
 """
 
 from __future__ import annotations
@@ -222,7 +222,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         default=None,
         converter=checks.secret_file,
         metadata=_about(
-            "A file that holds it, readable for its owner only.", default="see right", agent=False
+            "A file that holds the secret, readable for its owner only.",
+            default="see right",
+            agent=False,
         ),
     )
     encryption: str = attrs.field(
@@ -248,8 +250,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         converter=checks.as_float,
         validator=checks.at_least_100_ms,
         metadata=_about(
-            "After how long unused some of that memory is given back to the system. When less "
-            "than 1/16 of the machine's memory is left, all of it is.",
+            "After how long unused some of the memory of receive_cache_bytes is given back to the "
+            "system. When less than 1/16 of the machine's memory is left, all of it is.",
             "s",
         ),
     )
@@ -277,7 +279,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         default=checks.DEFAULT_MAX_CALLS_IN_FLIGHT,
         validator=checks.count,
         metadata=_about(
-            "Calls that this worker may have under way to each other one. One more waits for "
+            "Calls that this worker may have under way to each other worker. One more waits for "
             "room, and fails with an OverloadedError at its time-out; 0 for no limit."
         ),
     )
@@ -285,7 +287,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         default=0,
         validator=checks.byte_count,
         metadata=_about(
-            "The same for the bytes of those calls; a larger call goes alone.", "bytes"
+            "Bytes of the calls that this worker may have under way to each other worker; a larger "
+            "call goes alone; 0 for no limit.",
+            "bytes",
         ),
     )
     wire_dtype: WireDtype = attrs.field(

@@ -37,6 +37,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._calls.attempts import begin
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -158,7 +159,8 @@ class RetryPolicy:
         """Decorate a function so that it runs again as the policy says.
 
         Decorating an `async def` gives an `async def`. The deadline cannot shorten an attempt that
-        has begun: the calls within the function have their own time-outs.
+        has begun: the calls within the function have their own time-outs. The decorated function
+        raises what the last attempt raised.
         """
         if _is_async(function):
 
@@ -198,12 +200,18 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _timeout(timeout: float | None, end: float | None) -> float:
-    """Return an attempt's time-out in upstream's terms: -1 for the default, 0 for none."""
+    """Return an attempt's time-out in upstream's terms: -1 for the default, 0 for none.
+
+    Raises:
+        ValueError: the time-out is negative or NaN.
+    """
+    if timeout is None:
+        timeout = UNSET_RPC_TIMEOUT
+    require_call_timeout(timeout)
     if end is None:
-        return -1.0 if timeout is None else timeout
+        return timeout
+    if timeout == UNSET_RPC_TIMEOUT:
+        timeout = float(rpc.get_rpc_timeout())
     # At least 0.001, because 0 would mean no time-out.
     left = max(end - time.monotonic(), 0.001)
-    if timeout is None:
-        default = float(rpc.get_rpc_timeout())
-        return min(left, default) if default > 0 else left
     return min(left, timeout) if timeout > 0 else left

@@ -1,12 +1,16 @@
 #pragma once
 
+#include "base/synchronized.h"
 #include "transport/transport.h"
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -16,21 +20,22 @@ namespace torch_rpc_ext::agent {
 // Answers need no room: somebody waits for each of them.
 //
 // All callers share the budget; a request that is larger than the budget is
-// received alone. One caller gets at most kAheadBytes, or half of the budget,
-// or one request: bytes that are fetched long before a thread is free only fill
-// cold memory, and a caller that stands still must not keep the others out. The
-// requests of a caller also wait while it has left two or more answers, of more
-// than kUntakenBytes together, untaken: it asks faster than it takes, and its
-// answers would fill the memory here. The callers take turns; the requests of
-// one caller get room in the order of arrival.
+// received alone. One caller has room for one request, and for more requests
+// only up to kAheadBytes or half of the budget, whichever is less: nothing is
+// gained by fetching bytes long before a thread is free, and a caller that
+// stands still must not keep the others out. The requests of a caller also wait
+// while it has two or more answers, of more than kUntakenBytes together, still
+// to take: such a caller asks faster than it takes, and its answers would fill
+// the memory here. The callers take turns; the requests of one caller get room
+// in the order of arrival.
 //
 // A request gives its room back before its function runs. So no function has to
 // end for others to get room, and nested calls cannot block each other.
 //
 // Thread: any.
-class Admission {
-  class State;
-
+// Outlives: nothing, once stopped. (A Room or an Untaken may be the last to
+//   hold an Admission.)
+class Admission : public std::enable_shared_from_this<Admission> {
  public:
   static constexpr uint64_t kAheadBytes = uint64_t{64} << 20;
   static constexpr uint64_t kUntakenBytes = uint64_t{256} << 20;
@@ -44,7 +49,7 @@ class Admission {
     Room() = default;
     Room(Room&& other) noexcept = default;
     Room& operator=(Room&& other) noexcept {
-      std::swap(state_, other.state_);
+      std::swap(from_, other.from_);
       std::swap(caller_, other.caller_);
       std::swap(bytes_, other.bytes_);
       return *this;
@@ -53,26 +58,23 @@ class Admission {
       release();
     }
     void release();
-    uint64_t bytes() const {
-      return state_ == nullptr ? 0 : bytes_;
-    }
 
    private:
     friend class Admission;
-    Room(std::shared_ptr<State> state, Caller caller, uint64_t bytes)
-        : state_(std::move(state)), caller_(caller), bytes_(bytes) {}
+    Room(std::shared_ptr<Admission> from, Caller caller, uint64_t bytes)
+        : from_(std::move(from)), caller_(caller), bytes_(bytes) {}
 
-    std::shared_ptr<State> state_; // null: holds no room
+    std::shared_ptr<Admission> from_; // null: holds no room
     Caller caller_ = nullptr;
     uint64_t bytes_ = 0;
   };
-  // Counts an answer for as long as it lives: until the caller has taken the
-  // answer.
+  // Counts an answer as long as the Untaken lives: until the caller has taken
+  // the answer.
   using Untaken = std::shared_ptr<void>;
   using Then = std::function<void(Room)>;
 
   // 0: the callers together have no limit. Each of them still has kAheadBytes.
-  explicit Admission(uint64_t budget);
+  static std::shared_ptr<Admission> create(uint64_t budget);
 
   // Calls `then` when there is room for `bytes`: at once, or later on the
   // thread that gives room back. forget() and stop() destroy `then` without a
@@ -98,7 +100,36 @@ class Admission {
   std::map<Caller, Load> byCaller() const;
 
  private:
-  const std::shared_ptr<State> state_;
+  struct Waiting {
+    uint64_t bytes;
+    Then then;
+  };
+  struct Queue {
+    std::deque<Waiting> waiting;
+    Load load;
+    uint64_t untakenBytes = 0;
+    uint64_t untakenAnswers = 0;
+  };
+  using Queues = std::unordered_map<Caller, Queue>;
+  using Admitted = std::pair<Room, Then>;
+  struct State {
+    Queues queues;
+    std::deque<Caller> turns; // the callers whose requests wait
+    Load total;
+    bool stopped = false;
+  };
+
+  explicit Admission(uint64_t budget);
+  void giveBack(Caller caller, uint64_t bytes);
+  void taken(Caller caller, uint64_t bytes);
+  static void eraseIfEmpty(State& state, Queues::iterator entry);
+  static void drop(State& state, Queue& queue, std::deque<Waiting>& dropped);
+  std::vector<Admitted> admit(State& state);
+  static void run(std::vector<Admitted> admitted);
+
+  const uint64_t budget_;
+  const uint64_t ahead_; // the most that one caller may hold
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -22,14 +22,14 @@ using ExceptionDecoder =
 struct AgentHooks {
   // Runs before the first message is served.
   std::function<void()> start;
-  // Called every 100 ms while join() waits; throws to end it.
+  // Called every 100 ms while join() waits; throws to end the wait.
   std::function<void()> checkInterrupt;
   // See Executor::setThreadScope().
   Executor::ThreadScope threadScope;
   // Drops references to values that may be Python objects.
   std::function<void(RRefs)> dropValues;
-  // Where it is null, upstream's code decodes exceptions and keeps only some of
-  // their types.
+  // If null, upstream's code decodes exceptions, and keeps only some of their
+  // types.
   ExceptionDecoder decodeException;
   // See device::Launcher.
   cuda::PtxSource kernels;

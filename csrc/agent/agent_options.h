@@ -4,6 +4,7 @@
 #include "agent/wire_dtype.h"
 #include "transport/ucx/options.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -16,9 +17,9 @@ namespace torch_rpc_ext::agent {
 // message type (nameOf() in call_label.h). Empty in production.
 struct FaultOptions {
   std::vector<std::string> messagesToFail;
-  std::vector<std::string> messagesToLose; // and breaks its connection
-  std::vector<std::string> messagesToCorrupt; // flips one bit
-  // Claims that the bulk is memory which the receiver has lent out.
+  std::vector<std::string> messagesToLose; // the connection breaks, too
+  std::vector<std::string> messagesToCorrupt; // one bit is flipped
+  // The bulk claims to be memory that the receiver has lent out.
   std::vector<std::string> messagesToForge;
   std::unordered_map<std::string, double> messagesToDelay; // seconds
   int failures = 0; // how often in a row each such message suffers the fault
@@ -30,9 +31,15 @@ struct FaultOptions {
   }
 };
 
-// Upstream's options and calls give times in seconds.
+// A hundred years. A time that is added to a time point must be shorter than
+// 292 years, because the clocks count nanoseconds in 64 bits.
+constexpr float kLongestSeconds = 3.15e9F;
+
+// Upstream's options and calls give times in seconds. Times of more than a
+// hundred years, such as infinity, become a hundred years.
 inline std::chrono::milliseconds toMilliseconds(float seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+  return std::chrono::milliseconds(
+      static_cast<int64_t>(std::min(seconds, kLongestSeconds) * 1000));
 }
 
 // Validated in Python (torch_rpc_ext/options.py), where users build them.
@@ -40,19 +47,16 @@ struct AgentOptions {
   int numWorkerThreads = 16;
   float rpcTimeoutSeconds = 60;
   uint64_t receiveCacheBytes = uint64_t{4} << 30;
-  double receiveCacheIdleSeconds = 30;
+  float receiveCacheIdleSeconds = 30;
   // Memory for the bulk of requests that no thread serves yet; 0 for no limit.
   // A single caller has its own limit as well (admission.h).
   uint64_t receiveBudgetBytes = 0;
-  // Storages up to this size travel inside the frame, larger ones as bulk.
-  uint64_t inlineBytes = 16 << 10;
   // Limits of the calls under way to any one worker; 0 for no limit.
   uint64_t maxCallsInFlight = 0;
   uint64_t maxBytesInFlight = 0;
   bool useCudaIpc = true;
   bool busyPoll = true; // threads may poll before they sleep (base/busy_poll.h)
-  // What float32 tensors travel as.
-  WireDtypes wireDtypes;
+  WireDtypes wireDtypes; // as which dtype float32 tensors travel
   // Whether checksums travel with all that this worker sends.
   bool integrity = false;
   transport::ucx::Options transport;

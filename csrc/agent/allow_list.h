@@ -12,8 +12,8 @@ namespace torch_rpc_ext::agent {
 inline constexpr const char* kNotAllowed = "is not in its allow_list";
 
 // Which builtin operators and TorchScript functions peers may run.
-// torch_rpc_ext/_security/allow_list.py decides about Python functions; it also
-// makes these names from the option.
+// torch_rpc_ext/_security/allow_list.py makes these names from the option, and
+// itself decides about Python functions.
 struct AllowList {
   bool everything = true;
   std::unordered_set<std::string> names; // "aten::add", "module.function"

@@ -27,8 +27,9 @@ class AnswerWait {
       : executor_(executor), pending_(pending) {}
 
   // True says that this thread will wait for the answer to its next call as
-  // soon as send() has returned, so send() may already wait. send() sets the
-  // value to false when the answer came in time. Returns the value before.
+  // soon as send() has returned, so send() may already wait. If the answer
+  // comes while send() waits, send() sets the value to false. Returns the
+  // former value.
   static bool setSynchronous(bool value);
   // The id of this thread's last call; 0 where there is none.
   static uint64_t lastCallId();

@@ -61,9 +61,8 @@ void Answers::sendError(
       why.kind,
       "worker \"" + group_.self().name_ +
           "\" could not send its result: " + why.message);
-  auto encoded = encode(
-      message, {callId, wire::CallKind::kResponse, options_.inlineBytes});
-  if (encoded.ok()) { // a text without tensors: always
+  auto encoded = encode(message, {callId, wire::CallKind::kResponse});
+  if (encoded.ok()) { // always, because the message has no tensors
     sendFrame(connection, std::move(encoded.value()));
   }
 }
@@ -73,7 +72,6 @@ EncodeOptions Answers::encodeOptions(const Asker& asker) {
   EncodeOptions options{
       .callId = asker.callId,
       .kind = wire::CallKind::kResponse,
-      .inlineThreshold = options_.inlineBytes,
       .checked = asker.checked || options_.integrity,
       .inPieces = distance == Distance::kApart,
       .cache = memory_.cache().get()};
@@ -87,7 +85,7 @@ EncodeOptions Answers::encodeOptions(const Asker& asker) {
         options_.wireDtypes.of(group_.peers().nameOf(asker.connection.get()));
   }
   if (options.dtype != wire::WireDtype::kFloat32) {
-    memory_.trimLater(); // what is narrowed takes memory of the cache
+    memory_.trimLater(); // narrowed copies take memory from the cache
   }
   return options;
 }

@@ -20,7 +20,7 @@ struct Asker {
   transport::ConnectionPtr connection;
   uint64_t callId = 0;
   std::optional<wire::WireDtype> dtype = std::nullopt;
-  bool checked = false; // as the request was
+  bool checked = false; // whether the request had checksums
 };
 
 // How answers to requests are sent: as one frame, with the memory of the result
@@ -42,7 +42,7 @@ class Answers {
   void send(
       const Asker& asker,
       c10::intrusive_ptr<torch::distributed::rpc::Message> message);
-  // In place of a result that cannot be sent.
+  // Sends the error `why` in place of a result that cannot be sent.
   void sendError(
       const transport::ConnectionPtr& connection,
       uint64_t callId,

@@ -27,7 +27,8 @@ struct Arrival {
   std::optional<Decoder> decoder;
   // Brings the tensors that travel beside the frame; null where there are none.
   std::shared_ptr<device::ReceivingWay> beside;
-  device::Streams streams; // of its devices; empty until they are chosen
+  // On the devices of this worker; empty until streams are chosen.
+  device::Streams streams;
   Admission::Room room; // of a request with bulk, until it is served
   QueuedFrames::Held frame; // of a request, until it is served
   Creations::Begun creation; // of a request that may make an RRef

@@ -13,13 +13,13 @@ void Barrier::arrive(
   Round complete;
   base::Error error;
   {
-    std::lock_guard lock(mutex_);
-    lost_.erase(worker);
-    Round& round = rounds_[number];
+    auto state = state_.lock();
+    state->lost.erase(worker);
+    Round& round = state->rounds[number];
     round.sum += active;
     round.arrived.insert(worker);
     round.answers.push_back(std::move(answer));
-    for (const auto& [name, why] : lost_) {
+    for (const auto& [name, why] : state->lost) {
       if (round.arrived.count(name) == 0) {
         error = why;
       }
@@ -28,7 +28,7 @@ void Barrier::arrive(
       return;
     }
     complete = std::move(round);
-    rounds_.erase(number);
+    state->rounds.erase(number);
   }
   for (const auto& tell : complete.answers) {
     tell(error, complete.sum);
@@ -38,15 +38,15 @@ void Barrier::arrive(
 void Barrier::lose(const std::string& worker, const base::Error& why) {
   std::vector<Answer> answers;
   {
-    std::lock_guard lock(mutex_);
-    lost_[worker] = why;
-    for (auto it = rounds_.begin(); it != rounds_.end();) {
+    auto state = state_.lock();
+    state->lost[worker] = why;
+    for (auto it = state->rounds.begin(); it != state->rounds.end();) {
       auto current = it++;
       if (current->second.arrived.count(worker) == 0) {
         for (auto& answer : current->second.answers) {
           answers.push_back(std::move(answer));
         }
-        rounds_.erase(current);
+        state->rounds.erase(current);
       }
     }
   }
@@ -56,8 +56,7 @@ void Barrier::lose(const std::string& worker, const base::Error& why) {
 }
 
 void Barrier::regain(const std::string& worker) {
-  std::lock_guard lock(mutex_);
-  lost_.erase(worker);
+  state_.lock()->lost.erase(worker);
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,11 +1,11 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -25,7 +25,8 @@ class Barrier {
   using Answer = std::function<void(const base::Error&, int64_t sum)>;
 
   // `worker` has reached `round` with `active` calls under way. `answer` runs
-  // once `expected` workers have, or with an error if one of them is lost.
+  // once `expected` workers have reached the round, or with an error if one of
+  // these workers is lost.
   void arrive(
       size_t expected,
       uint64_t round,
@@ -45,10 +46,12 @@ class Barrier {
     std::set<std::string> arrived;
     std::vector<Answer> answers;
   };
+  struct State {
+    std::unordered_map<uint64_t, Round> rounds;
+    std::map<std::string, base::Error> lost; // by worker
+  };
 
-  std::mutex mutex_;
-  std::unordered_map<uint64_t, Round> rounds_;
-  std::map<std::string, base::Error> lost_; // by worker
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -79,7 +79,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     return future;
   }
   const uint32_t left = timeLeft(call);
-  const uint64_t id = calls_.add(std::move(call));
+  const uint64_t id = calls_.pending().add(std::move(call));
 
   device::Route route{.receiver = &to.name_};
   if (!deviceMap.empty()) {
@@ -112,8 +112,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     throw;
   }
   if (error) {
-    // Tensors that cannot be sent raise where the call is made, as upstream
-    // does.
+    // A call with tensors that cannot be sent throws here, as upstream's does.
     calls_.withdraw(id);
     throw std::runtime_error(error.message);
   }
@@ -134,7 +133,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::ask(
   call.sentAt = PendingCall::Clock::now();
   call.counted = false;
   auto future = call.future;
-  const uint64_t id = calls_.add(std::move(call));
+  const uint64_t id = calls_.pending().add(std::move(call));
   auto encoded = encode(message, {id, wire::CallKind::kRequest, UINT64_MAX});
   try {
     sendFrame(
@@ -155,7 +154,6 @@ EncodeOptions Caller::encodeOptions(
   EncodeOptions options{
       .callId = callId,
       .kind = wire::CallKind::kRequest,
-      .inlineThreshold = options_.inlineBytes,
       .answer = callDtype(),
       .timeout = timeout,
       .checked = options_.integrity,

@@ -88,19 +88,13 @@ class Caller {
   }
   // No call runs into its time-out any more.
   void stop() {
-    calls_.stop();
+    calls_.pending().stop();
   }
 
   // Runs `hook` if that call fails, before its future gets the error. False
   // when the call is already ending.
   bool beforeFailure(uint64_t callId, std::function<void()> hook) {
     return calls_.pending().setBeforeFailure(callId, std::move(hook));
-  }
-  size_t pendingCalls() const {
-    return calls_.pending().size();
-  }
-  size_t pendingDeadlines() const {
-    return calls_.pending().withDeadline();
   }
   // The number of calls that the shutdown of the group waits for.
   int64_t openCalls() const {

@@ -6,7 +6,6 @@
 #include "agent/wire_dtype.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -33,7 +32,7 @@ Error mismatch() {
 
 using Block = memory::BufferCache::Block;
 
-// Runs code that may throw.
+// Runs `f`, which may throw; an exception becomes an Error.
 template <typename F>
 Error guarded(const char* what, F&& f) {
   try {
@@ -169,7 +168,8 @@ bool Encoded::giveAway(
           return other.data() == span.data && other.nbytes() == span.size;
         });
     if (storage == storages.end()) {
-      return false; // what stays here must not wait for what goes
+      // The transport would hold this bulk until the receiver returns the rest.
+      return false;
     }
     maps.push_back(giveable(*storage, to));
     if (maps.back() == nullptr) {
@@ -238,7 +238,6 @@ Result<std::vector<base::MutableSpan>> Decoder::allocate(
         "no memory to receive " + std::to_string(asked) + " bytes of " +
             std::to_string(memory::physicalMemory()));
   }
-  allocated_ = true;
   cache_ = &cache;
   return spans;
 }
@@ -264,7 +263,7 @@ Error Decoder::allocateBulk(
       return mismatch();
     }
     if (storage.dtype != wire::WireDtype::kFloat32) {
-      total += storage.sizeHere(); // besides the bytes that it comes in
+      total += storage.sizeHere(); // of the float32 copy, made by finish()
     }
   }
   if (count != announced.size()) {
@@ -329,7 +328,7 @@ void Decoder::landOn(std::shared_ptr<device::Landing> landing) {
   landing_ = landing->empty() ? nullptr : std::move(landing);
 }
 
-Result<c10::Storage> Decoder::onHostAsWas(
+Result<c10::Storage> Decoder::hostStorageOf(
     const wire::StorageView& storage,
     c10::Storage bulk) {
   if (storage.place == wire::kMetaPlace) {
@@ -353,7 +352,7 @@ Error Decoder::takeStorages(Storages& storages) {
   wire::StorageView storage;
   auto bulk = bulk_.begin();
   for (auto cursor = view_.storages(); cursor.next(storage);) {
-    auto taken = onHostAsWas(
+    auto taken = hostStorageOf(
         storage, storage.bulk ? std::move(*bulk++) : c10::Storage());
     if (!taken.ok()) {
       return taken.error();
@@ -363,8 +362,10 @@ Error Decoder::takeStorages(Storages& storages) {
   return {};
 }
 
-// `onHost` gets the bytes of those that go to a device: to be looked at here,
-// where it costs no wait for the device. None for what came beside the frame.
+// `onHost` gets the storages on the CPU, and for each storage for a device a
+// storage on the CPU with the same bytes: decodeTensors() checks the indices of
+// sparse tensors there, so no thread waits for the device. What came beside the
+// frame has no bytes on the CPU.
 Error Decoder::placeStorages(
     device::ReceivingWay* beside,
     device::Launcher* launcher,
@@ -374,7 +375,7 @@ Error Decoder::placeStorages(
   onHost.resize(view_.storageCount());
   std::vector<device::Arriving> arriving;
   std::vector<size_t> arrivingAt;
-  // Only these are looked at on the host.
+  // Only the parts of sparse tensors are checked on the host.
   const bool hasParts = view_.recordCount() != view_.tensorCount();
   wire::StorageView storage;
   auto bulk = bulk_.begin();
@@ -384,7 +385,7 @@ Error Decoder::placeStorages(
       continue;
     }
     if (!wire::isOnDevice(storage.place)) {
-      auto taken = onHostAsWas(
+      auto taken = hostStorageOf(
           storage, storage.bulk ? std::move(*bulk++) : c10::Storage());
       if (!taken.ok()) {
         return taken.error();
@@ -404,7 +405,7 @@ Error Decoder::placeStorages(
     if (storage.dtype == wire::WireDtype::kFloat32) {
       onHost[i] = host;
     } else if (hasParts) {
-      auto taken = onHostAsWas(storage, host);
+      auto taken = hostStorageOf(storage, host);
       if (!taken.ok()) {
         return taken.error();
       }
@@ -458,7 +459,7 @@ Error Decoder::placeBeside(device::ReceivingWay* beside, Storages& storages) {
 Result<c10::intrusive_ptr<Message>> Decoder::finish(
     device::ReceivingWay* beside,
     device::Launcher* launcher) {
-  if (!allocated_) {
+  if (cache_ == nullptr) {
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
   }
   c10::intrusive_ptr<Message> message;

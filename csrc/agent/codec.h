@@ -23,13 +23,14 @@
 #include <utility>
 #include <vector>
 
-// Between torch's rpc::Message and the call frame (wire/call_frame.h). Tensors
-// of CPU and CUDA: strided ones of every dtype, sparse ones (COO, CSR, CSC,
-// BSR, BSC); affinely quantised ones of the CPU; strided ones of the meta
-// device, of which there is nothing but the description. Sparse and quantised
-// tensors travel as the strided tensors they consist of and not through torch's
-// jit pickler: its Unpickler believes the sizes and indices that it is told,
-// and reads and allocates out of bounds when a peer lies.
+// Turns torch's rpc::Message into a call frame (wire/call_frame.h) and back.
+// These tensors can be sent: on the CPU and on CUDA devices, strided tensors of
+// every dtype and sparse tensors (COO, CSR, CSC, BSR, BSC); on the CPU also
+// affinely quantised tensors; on the meta device strided tensors, of which only
+// the description travels. Sparse and quantised tensors travel as the strided
+// tensors they consist of, and not through torch's jit pickler: its Unpickler
+// believes the sizes and indices that it reads, so it reads and allocates out
+// of bounds when a peer lies.
 
 namespace torch_rpc_ext::agent {
 
@@ -42,27 +43,28 @@ struct Encoded {
   // What `bulk` points into: to be held until send()'s callback has fired.
   std::vector<c10::Storage> storages;
   c10::intrusive_ptr<torch::distributed::rpc::Message> message;
-  // All of the bulk is tensors of the CPU that stay there: what the receiver
-  // could map.
+  // Whether all of the bulk is storages for the receiver's CPU, so that the
+  // receiver could map it.
   bool mappable = false;
-  // What travels beside the frame (device/way.h): to be held likewise, and told
-  // what has become of the frame.
+  // What travels beside the frame (device/way.h): to be held until then, too,
+  // and to be told what has become of the frame.
   std::shared_ptr<device::Parcel> parcel;
 
-  // Whether it must be held until then.
+  // Whether anything must be held until send()'s callback has fired.
   bool borrows() const {
     return !bulk.empty() || parcel != nullptr;
   }
   // Whether the receiver copies the bulk out of memory that is the sender's
-  // until then. All of the bulk is in shared memory, or none.
+  // until that callback. All of the bulk is in shared memory, or none.
   bool borrowsBulk() const {
     return !bulk.empty() && bulk.front().map == nullptr;
   }
-  // Gives the memory of the bulk away, where all of it is in receive buffers,
-  // or came mapped over `to`, and nobody else refers to it: returns true then.
-  // The receiver will keep and write to it. To be called when the message
-  // itself is gone. Buffers that could be given away but are not shared memory
-  // will be, from the next on (`cache`).
+  // Gives the memory of the bulk away, so that the receiver may keep it and
+  // write to it. Returns whether this was possible: if all of the memory is in
+  // receive buffers or came mapped over `to`, and nobody else refers to it. To
+  // be called when the message itself is gone. Where only shared memory was
+  // missing, tells `cache` to make further buffers of that size in shared
+  // memory.
   bool giveAway(memory::BufferCache& cache, const transport::ConnectionPtr& to);
 };
 
@@ -72,17 +74,18 @@ struct EncodeOptions {
   wire::CallKind kind = wire::CallKind::kRequest;
   // Storages, and the payload, of up to so many bytes are copied into the head,
   // larger ones go as bulk.
-  uint64_t inlineThreshold = 0;
-  // What storages of float32 tensors travel as.
+  uint64_t inlineThreshold = 16 << 10;
+  // The dtype as which storages of float32 tensors travel.
   wire::WireDtype dtype = wire::WireDtype::kFloat32;
-  // Of a request: what the caller wants for the answer's.
+  // Of a request: the dtype that the caller wants for the answer's storages;
+  // nothing if the callee chooses.
   std::optional<wire::WireDtype> answer = std::nullopt;
   // Of a request: ms for which the caller still waits; 0 without limit.
   uint32_t timeout = 0;
   bool checked = false; // with checksums
   // Bulk from devices may leave while the rest is copied (device/staging.h).
   bool inPieces = false;
-  // Memory for what is narrowed here; null for torch's.
+  // Memory for narrowed copies; null for memory of torch's allocator.
   memory::BufferCache* cache = nullptr;
 };
 
@@ -109,7 +112,7 @@ class Encoder {
         tensors_(options.inlineThreshold, route) {}
 
   // Fails with kInvalid for tensors that cannot be sent, and names the first.
-  // After it `route` is not needed any more.
+  // What `route` refers to is not used afterwards.
   base::Error describe();
   // Queues on the current streams what brings tensors from their devices, by
   // `beside` if it can. True when finish() has to wait until what is queued is
@@ -137,7 +140,7 @@ class Encoder {
   device::Departure departure_;
 };
 
-// All of it, for messages without tensors of devices.
+// All steps of an Encoder, for a message without tensors on devices.
 base::Result<Encoded> encode(
     const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
     const EncodeOptions& options,
@@ -177,14 +180,15 @@ class Decoder {
     return view_.note();
   }
 
-  // May make a storage over the memory of a bulk buffer itself, of `size`
-  // bytes: then the span of the buffer is null.
+  // Returns a storage over the memory of bulk buffer `index` itself, which has
+  // `size` bytes; the span of the buffer is then null. Or returns no storage:
+  // then allocate() takes memory for the buffer.
   using Adopt = std::function<c10::Storage(size_t index, size_t size)>;
-  // Memory for the bulk, in the order in which it was sent; `announced` are
-  // the sizes that the transport will deliver. To be called once, also when
-  // there is none. Fails with kInvalid when they are not those of the head or
-  // when a tensor is for none of `devices`, with kOverloaded when there is no
-  // memory. `cache` outlives finish().
+  // Memory for the bulk, in the order in which it was sent; `announced` has the
+  // sizes that the transport will deliver. To be called once, also when there
+  // is no bulk. Fails with kInvalid when these sizes are not those of the head,
+  // or when a tensor is for a device that is not among `devices`; with
+  // kOverloaded when there is no memory. `cache` outlives finish().
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
@@ -192,31 +196,31 @@ class Decoder {
       const Adopt& adopt = nullptr);
 
   // Lets bulk for devices be copied there while the rest arrives, on the
-  // streams of `landing`, which finish() is called with then. After
-  // allocate().
+  // streams of `landing`. These must be the current streams when finish() is
+  // called. To be called after allocate().
   void landOn(std::shared_ptr<device::Landing> landing);
 
-  // Whether the sender has sent checksums.
-  // Empty when it is bulk.
+  // Empty when the payload is bulk.
   base::ConstSpan payload() const {
     return view_.payload();
   }
   bool payloadIsBulk() const {
     return view_.payloadBulk();
   }
+  // Whether the sender has sent checksums.
   bool isChecked() const {
     return view_.hasSums();
   }
 
-  // At most once, after the bulk has arrived; `beside` for messages that come
-  // over a connection that has such a way; `launcher` may be null. Fails with
-  // kInvalid, with kOverloaded when there is no memory, or with kCorrupted when
-  // a checksum is not the sender's.
+  // At most once, after the bulk has arrived. `beside` brings the tensors that
+  // travel beside the frame; null if the connection has no such way. `launcher`
+  // may be null. Fails with kInvalid, with kOverloaded when there is no memory,
+  // or with kCorrupted when a checksum is not the sender's.
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
       device::ReceivingWay* beside = nullptr,
       device::Launcher* launcher = nullptr);
-  // After finish(): checksums that devices are still computing. To be compared
-  // before anybody sees the message.
+  // After finish(): the checksums that devices are still computing. They must
+  // be compared before anybody sees the message.
   PendingSums takePendingSums() {
     return std::move(pending_);
   }
@@ -236,7 +240,7 @@ class Decoder {
       Storages& storages,
       Storages& onHost);
   base::Error placeBeside(device::ReceivingWay* beside, Storages& storages);
-  // Whether its checksum is computed on its device, once it is there.
+  // Whether the checksum is compared on the storage's device, later.
   bool isSummedLater(
       const wire::StorageView& storage,
       device::Launcher* launcher) const;
@@ -249,8 +253,9 @@ class Decoder {
       const device::Arrived& arrived,
       const std::vector<device::Expected>& expected,
       const std::vector<size_t>& places);
-  // A storage for the CPU, as the sender had it.
-  base::Result<c10::Storage> onHostAsWas(
+  // The storage as the sender had it, before narrowing, on the CPU or the meta
+  // device. `bulk` has its bytes if it came as bulk.
+  base::Result<c10::Storage> hostStorageOf(
       const wire::StorageView& storage,
       c10::Storage bulk);
   base::Error allocateBulk(
@@ -260,11 +265,11 @@ class Decoder {
       std::vector<base::MutableSpan>& spans);
 
   wire::CallFrameView view_;
-  std::vector<char> payload_; // when it is bulk
-  std::vector<c10::Storage> bulk_; // pinned, for a device
+  std::vector<char> payload_;
+  // The bulk's storages; those for a device are in pinned memory.
+  std::vector<c10::Storage> bulk_;
   std::shared_ptr<device::Landing> landing_; // or null
-  memory::BufferCache* cache_ = nullptr; // from allocate() on
-  bool allocated_ = false;
+  memory::BufferCache* cache_ = nullptr; // set by allocate()
   PendingSums pending_;
 };
 

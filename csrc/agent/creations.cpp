@@ -2,102 +2,73 @@
 
 #include "base/boundary.h"
 
-#include <cstdint>
-#include <deque>
-#include <mutex>
-#include <set>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
 
-// Shared by the Creations and every Begun: a Begun may outlive the Creations.
-class Creations::State {
-  struct Queue {
-    uint64_t next = 0;
-    std::set<uint64_t> begun; // and not ended
-    // Each waits for the end of all requests with a lower number.
-    std::deque<std::pair<uint64_t, std::function<void()>>> waiting;
-  };
-
- public:
-  uint64_t begin(Caller caller) {
-    std::lock_guard lock(mutex_);
-    Queue& queue = queues_[caller];
-    queue.begun.insert(queue.next);
-    return queue.next++;
-  }
-
-  void end(Caller caller, uint64_t number) {
-    std::vector<std::function<void()>> ready;
-    {
-      std::lock_guard lock(mutex_);
-      const auto found = queues_.find(caller);
-      Queue& queue = found->second;
-      queue.begun.erase(number);
-      while (!queue.waiting.empty() &&
-             (queue.begun.empty() ||
-              *queue.begun.begin() >= queue.waiting.front().first)) {
-        ready.push_back(std::move(queue.waiting.front().second));
-        queue.waiting.pop_front();
-      }
-      if (queue.begun.empty()) {
-        queues_.erase(found);
-      }
-    }
-    // A destructor runs this, so no exception may leave.
-    for (const auto& then : ready) {
-      base::caughtHere(base::Boundary::kTask, then);
-    }
-  }
-
-  void afterThose(Caller caller, std::function<void()> then) {
-    {
-      std::lock_guard lock(mutex_);
-      if (stopped_) {
-        return;
-      }
-      const auto found = queues_.find(caller);
-      if (found != queues_.end()) {
-        Queue& queue = found->second;
-        queue.waiting.emplace_back(queue.next, std::move(then));
-        return;
-      }
-    }
-    then();
-  }
-
-  void stop() {
-    std::vector<decltype(Queue::waiting)> dropped; // destroyed without the lock
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
-    for (auto& [caller, queue] : queues_) {
-      dropped.push_back(std::exchange(queue.waiting, {}));
-    }
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<Caller, Queue> queues_;
-  bool stopped_ = false;
-};
-
-Creations::Creations() : state_(std::make_shared<State>()) {}
-
-Creations::Begun Creations::begin(Caller caller) {
-  return Begun(
-      nullptr, [state = state_, caller, number = state_->begin(caller)](void*) {
-        state->end(caller, number);
-      });
+std::shared_ptr<Creations> Creations::create() {
+  return std::shared_ptr<Creations>(new Creations());
 }
 
-void Creations::afterThose(Caller caller, std::function<void()> then) {
-  state_->afterThose(caller, std::move(then));
+Creations::Begun Creations::begin(Caller caller) {
+  uint64_t number = 0;
+  {
+    auto state = state_.lock();
+    Queue& queue = state->queues[caller];
+    number = queue.next++;
+    queue.begun.insert(number);
+  }
+  return Begun(nullptr, [self = shared_from_this(), caller, number](void*) {
+    self->end(caller, number);
+  });
+}
+
+void Creations::end(Caller caller, uint64_t number) {
+  std::vector<std::function<void()>> ready;
+  {
+    auto state = state_.lock();
+    const auto found = state->queues.find(caller);
+    Queue& queue = found->second;
+    queue.begun.erase(number);
+    while (!queue.waiting.empty() &&
+           (queue.begun.empty() ||
+            *queue.begun.begin() >= queue.waiting.front().first)) {
+      ready.push_back(std::move(queue.waiting.front().second));
+      queue.waiting.pop_front();
+    }
+    if (queue.begun.empty()) {
+      state->queues.erase(found);
+    }
+  }
+  // A destructor runs this, so no exception may leave.
+  for (const auto& then : ready) {
+    base::caughtHere(base::Boundary::kTask, then);
+  }
+}
+
+void Creations::afterBegun(Caller caller, std::function<void()> then) {
+  {
+    auto state = state_.lock();
+    if (state->stopped) {
+      return;
+    }
+    const auto found = state->queues.find(caller);
+    if (found != state->queues.end()) {
+      Queue& queue = found->second;
+      queue.waiting.emplace_back(queue.next, std::move(then));
+      return;
+    }
+  }
+  then();
 }
 
 void Creations::stop() {
-  state_->stop();
+  std::vector<decltype(Queue::waiting)> dropped; // destroyed without the lock
+  auto state = state_.lock();
+  state->stopped = true;
+  for (auto& [caller, queue] : state->queues) {
+    dropped.push_back(std::exchange(queue.waiting, {}));
+  }
 }
 
 } // namespace torch_rpc_ext::agent

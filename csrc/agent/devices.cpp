@@ -16,7 +16,8 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// More messages would take device memory that running functions need.
+// How many messages may be copied to devices at a time while the rest of their
+// bulk arrives. More would take device memory that running functions need.
 constexpr int kMaxLandings = 4;
 
 // Adds the receiver's devices on which the tensors beside the frame will be
@@ -99,7 +100,7 @@ void Devices::tellOfIpc(
           std::vector<at::Tensor>{},
           static_cast<rpc::MessageType>(type)),
       {0, wire::CallKind::kRequest, UINT64_MAX});
-  if (encoded.ok()) { // a message without tensors always is
+  if (encoded.ok()) { // always, because the message has no tensors
     // If the peer is gone, onClosed() does what follows.
     connection->send(
         std::move(encoded.value().head), {}, [](const base::Error&) {});
@@ -109,7 +110,7 @@ void Devices::tellOfIpc(
 void Devices::serveIpc(Arrival& arrival) {
   const auto peer = peers_.lifeOf(arrival.connection.get());
   auto message = arrival.decoder->finish();
-  if (!peer || !message.ok()) {
+  if (!peer || arrival.error || !message.ok()) {
     return;
   }
   const auto kind =

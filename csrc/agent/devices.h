@@ -67,9 +67,9 @@ class Devices {
   // the function to be told of each part; null where the bulk is copied
   // afterwards.
   transport::Incoming::Arrived landEarly(Arrival& arrival);
-  // Sets Arrival::message, also of a message without devices. Returns false
-  // while devices compute checksums of it; `again` runs when they have been
-  // compared.
+  // Sets Arrival::message, also of a message without devices. Returns false if
+  // devices still compute checksums of the message; then `again` runs when the
+  // checksums have been compared.
   bool decode(const ArrivalPtr& arrival, std::function<void()> again);
 
   // Handles a message of isIpcType().
@@ -93,8 +93,8 @@ class Devices {
   size_t readMessages() const {
     return ipc_->awaited();
   }
-  // Closes CUDA IPC handles that have been idle for so long; returns whether
-  // any was open.
+  // Closes CUDA IPC handles that have not been used for `idle`. Returns whether
+  // any was open before.
   bool trim(std::chrono::steady_clock::duration idle);
   // Ends all waits for devices, then waits, `patience` at most, until other
   // workers no longer copy from here. To be called while the transport still
@@ -118,7 +118,8 @@ class Devices {
   ReceiveMemory& memory_;
   const Peers& peers_;
   device::Tables tables_;
-  // The number of messages that take memory of devices before they are served.
+  // The number of messages that are being copied to devices while the rest of
+  // their bulk arrives.
   const std::shared_ptr<std::atomic<int>> landings_ =
       std::make_shared<std::atomic<int>>(0);
   device::Launcher launcher_;

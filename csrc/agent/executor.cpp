@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
-#include <system_error>
-#include <vector>
+#include <thread>
 
 namespace torch_rpc_ext::agent {
 
@@ -21,11 +20,12 @@ constexpr size_t kMaxThreads = 4096;
 constexpr size_t kSpareThreads = 1;
 // For how long no thread may take queued work before one more thread joins in.
 constexpr int kStallMilliseconds = 1;
-// A leader ends its wait after this time: an operating system signal may have
-// come to another thread, or while the leader was in a handler.
+// A leader ends its wait after this time. An operating system signal does not
+// always end the wait: the signal may have come to another thread, or while the
+// leader was in a handler.
 constexpr std::chrono::milliseconds kLookEvery{1000};
-// A thread that polls notices each microsecond that time passes. If so much
-// passes at once, another thread had the core.
+// A thread that polls reads the clock about every microsecond. If more time
+// than this has passed between two readings, another thread had the core.
 constexpr std::chrono::microseconds kInterruption{20};
 // After how long a wait of requests for a thread is reported, and how often at
 // most.
@@ -34,6 +34,7 @@ constexpr std::chrono::seconds kFullEvery{60};
 
 } // namespace
 
+// To be used with the lock of Executor::state_ held.
 class Executor::RequestScope {
  public:
   size_t nested = 0; // calls of this request that are under way
@@ -74,15 +75,15 @@ void Executor::start() {
 
 void Executor::spawn() {
   {
-    std::lock_guard lock(mutex_);
-    if (threads_ >= kMaxThreads) {
+    auto state = state_.lock();
+    if (state->threads >= kMaxThreads) {
       base::log(
           base::LogLevel::kError,
-          std::to_string(threads_) +
+          std::to_string(state->threads) +
               " threads wait in user code; no more are started");
       return;
     }
-    ++threads_;
+    ++state->threads;
   }
   polling_.fetch_add(1);
   try {
@@ -92,15 +93,14 @@ void Executor::spawn() {
     base::log(
         base::LogLevel::kError,
         std::string("cannot start a thread: ") + error.what());
-    std::lock_guard lock(mutex_);
-    --threads_;
+    --state_.lock()->threads;
   }
 }
 
 // spawn() has already counted the new thread in polling_.
 void Executor::threadMain() {
   threadState.executor = this;
-  std::shared_ptr<void> scope; // works without: only Python is slower
+  std::shared_ptr<void> scope; // if null, only Python is slower
   base::guarded(base::Boundary::kThread, [&] {
     scope = threadScope_ ? threadScope_() : nullptr;
   });
@@ -125,7 +125,7 @@ void Executor::threadMain() {
         afterTask_();
       }
       busy_.fetch_sub(counts);
-      joins = true; // this thread was busy before, so it does not add one
+      joins = true; // this thread was busy before: no more threads get busy
       if (!comesBack()) {
         return endThread(std::move(scope));
       }
@@ -219,8 +219,8 @@ bool Executor::comesBack() {
 void Executor::endThread(std::shared_ptr<void> scope) {
   threadState.executor = nullptr;
   scope.reset();
-  std::lock_guard lock(mutex_);
-  --threads_;
+  auto state = state_.lock();
+  --state->threads;
   threadEnded_.notify_all();
 }
 
@@ -239,10 +239,10 @@ Executor::Work Executor::takeWork(bool joins) {
     return work;
   }
   {
-    std::lock_guard lock(mutex_);
+    auto state = state_.lock();
     // Internal tasks and completions come first: a running request may be
     // waiting for one.
-    auto& queue = ready_.empty() ? readyRequests_ : ready_;
+    auto& queue = state->ready.empty() ? state->readyRequests : state->ready;
     if (queue.empty()) {
       return work;
     }
@@ -269,14 +269,16 @@ void Executor::run(Work work) {
   }
   threadState.inRequest = false;
   const RequestScopePtr scope = std::move(threadState.scope);
-  std::unique_lock lock(mutex_);
+  auto state = state_.lock();
   if (scope != nullptr) {
     scope->finished = true;
     if (scope->nested != 0) {
       return; // beginNested() has given its slot away
     }
   }
-  releaseSlotLocked(lock);
+  base::TaskPtr next = releaseSlot(*state);
+  state.unlock();
+  admit(std::move(next));
 }
 
 void Executor::enqueue(Work work) {
@@ -286,8 +288,9 @@ void Executor::enqueue(Work work) {
     return;
   }
   {
-    std::lock_guard lock(mutex_);
-    auto& queue = work.kind == Kind::kRequest ? readyRequests_ : ready_;
+    auto state = state_.lock();
+    auto& queue =
+        work.kind == Kind::kRequest ? state->readyRequests : state->ready;
     queue.push_back(std::move(work));
     readyCount_.fetch_add(1);
   }
@@ -303,50 +306,54 @@ void Executor::submitCompletion(base::TaskPtr task) {
 }
 
 void Executor::submitRequest(base::TaskPtr task) {
-  {
-    std::unique_lock lock(mutex_);
-    if (running_ >= requestThreads_) {
-      backlog_.push_back(std::move(task));
-      tellWhenFull(lock);
-      return;
-    }
-    ++running_;
+  auto state = state_.lock();
+  if (state->running < requestThreads_) {
+    ++state->running;
+    state.unlock();
+    admit(std::move(task));
+    return;
   }
-  admit(std::move(task));
+  state->backlog.push_back(std::move(task));
+  const size_t waiting = state->backlog.size();
+  const auto seconds = fullSecondsToTell(*state);
+  state.unlock();
+  if (seconds) {
+    fullHook_(waiting, *seconds);
+  }
 }
 
-void Executor::tellWhenFull(std::unique_lock<std::mutex>& lock) {
+// A request was added to the backlog. Returns for how long requests have been
+// waiting, if fullHook_ is to be told.
+std::optional<double> Executor::fullSecondsToTell(State& state) {
   const auto now = std::chrono::steady_clock::now();
-  if (backlog_.size() == 1) {
-    fullSince_ = now;
+  if (state.backlog.size() == 1) {
+    state.fullSince = now;
   }
   // While an admitted request still waits to be taken, not all request threads
   // are busy.
-  if (now < fullSince_ + kFullAfter || now < nextFullHook_ || !fullHook_ ||
-      !readyRequests_.empty()) {
-    return;
+  if (now < state.fullSince + kFullAfter || now < state.nextFullHook ||
+      !fullHook_ || !state.readyRequests.empty()) {
+    return std::nullopt;
   }
-  nextFullHook_ = now + kFullEvery;
-  const size_t waiting = backlog_.size();
-  const double seconds =
-      std::chrono::duration<double>(now - fullSince_).count();
-  lock.unlock();
-  fullHook_(waiting, seconds);
+  state.nextFullHook = now + kFullEvery;
+  return std::chrono::duration<double>(now - state.fullSince).count();
 }
 
-void Executor::admit(base::TaskPtr task) {
-  enqueue({std::move(task), Kind::kRequest});
+// Returns the request that gets the slot; null if none does.
+base::TaskPtr Executor::releaseSlot(State& state) {
+  if (state.backlog.empty() || state.running > requestThreads_) {
+    --state.running;
+    return nullptr;
+  }
+  base::TaskPtr next = std::move(state.backlog.front());
+  state.backlog.pop_front();
+  return next;
 }
 
-void Executor::releaseSlotLocked(std::unique_lock<std::mutex>& lock) {
-  if (backlog_.empty() || running_ > requestThreads_) {
-    --running_;
-    return;
+void Executor::admit(base::TaskPtr request) {
+  if (request != nullptr) {
+    enqueue({std::move(request), Kind::kRequest});
   }
-  base::TaskPtr next = std::move(backlog_.front());
-  backlog_.pop_front();
-  lock.unlock();
-  admit(std::move(next));
 }
 
 Executor::RequestScopePtr Executor::currentRequest() {
@@ -360,16 +367,18 @@ Executor::RequestScopePtr Executor::currentRequest() {
 }
 
 void Executor::beginNested(const RequestScopePtr& scope) {
-  std::unique_lock lock(mutex_);
+  auto state = state_.lock();
   if (scope->nested++ == 0) {
-    releaseSlotLocked(lock);
+    base::TaskPtr next = releaseSlot(*state);
+    state.unlock();
+    admit(std::move(next));
   }
 }
 
 void Executor::endNested(const RequestScopePtr& scope) {
-  std::lock_guard lock(mutex_);
+  auto state = state_.lock();
   if (--scope->nested == 0 && !scope->finished) {
-    ++running_; // maybe above the limit: the request goes on at once
+    ++state->running; // maybe above the limit: the request goes on at once
   }
 }
 
@@ -423,40 +432,35 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
 }
 
 bool Executor::stop(int milliseconds) {
-  std::deque<base::TaskPtr> dropped;
-  {
-    std::lock_guard lock(mutex_);
-    dropped.swap(backlog_);
-  }
+  auto dropped = std::exchange(state_.lock()->backlog, {});
   dropped.clear();
   stopping_.store(true);
-  std::unique_lock lock(mutex_);
+  auto state = state_.lock();
   const auto deadline = std::chrono::steady_clock::now() +
       std::chrono::milliseconds(milliseconds);
   // A thread in user code sees stopping_ when it comes back.
-  while (threads_ != 0) {
+  while (const size_t threads = state->threads) {
     poller_.wake();
-    threadEnded_.wait_for(lock, std::chrono::milliseconds(10));
+    state.waitFor(threadEnded_, std::chrono::milliseconds(10), [&] {
+      return state->threads != threads;
+    });
     if (std::chrono::steady_clock::now() > deadline) {
       break;
     }
   }
-  return threads_ == 0;
+  return state->threads == 0;
 }
 
 size_t Executor::runningRequests() const {
-  std::lock_guard lock(mutex_);
-  return running_;
+  return state_.lock()->running;
 }
 
 size_t Executor::queuedRequests() const {
-  std::lock_guard lock(mutex_);
-  return backlog_.size();
+  return state_.lock()->backlog.size();
 }
 
 size_t Executor::threads() const {
-  std::lock_guard lock(mutex_);
-  return threads_;
+  return state_.lock()->threads;
 }
 
 } // namespace torch_rpc_ext::agent

@@ -2,6 +2,7 @@
 
 #include "base/busy_poll.h"
 #include "base/poller.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 
 #include <atomic>
@@ -11,8 +12,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <optional>
 
 namespace torch_rpc_ext::agent {
 
@@ -91,7 +91,8 @@ class Executor final : public base::TaskRunner {
   class Claim;
 
   // `hook` runs when a further request has to wait and requests have been
-  // waiting for a second or more; at most once a minute.
+  // waiting for a second or more; at most once a minute. To be set before
+  // start().
   void setFullHook(std::function<void(size_t waiting, double seconds)> hook) {
     fullHook_ = std::move(hook);
   }
@@ -109,6 +110,16 @@ class Executor final : public base::TaskRunner {
 
  private:
   using Signal = base::Poller::Lead::Signal;
+  struct State {
+    std::deque<Work> ready; // internal tasks and completions
+    std::deque<Work> readyRequests; // admitted
+    std::deque<base::TaskPtr> backlog; // requests, not yet admitted
+    // Since when the backlog is not empty.
+    std::chrono::steady_clock::time_point fullSince;
+    std::chrono::steady_clock::time_point nextFullHook;
+    size_t running = 0;
+    size_t threads = 0;
+  };
 
   void threadMain();
   // Polls as the leader until `done`, a bool(), or until the time is over for
@@ -124,35 +135,27 @@ class Executor final : public base::TaskRunner {
   void wakeOne();
   void run(Work work);
   void spawn();
-  void admit(base::TaskPtr task);
-  void tellWhenFull(std::unique_lock<std::mutex>& lock);
-  void releaseSlotLocked(std::unique_lock<std::mutex>& lock);
+  std::optional<double> fullSecondsToTell(State& state);
+  base::TaskPtr releaseSlot(State& state);
+  void admit(base::TaskPtr request);
 
   const size_t requestThreads_;
   ThreadScope threadScope_;
   std::function<void()> afterTask_;
+  std::function<void(size_t, double)> fullHook_;
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
   base::BusyPoll busyPoll_; // used by the thread that leads
-  const size_t busyTarget_; // so many busy threads before others join in
+  const size_t busyTarget_; // while so many are busy, others only attend
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0}; // running requests and completions
-  std::atomic<uint64_t> taken_{0}; // tasks ever taken from the queues
+  std::atomic<size_t> readyCount_{0}; // tasks in the queues of admitted work
+  std::atomic<uint64_t> taken_{0}; // tasks ever taken from these queues
   std::atomic<bool> stopping_{false};
   std::atomic<bool> wakePending_{false};
 
-  mutable std::mutex mutex_;
+  base::Synchronized<State> state_;
   std::condition_variable threadEnded_;
-  std::deque<Work> ready_; // internal tasks and completions
-  std::deque<Work> readyRequests_; // admitted
-  std::atomic<size_t> readyCount_{0};
-  std::deque<base::TaskPtr> backlog_; // requests, not yet admitted
-  std::function<void(size_t, double)> fullHook_;
-  // Since when the backlog is not empty.
-  std::chrono::steady_clock::time_point fullSince_;
-  std::chrono::steady_clock::time_point nextFullHook_;
-  size_t running_ = 0;
-  size_t threads_ = 0;
 };
 
 class Executor::Claim {

@@ -54,9 +54,8 @@ class Group {
       base::TaskRunner& runner,
       Listeners listeners);
 
-  // Starts the transports, which call `handler` from here on. `handler` passes
-  // everything but frames on to the four functions below, which have the names
-  // of its own.
+  // Starts the transports, which call `handler` from here on. Each method of
+  // `handler` except onFrame() calls the function below of the same name.
   void start(base::Poller& poller, transport::Handler& handler);
   std::string introduction() const;
   base::Error onAccept(

@@ -2,15 +2,13 @@
 
 #include "agent/group_shutdown.h"
 
-#include "agent/failure_message.h"
 #include "agent/message_types.h"
 #include "agent/rpc_error.h"
 #include "base/bytes.h"
 
 #include <algorithm>
-#include <condition_variable>
+#include <future>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -22,7 +20,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kInterruptInterval = std::chrono::milliseconds(100);
+constexpr std::chrono::milliseconds kInterruptInterval{100};
 
 std::vector<char> encodeRound(uint64_t round, int64_t active) {
   std::vector<char> bytes(16);
@@ -31,14 +29,6 @@ std::vector<char> encodeRound(uint64_t round, int64_t active) {
   writer.i64(active);
   return bytes;
 }
-
-// A wait that a deadline or Ctrl-C can end. Shared with the callback of the
-// future, which may come after the wait.
-struct Waiter {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-};
 
 } // namespace
 
@@ -56,8 +46,7 @@ GroupShutdown::GroupShutdown(
 
 void GroupShutdown::join(float timeout) {
   group_.events().groupEnds();
-  const auto deadline = timeout > 0 ? Clock::now() +
-          std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000))
+  const auto deadline = timeout > 0 ? Clock::now() + toMilliseconds(timeout)
                                     : Clock::time_point::max();
   do {
     waitForOwnCalls(deadline);
@@ -66,17 +55,32 @@ void GroupShutdown::join(float timeout) {
   } while (barrier(caller_.openCalls(), deadline) != 0);
 }
 
-void GroupShutdown::waitForOwnCalls(Clock::time_point deadline) {
-  while (const int64_t open = caller_.waitUntilNone(kInterruptInterval)) {
+template <typename F>
+bool GroupShutdown::waitInterruptibly(Clock::time_point deadline, F&& wait) {
+  bool isOver = false;
+  while (!isOver) {
+    isOver = wait(kInterruptInterval);
     checkInterrupt_();
     if (Clock::now() > deadline) {
-      const std::string& self = group_.self().name_;
-      throw RpcError(
-          base::ErrorKind::kTimedOut,
-          self,
-          "shutdown timed out: worker \"" + self + "\" still has " +
-              std::to_string(open) + " calls under way");
+      return false;
     }
+  }
+  return true;
+}
+
+void GroupShutdown::waitForOwnCalls(Clock::time_point deadline) {
+  int64_t open = 0;
+  waitInterruptibly(deadline, [&](auto patience) {
+    open = caller_.waitUntilNone(patience);
+    return open == 0;
+  });
+  if (open != 0) {
+    const std::string& self = group_.self().name_;
+    throw RpcError(
+        base::ErrorKind::kTimedOut,
+        self,
+        "shutdown timed out: worker \"" + self + "\" still has " +
+            std::to_string(open) + " calls under way");
   }
 }
 
@@ -94,8 +98,8 @@ void GroupShutdown::waitForReaders(Clock::time_point deadline) {
 
 int64_t GroupShutdown::barrier(int64_t active, Clock::time_point deadline) {
   const auto infos = group_.membership().all();
-  // The worker that upstream's _all_gather chooses, too: connections to it
-  // exist.
+  // Upstream's _all_gather chooses the same worker, so connections to this
+  // worker exist.
   const auto leader = std::min_element(
       infos.begin(), infos.end(), [](const auto& a, const auto& b) {
         return a.name_ < b.name_;
@@ -108,36 +112,37 @@ int64_t GroupShutdown::barrier(int64_t active, Clock::time_point deadline) {
           static_cast<rpc::MessageType>(kBarrierRequestType)),
       "the end of the group");
 
-  auto waiter = std::make_shared<Waiter>();
-  future->addCallback([waiter](rpc::JitFuture&) {
-    std::lock_guard lock(waiter->mutex);
-    waiter->done = true;
-    waiter->changed.notify_all();
-  });
-  std::unique_lock lock(waiter->mutex);
-  while (!waiter->done) {
-    waiter->changed.wait_for(lock, kInterruptInterval);
-    lock.unlock();
-    checkInterrupt_();
-    if (Clock::now() > deadline) {
-      throw RpcError(
-          base::ErrorKind::kTimedOut,
-          leader->name_,
-          "shutdown timed out: some worker of the group has not reached it");
-    }
-    lock.lock();
+  // Shared with the callback, which may come after the wait.
+  const auto done = std::make_shared<std::promise<void>>();
+  future->addCallback([done](rpc::JitFuture&) { done->set_value(); });
+  if (!waitInterruptibly(
+          deadline, [whenDone = done->get_future()](auto patience) {
+            return whenDone.wait_for(patience) == std::future_status::ready;
+          })) {
+    throw RpcError(
+        base::ErrorKind::kTimedOut,
+        leader->name_,
+        "shutdown timed out: some worker of the group has not reached it");
   }
   if (future->hasError()) {
     std::rethrow_exception(future->exception_ptr());
   }
   const auto answer = future->value().toCustomClass<rpc::Message>();
   base::ByteReader reader({answer->payload().data(), answer->payload().size()});
-  return reader.i64();
+  const int64_t sum = reader.i64();
+  if (reader.failed()) {
+    throw RpcError(
+        base::ErrorKind::kInvalid,
+        leader->name_,
+        "shutdown: the answer of worker \"" + leader->name_ +
+            "\" is too short");
+  }
+  return sum;
 }
 
 void GroupShutdown::serve(Arrival& arrival) {
   auto decoded = arrival.decoder->finish();
-  if (!decoded.ok()) {
+  if (arrival.error || !decoded.ok()) {
     return;
   }
   const auto& payload = decoded.value()->payload();

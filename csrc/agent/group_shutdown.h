@@ -40,6 +40,13 @@ class GroupShutdown {
   void serve(Arrival& arrival);
 
  private:
+  // Repeats `wait`, a bool(std::chrono::milliseconds patience), until it
+  // returns true. False after the deadline, even if `wait` has returned true: a
+  // group that never comes to rest must time out, too.
+  template <typename F>
+  bool waitInterruptibly(
+      std::chrono::steady_clock::time_point deadline,
+      F&& wait);
   void waitForOwnCalls(std::chrono::steady_clock::time_point deadline);
   void waitForReaders(std::chrono::steady_clock::time_point deadline);
   int64_t barrier(

@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace torch_rpc_ext::agent {
@@ -27,7 +28,32 @@ struct HeldMemory {
   T memory;
   memory::SharedMap::Hold hold; // destroyed before `memory`
 };
-using HeldBlock = HeldMemory<Block>;
+
+template <typename T>
+void deleteHeld(void* held) {
+  delete static_cast<HeldMemory<T>*>(held);
+}
+
+// A storage that owns `owner`, whose memory begins at `data`.
+template <typename T>
+c10::Storage
+makeOwningStorage(T owner, memory::SharedMap* shared, void* data, size_t size) {
+  auto* const held =
+      new HeldMemory<T>{std::move(owner), memory::SharedMap::Hold(shared)};
+  return makeStorage(
+      at::DataPtr(data, held, deleteHeld<T>, at::Device(at::kCPU)), size);
+}
+
+// The memory that makeOwningStorage() has given the storage; null for a storage
+// that owns something else.
+template <typename T>
+T* memoryOf(const c10::Storage& storage) {
+  const at::DataPtr& pointer = storage.data_ptr();
+  return pointer.get_deleter() == &deleteHeld<T>
+      ? &static_cast<HeldMemory<T>*>(pointer.get_context())->memory
+      : nullptr;
+}
+
 // Memory that came mapped over a connection.
 struct Mapped {
   std::shared_ptr<memory::SharedMap> map;
@@ -35,37 +61,12 @@ struct Mapped {
   // has come back.
   std::weak_ptr<transport::Connection> home;
 };
-using HeldMapped = HeldMemory<Mapped>;
-
-void deleteBlock(void* held) {
-  delete static_cast<HeldBlock*>(held);
-}
-
-void deleteMapped(void* held) {
-  delete static_cast<HeldMapped*>(held);
-}
 
 bool hasOneOwner(const c10::Storage& storage) {
   const auto one = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
       storage.unsafeGetStorageImpl());
   // `one` itself is the second reference.
   return one.use_count() == 2 && one.weak_use_count() == 1;
-}
-
-Block* blockOf(const c10::Storage& storage) {
-  return storage.data_ptr().get_deleter() == deleteBlock
-      ? &static_cast<HeldBlock*>(storage.data_ptr().get_context())->memory
-      : nullptr;
-}
-
-c10::Storage adoptBlock(Block block) {
-  memory::SharedMap* const shared = block.shared();
-  std::unique_ptr<HeldBlock> owner(
-      new HeldBlock{std::move(block), memory::SharedMap::Hold(shared)});
-  void* const data = owner->memory.data();
-  const size_t size = owner->memory.size();
-  at::DataPtr pointer(data, owner.release(), deleteBlock, at::Device(at::kCPU));
-  return makeStorage(std::move(pointer), size);
 }
 
 } // namespace
@@ -76,11 +77,14 @@ base::Result<c10::Storage> allocateOnHost(
   if (size < memory::kMinBlockBytes || cache == nullptr) {
     return makeStorage(c10::GetCPUAllocator()->allocate(size), size);
   }
-  auto block = cache->acquire(size);
-  if (!block.ok()) {
-    return block.error();
+  auto acquired = cache->acquire(size);
+  if (!acquired.ok()) {
+    return acquired.error();
   }
-  return adoptBlock(std::move(block.value()));
+  Block& block = acquired.value();
+  memory::SharedMap* const shared = block.shared();
+  void* const data = block.data();
+  return makeOwningStorage(std::move(block), shared, data, size);
 }
 
 c10::Storage adoptMemory(
@@ -89,11 +93,8 @@ c10::Storage adoptMemory(
     size_t size) {
   memory::SharedMap* const shared = memory.get();
   const auto home = shared->isForeign() ? from : nullptr;
-  std::unique_ptr<HeldMapped> owner(new HeldMapped{
-      {std::move(memory), home}, memory::SharedMap::Hold(shared)});
-  at::DataPtr pointer(
-      shared->data(), owner.release(), deleteMapped, at::Device(at::kCPU));
-  return makeStorage(std::move(pointer), size);
+  return makeOwningStorage(
+      Mapped{std::move(memory), home}, shared, shared->data(), size);
 }
 
 c10::Storage copyBytesOf(base::ConstSpan bytes) {
@@ -120,7 +121,7 @@ c10::Storage metaStorage(size_t size) {
 }
 
 Block* soleBlock(const c10::Storage& storage) {
-  Block* const block = blockOf(storage);
+  Block* const block = memoryOf<Block>(storage);
   return block != nullptr && hasOneOwner(storage) ? block : nullptr;
 }
 
@@ -128,12 +129,10 @@ std::shared_ptr<memory::SharedMap> giveable(
     const c10::Storage& storage,
     const transport::ConnectionPtr& to) {
   memory::SharedMap* map = nullptr;
-  if (const Block* const block = blockOf(storage)) {
+  if (const Block* const block = memoryOf<Block>(storage)) {
     map = block->shared();
-  } else if (storage.data_ptr().get_deleter() == deleteMapped) {
-    const Mapped& mapped =
-        static_cast<HeldMapped*>(storage.data_ptr().get_context())->memory;
-    map = mapped.home.lock() == to ? mapped.map.get() : nullptr;
+  } else if (const Mapped* const mapped = memoryOf<Mapped>(storage)) {
+    map = mapped->home.lock() == to ? mapped->map.get() : nullptr;
   }
   if (map == nullptr || map->discarded() || map->isPrivate() ||
       !hasOneOwner(storage)) {

@@ -37,8 +37,8 @@ base::Error checkSum(
     uint64_t sent);
 
 // Checksums that this worker's devices are still computing (device/sums.h), and
-// the sender's. To be compared when the devices are done, before anybody gets
-// the message.
+// the sender's. compare() is to be called when the devices are done, before
+// anybody gets the message.
 //
 // Owns: the memory that the devices write to.
 // Thread: one at a time.

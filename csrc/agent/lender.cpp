@@ -18,35 +18,43 @@ namespace {
 using Block = memory::BufferCache::Block;
 using Blocks = std::vector<std::shared_ptr<Block>>;
 
-// Each takes a block and a descriptor.
+// A message with more spans is not lent: each span takes a block and a
+// descriptor.
 constexpr size_t kMaxSpans = 16;
-// Up to here the thread that sends copies itself (8 MiB: under a millisecond).
+// The sending thread copies up to so many bytes itself (8 MiB: under a
+// millisecond); tasks copy more.
 constexpr uint64_t kAtOnceBytes = uint64_t{8} << 20;
-// One core copies at about the speed of the memory.
+// A copy gets one more thread for so many bytes: one core alone copies at about
+// the speed of the memory.
 constexpr uint64_t kBytesPerThread = uint64_t{64} << 20;
 constexpr uint64_t kMaxCopyThreads = 4;
-// From here on the receiver would not find it in a cache anyway.
+// Copies of so many bytes or more go past the CPU's caches, which could not
+// hold them until the receiver reads them.
 constexpr uint64_t kStreamedBytes = uint64_t{32} << 20;
-// What a thread takes at a time.
+// How much of a copy a thread takes at a time.
 constexpr size_t kShareBytes = size_t{8} << 20;
 // How fast the kernel fills fresh pages: about 1 GB/s.
 constexpr uint64_t kFreshBytesPerMicrosecond = 1000;
 // How long messages wait without a block coming back, at least and at most.
 constexpr std::chrono::microseconds kLeastPatience{1'000};
 constexpr std::chrono::microseconds kMostPatience{200'000};
-// 20 us: after each the thread gives way to whoever woke up behind it.
+// After each piece (20 us) a copying thread yields to threads that have become
+// ready meanwhile on its core.
 constexpr size_t kPieceBytes = size_t{128} << 10;
+
+// A block, and the bytes that it is filled with.
+struct Source {
+  std::shared_ptr<Block> block;
+  const void* bytes;
+};
 
 // Shared by the threads that fill some blocks.
 class Copy {
  public:
   // `done` runs on the thread that ends last.
-  Copy(
-      const std::vector<Lender::Source>& sources,
-      bool streams,
-      base::TaskPtr done)
+  Copy(const std::vector<Source>& sources, bool streams, base::TaskPtr done)
       : streams_(streams), done_(std::move(done)) {
-    for (const Lender::Source& source : sources) {
+    for (const Source& source : sources) {
       const auto* const from = static_cast<const char*>(source.bytes);
       auto* const to = static_cast<char*>(source.block->data());
       const size_t size = source.block->size();
@@ -90,14 +98,41 @@ class Copy {
     size_t size;
   };
 
-  const bool streams_; // past the caches
+  const bool streams_; // past the CPU's caches
   const base::TaskPtr done_;
   std::vector<Share> shares_;
   std::atomic<size_t> next_{0};
   std::atomic<size_t> threads_{1};
 };
 
-// The bulk has been copied to the blocks: they are what is sent.
+// Fills the blocks of `sources`, with `bytes` in all: at once, or in tasks of
+// `runner`. Then runs `done`.
+void fillBlocks(
+    const std::vector<Source>& sources,
+    uint64_t bytes,
+    base::TaskRunner& runner,
+    base::TaskPtr done) {
+  if (bytes <= kAtOnceBytes) {
+    Copy(sources, /*streams=*/false, std::move(done)).work(nullptr);
+    return;
+  }
+  const auto copy =
+      std::make_shared<Copy>(sources, bytes >= kStreamedBytes, std::move(done));
+  static const uint64_t cores =
+      std::max(1u, std::thread::hardware_concurrency());
+  const uint64_t threads = std::clamp<uint64_t>(
+      bytes / kBytesPerThread, 1, std::min(cores, kMaxCopyThreads));
+  copy->setThreads(threads);
+  for (uint64_t i = 0; i < threads; ++i) {
+    runner.submit(base::makeTask([copy] {
+      base::ShortTimeSlices slices;
+      copy->work(&slices);
+    }));
+  }
+}
+
+// Sends a message with the blocks to which its bulk has been copied, in place
+// of the bulk.
 void sendBlocks(
     Encoded encoded,
     Blocks blocks,
@@ -114,11 +149,12 @@ void sendBlocks(
   then(std::move(encoded));
 }
 
-// While this thread takes blocks: what it gives back because a message needs
-// more than there are has not been in use.
+// Whether this thread is taking blocks. Blocks that it gives back meanwhile,
+// because there are fewer than the message needs, were idle before too, so
+// Lender::returned() ignores them.
 thread_local bool acquiring = false;
 
-// All, or none.
+// A block for each span; none at all if there is not one for each.
 Blocks acquire(
     memory::BufferCache& cache,
     const std::vector<base::ConstSpan>& spans) {
@@ -139,7 +175,8 @@ Blocks acquire(
   return blocks;
 }
 
-// The time in which the kernel would fill as many fresh pages.
+// How long a message of so many bytes waits: as long as the kernel would take
+// to fill as many fresh pages.
 std::chrono::microseconds patienceFor(uint64_t bytes) {
   return std::clamp(
       std::chrono::microseconds(bytes / kFreshBytesPerMicrosecond),
@@ -147,6 +184,7 @@ std::chrono::microseconds patienceFor(uint64_t bytes) {
       kMostPatience);
 }
 
+// The size class of the message's largest block.
 size_t classOf(const Encoded& encoded) {
   size_t largest = 0;
   for (const auto& span : encoded.bulk) {
@@ -194,9 +232,12 @@ void Lender::lend(Encoded encoded, Then then) {
   }
   if (anyWaits_.load()) {
     const size_t capacity = classOf(encoded);
-    std::unique_lock lock(mutex_);
-    if (queues_.contains(capacity)) { // others wait already
-      addLocked(capacity, std::move(encoded), std::move(then), bytes);
+    auto state = state_.lock();
+    if (state->queues.contains(capacity)) { // others wait already
+      add(*state,
+          capacity,
+          {std::move(encoded), std::move(then), bytes},
+          Place::kLast);
       return;
     }
   }
@@ -205,9 +246,12 @@ void Lender::lend(Encoded encoded, Then then) {
   }
   {
     const size_t capacity = classOf(encoded);
-    const std::lock_guard lock(mutex_);
-    if (!stopped_ && !stalled_.contains(capacity)) {
-      addLocked(capacity, std::move(encoded), std::move(then), bytes);
+    auto state = state_.lock();
+    if (!state->stopped && !state->stalled.contains(capacity)) {
+      add(*state,
+          capacity,
+          {std::move(encoded), std::move(then), bytes},
+          Place::kLast);
       return;
     }
   }
@@ -223,9 +267,10 @@ bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
   for (size_t i = 0; i < blocks.size(); ++i) {
     sources.push_back({blocks[i], encoded.bulk[i].data});
   }
-  copy(
+  fillBlocks(
       sources,
       bytes,
+      runner_,
       base::makeTask([encoded = std::move(encoded),
                       blocks = std::move(blocks),
                       then = std::move(then)]() mutable {
@@ -234,31 +279,9 @@ bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
   return true;
 }
 
-void Lender::copy(
-    const std::vector<Source>& sources,
-    uint64_t bytes,
-    base::TaskPtr done) {
-  if (bytes <= kAtOnceBytes) {
-    Copy(sources, /*streams=*/false, std::move(done)).work(nullptr);
-    return;
-  }
-  const auto copy =
-      std::make_shared<Copy>(sources, bytes >= kStreamedBytes, std::move(done));
-  static const uint64_t cores =
-      std::max(1u, std::thread::hardware_concurrency());
-  const uint64_t threads = std::clamp<uint64_t>(
-      bytes / kBytesPerThread, 1, std::min(cores, kMaxCopyThreads));
-  copy->setThreads(threads);
-  for (uint64_t i = 0; i < threads; ++i) {
-    runner_.submit(base::makeTask([copy] {
-      base::ShortTimeSlices slices;
-      copy->work(&slices);
-    }));
-  }
-}
-
-// A message whose copies are also those of other messages. It does not wait for
-// memory: the messages after it would have to wait, too.
+// Lends to a message that shares its copies with other messages. The message
+// does not wait for memory, because the messages after it would have to wait,
+// too.
 void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
   std::vector<base::ConstSpan> missing;
   for (const auto& span : encoded.bulk) {
@@ -310,11 +333,12 @@ void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
   }
   message->left.store(message->loans.size());
   if (!made.empty()) {
-    copy(sources, bytes, base::makeTask([made] {
-           for (const auto& loan : made) {
-             loan->copied();
-           }
-         }));
+    base::TaskPtr done = base::makeTask([made] {
+      for (const auto& loan : made) {
+        loan->copied();
+      }
+    });
+    fillBlocks(sources, bytes, runner_, std::move(done));
   }
   // A copy of the list: the last oneCopied() sends the message.
   for (const auto& loan : std::vector(message->loans)) {
@@ -322,20 +346,18 @@ void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
   }
 }
 
-void Lender::addLocked(
-    size_t capacity,
-    Encoded encoded,
-    Then then,
-    uint64_t bytes) {
-  const auto [queue, isNew] = queues_.try_emplace(capacity);
-  queue->second.messages.push_back(
-      {std::move(encoded), std::move(then), bytes});
-  ++load_.messages;
-  load_.bytes += bytes;
+void Lender::add(State& state, size_t capacity, Waiting waiting, Place place) {
+  const auto [queue, isNew] = state.queues.try_emplace(capacity);
+  auto& messages = queue->second.messages;
+  if (place == Place::kLast) {
+    messages.push_back(std::move(waiting));
+  } else {
+    messages.push_front(std::move(waiting));
+  }
   if (isNew) {
     queue->second.since = Clock::now();
-    setAnyWaitsLocked();
-    setTimerLocked();
+    setAnyWaits(state);
+    setTimer(state);
   }
 }
 
@@ -349,13 +371,13 @@ void Lender::returned(size_t capacity, bool isIdle) {
   if (!anyWaits_.load() || acquiring) {
     return;
   }
-  const std::lock_guard lock(mutex_);
-  stalled_.erase(capacity);
-  setAnyWaitsLocked();
-  const auto queue = queues_.find(capacity);
-  if (queue != queues_.end()) {
+  auto state = state_.lock();
+  state->stalled.erase(capacity);
+  setAnyWaits(*state);
+  const auto queue = state->queues.find(capacity);
+  if (queue != state->queues.end()) {
     queue->second.since = Clock::now();
-    // With the mutex held: after stop() nothing is submitted.
+    // With the lock held: after stop() nothing is submitted.
     runner_.submit(
         base::makeTask([self = shared_from_this(), capacity, isIdle] {
           self->serve(capacity, isIdle);
@@ -364,19 +386,19 @@ void Lender::returned(size_t capacity, bool isIdle) {
 }
 
 // Lends to the first message of the queue, and to more if there are blocks. If
-// a block came back that this process uses now, and there is no other one, the
-// first message is sent without a copy: it would wait for a receiver that
-// returns what it is sent.
+// this process itself uses the block that came back, and there is no other
+// block, the first message is sent without a copy: where a receiver returns
+// what it is sent, no block may become idle while the message waits.
 void Lender::serve(size_t capacity, bool isIdle) {
   for (;;) {
     std::optional<Waiting> first;
     {
-      const std::lock_guard lock(mutex_);
-      const auto queue = queues_.find(capacity);
-      if (queue == queues_.end()) {
+      auto state = state_.lock();
+      const auto queue = state->queues.find(capacity);
+      if (queue == state->queues.end()) {
         return;
       }
-      first.emplace(takeFirstLocked(queue));
+      first.emplace(takeFirst(*state, queue));
     }
     if (tryToLend(first->encoded, first->then, first->bytes)) {
       continue;
@@ -385,69 +407,55 @@ void Lender::serve(size_t capacity, bool isIdle) {
       first->then(std::move(first->encoded));
       return;
     }
-    const std::lock_guard lock(mutex_);
-    if (!stopped_) {
-      putBackLocked(capacity, std::move(*first));
+    auto state = state_.lock();
+    if (!state->stopped) {
+      add(*state, capacity, std::move(*first), Place::kFirst);
     }
     return;
   }
 }
 
-Lender::Waiting Lender::takeFirstLocked(Queues::iterator queue) {
+Lender::Waiting Lender::takeFirst(State& state, Queues::iterator queue) {
   auto& messages = queue->second.messages;
   Waiting first = std::move(messages.front());
   messages.pop_front();
-  --load_.messages;
-  load_.bytes -= first.bytes;
   if (messages.empty()) {
-    queues_.erase(queue);
-    setAnyWaitsLocked();
+    state.queues.erase(queue);
+    setAnyWaits(state);
   }
   return first;
-}
-
-void Lender::putBackLocked(size_t capacity, Waiting first) {
-  const auto [queue, isNew] = queues_.try_emplace(capacity);
-  ++load_.messages;
-  load_.bytes += first.bytes;
-  queue->second.messages.push_front(std::move(first));
-  if (isNew) {
-    queue->second.since = Clock::now();
-    setAnyWaitsLocked();
-    setTimerLocked();
-  }
 }
 
 void Lender::expire() {
   std::vector<Waiting> expired;
   {
-    const std::lock_guard lock(mutex_);
+    auto state = state_.lock();
     const auto now = Clock::now();
-    for (auto queue = queues_.begin(); queue != queues_.end();) {
+    for (auto queue = state->queues.begin(); queue != state->queues.end();) {
       const auto following = std::next(queue);
       if (queue->second.until() <= now) {
-        stalled_.insert(queue->first);
+        state->stalled.insert(queue->first);
         for (size_t left = queue->second.messages.size(); left != 0; --left) {
-          expired.push_back(takeFirstLocked(queue));
+          expired.push_back(takeFirst(*state, queue));
         }
       }
       queue = following;
     }
-    setAnyWaitsLocked();
-    setTimerLocked();
+    setAnyWaits(*state);
+    setTimer(*state);
   }
   for (auto& waiting : expired) {
     waiting.then(std::move(waiting.encoded));
   }
 }
 
-void Lender::setAnyWaitsLocked() {
-  anyWaits_.store(!queues_.empty() || !stalled_.empty());
+void Lender::setAnyWaits(const State& state) {
+  anyWaits_.store(!state.queues.empty() || !state.stalled.empty());
 }
 
-void Lender::setTimerLocked() {
+void Lender::setTimer(const State& state) {
   auto first = Clock::time_point::max();
-  for (const auto& [capacity, queue] : queues_) {
+  for (const auto& [capacity, queue] : state.queues) {
     first = std::min(first, queue.until());
   }
   timer_.set(first);
@@ -456,16 +464,22 @@ void Lender::setTimerLocked() {
 void Lender::stop() {
   Queues dropped; // destroyed without the lock: holds tensors
   timer_.stop();
-  const std::lock_guard lock(mutex_);
-  stopped_ = true;
-  dropped.swap(queues_);
-  load_ = {};
-  setAnyWaitsLocked();
+  auto state = state_.lock();
+  state->stopped = true;
+  dropped.swap(state->queues);
+  setAnyWaits(*state);
 }
 
 Lender::Load Lender::waiting() const {
-  const std::lock_guard lock(mutex_);
-  return load_;
+  Load load;
+  const auto state = state_.lock();
+  for (const auto& [capacity, queue] : state->queues) {
+    load.messages += queue.messages.size();
+    for (const Waiting& waiting : queue.messages) {
+      load.bytes += waiting.bytes;
+    }
+  }
+  return load;
 }
 
 } // namespace torch_rpc_ext::agent

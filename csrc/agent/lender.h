@@ -3,6 +3,7 @@
 #include "agent/codec.h"
 #include "agent/one_copy.h"
 #include "base/poller.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 #include "base/timer.h"
 #include "memory/buffer_cache.h"
@@ -14,9 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
-#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -51,12 +50,6 @@ class Lender : public std::enable_shared_from_this<Lender> {
   // there is much to copy, or the message has to wait, later on the runner.
   void lend(Encoded encoded, Then then);
 
-  // Where a block is filled from.
-  struct Source {
-    std::shared_ptr<memory::BufferCache::Block> block;
-    const void* bytes;
-  };
-
   // Drops the messages that wait: `then` is destroyed without a call.
   void stop();
 
@@ -82,6 +75,13 @@ class Lender : public std::enable_shared_from_this<Lender> {
     Clock::time_point until() const;
   };
   using Queues = std::map<size_t, Queue>;
+  struct State {
+    Queues queues; // by the class of a message's largest block
+    // The classes of which no block has come back since messages waited in
+    // vain.
+    std::set<size_t> stalled;
+    bool stopped = false;
+  };
 
   Lender(
       std::shared_ptr<memory::BufferCache> cache,
@@ -89,27 +89,22 @@ class Lender : public std::enable_shared_from_this<Lender> {
       base::Poller& poller);
   bool tryToLend(Encoded& encoded, Then& then, uint64_t bytes);
   void lendCommon(OneCopy& common, Encoded encoded, Then then);
-  void
-  copy(const std::vector<Source>& sources, uint64_t bytes, base::TaskPtr done);
   void returned(size_t capacity, bool isIdle);
   void serve(size_t capacity, bool isIdle);
   void expire();
-  void addLocked(size_t capacity, Encoded encoded, Then then, uint64_t bytes);
-  Waiting takeFirstLocked(Queues::iterator queue);
-  void putBackLocked(size_t capacity, Waiting first);
-  void setAnyWaitsLocked();
-  void setTimerLocked();
+  // Where a message waits: behind the others of its queue, or before them.
+  enum class Place : bool { kLast, kFirst };
+  void add(State& state, size_t capacity, Waiting waiting, Place place);
+  Waiting takeFirst(State& state, Queues::iterator queue);
+  void setAnyWaits(const State& state);
+  void setTimer(const State& state);
 
   const std::shared_ptr<memory::BufferCache> cache_;
   base::TaskRunner& runner_;
-  mutable std::mutex mutex_;
-  Queues queues_; // by the class of a message's largest block
-  // The classes of which no block has come back since messages waited in vain.
-  std::set<size_t> stalled_;
-  // Whether queues_ or stalled_ has anything: asked without the mutex.
+  base::Synchronized<State> state_;
+  // Whether State::queues or State::stalled has anything: asked without the
+  // lock.
   std::atomic<bool> anyWaits_{false};
-  Load load_;
-  bool stopped_ = false;
   base::Timer timer_; // last: its handler uses the others
 };
 

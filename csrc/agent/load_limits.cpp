@@ -14,15 +14,16 @@ bool LoadLimits::fits(const Load& load, uint64_t bytes) const {
 
 base::Error
 LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
-  std::unique_lock lock(mutex_);
-  if (!fits(loads_[to], bytes)) {
-    ++heldBack_;
-    ++waiting_;
-    const bool room = changed_.wait_until(
-        lock, deadline, [&] { return stopped_ || fits(loads_[to], bytes); });
-    --waiting_;
+  auto state = state_.lock();
+  if (!fits(state->loads[to], bytes)) {
+    ++state->heldBack;
+    ++state->waiting;
+    const bool room = state.waitUntil(changed_, deadline, [&] {
+      return state->stopped || fits(state->loads[to], bytes);
+    });
+    --state->waiting;
     if (!room) {
-      const Load& load = loads_[to];
+      const Load& load = state->loads[to];
       return {
           base::ErrorKind::kOverloaded,
           std::to_string(load.calls) + " calls with " +
@@ -32,34 +33,33 @@ LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
               "max_bytes_in_flight)"};
     }
   }
-  if (stopped_) {
+  if (state->stopped) {
     return {base::ErrorKind::kShutDown, "this worker shut down"};
   }
-  Load& load = loads_[to];
+  Load& load = state->loads[to];
   ++load.calls;
   load.bytes += bytes;
   return {};
 }
 
 void LoadLimits::end(worker_id_t to, uint64_t bytes) {
-  std::lock_guard lock(mutex_);
-  Load& load = loads_[to];
+  auto state = state_.lock();
+  Load& load = state->loads[to];
   --load.calls;
   load.bytes -= bytes;
-  if (waiting_ != 0) {
+  if (state->waiting != 0) {
     changed_.notify_all();
   }
 }
 
 void LoadLimits::stop() {
-  std::lock_guard lock(mutex_);
-  stopped_ = true;
+  auto state = state_.lock();
+  state->stopped = true;
   changed_.notify_all();
 }
 
 uint64_t LoadLimits::heldBack() const {
-  std::lock_guard lock(mutex_);
-  return heldBack_;
+  return state_.lock()->heldBack;
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,13 +1,13 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 
 #include <torch/csrc/distributed/rpc/types.h>
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <unordered_map>
 
 namespace torch_rpc_ext::agent {
@@ -46,17 +46,19 @@ class LoadLimits {
     uint64_t calls = 0;
     uint64_t bytes = 0;
   };
+  struct State {
+    std::unordered_map<worker_id_t, Load> loads;
+    uint64_t heldBack = 0;
+    size_t waiting = 0;
+    bool stopped = false;
+  };
 
   bool fits(const Load& load, uint64_t bytes) const;
 
   const uint64_t maxCalls_;
   const uint64_t maxBytes_;
-  mutable std::mutex mutex_;
+  base::Synchronized<State> state_;
   std::condition_variable changed_;
-  std::unordered_map<worker_id_t, Load> loads_;
-  uint64_t heldBack_ = 0;
-  size_t waiting_ = 0;
-  bool stopped_ = false;
 };
 
 } // namespace torch_rpc_ext::agent

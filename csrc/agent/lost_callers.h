@@ -1,11 +1,11 @@
 #pragma once
 
+#include "base/synchronized.h"
 #include "transport/transport.h"
 
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -32,10 +32,12 @@ class LostCallers {
     const transport::Connection* connection;
     Callback callback;
   };
+  struct State {
+    uint64_t next = 1;
+    std::map<uint64_t, Entry> entries;
+  };
 
-  std::mutex mutex_;
-  uint64_t next_ = 1;
-  std::map<uint64_t, Entry> entries_;
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -1,5 +1,10 @@
 #include "agent/mailbox.h"
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <ctime>
 #include <utility>
 
@@ -8,48 +13,48 @@ namespace torch_rpc_ext::agent {
 namespace {
 
 // A signal may come while this thread is not asleep, and then ends no wait.
-constexpr time_t kLookSeconds = 1;
-
-timespec soon() {
-  timespec time{};
-  clock_gettime(CLOCK_REALTIME, &time);
-  time.tv_sec += kLookSeconds;
-  return time;
-}
+constexpr timespec kLongestSleep{1, 0};
 
 } // namespace
 
-Mailbox::Mailbox() {
-  sem_init(&rung_, /*pshared=*/0, /*value=*/0);
-}
-
-Mailbox::~Mailbox() {
-  sem_destroy(&rung_);
-}
-
 bool Mailbox::put(base::TaskPtr& task) {
   {
-    std::lock_guard lock(mutex_);
-    if (closed_) {
+    auto state = state_.lock();
+    if (state->closed) {
       return false;
     }
-    tasks_.push_back(std::move(task));
+    state->tasks.push_back(std::move(task));
   }
   ring();
   return true;
 }
 
 void Mailbox::ring() {
-  sem_post(&rung_);
+  static_assert(decltype(rung_)::is_always_lock_free);
+  if (rung_.exchange(1) == 0) {
+    syscall(SYS_futex, &rung_, FUTEX_WAKE_PRIVATE, 1);
+  }
+}
+
+bool Mailbox::wait() {
+  while (rung_.exchange(0) == 0) {
+    // The time is one of the monotonic clock. EAGAIN: ring() came before.
+    if (syscall(SYS_futex, &rung_, FUTEX_WAIT_PRIVATE, 0, &kLongestSleep) !=
+            0 &&
+        errno != EAGAIN) {
+      return false;
+    }
+  }
+  return true;
 }
 
 base::TaskPtr Mailbox::next() {
-  std::lock_guard lock(mutex_);
-  if (tasks_.empty()) {
+  auto state = state_.lock();
+  if (state->tasks.empty()) {
     return nullptr;
   }
-  base::TaskPtr task = std::move(tasks_.front());
-  tasks_.pop_front();
+  base::TaskPtr task = std::move(state->tasks.front());
+  state->tasks.pop_front();
   return task;
 }
 
@@ -57,10 +62,7 @@ bool Mailbox::serve(const std::function<bool()>& done) {
   while (!done()) {
     if (base::TaskPtr task = next()) {
       task->run();
-      continue;
-    }
-    const timespec until = soon();
-    if (sem_timedwait(&rung_, &until) != 0) {
+    } else if (!wait()) {
       return false;
     }
   }
@@ -68,9 +70,9 @@ bool Mailbox::serve(const std::function<bool()>& done) {
 }
 
 std::deque<base::TaskPtr> Mailbox::close() {
-  std::lock_guard lock(mutex_);
-  closed_ = true;
-  return std::exchange(tasks_, {});
+  auto state = state_.lock();
+  state->closed = true;
+  return std::exchange(state->tasks, {});
 }
 
 } // namespace torch_rpc_ext::agent

@@ -1,12 +1,12 @@
 #pragma once
 
+#include "base/synchronized.h"
 #include "base/task.h"
 
-#include <semaphore.h>
-
+#include <atomic>
+#include <cstdint>
 #include <deque>
 #include <functional>
-#include <mutex>
 
 namespace torch_rpc_ext::agent {
 
@@ -18,11 +18,6 @@ namespace torch_rpc_ext::agent {
 // Thread: any; serve() is for the thread that waits.
 class Mailbox {
  public:
-  Mailbox();
-  ~Mailbox();
-  Mailbox(const Mailbox&) = delete;
-  Mailbox& operator=(const Mailbox&) = delete;
-
   // Takes `task`, which serve() then runs. Returns false after close(); then
   // the task stays with the caller.
   bool put(base::TaskPtr& task);
@@ -37,12 +32,20 @@ class Mailbox {
   std::deque<base::TaskPtr> close();
 
  private:
-  base::TaskPtr next();
+  struct State {
+    std::deque<base::TaskPtr> tasks;
+    bool closed = false;
+  };
 
-  std::mutex mutex_;
-  std::deque<base::TaskPtr> tasks_;
-  bool closed_ = false;
-  sem_t rung_; // not a condition variable: a signal of the system ends its wait
+  base::TaskPtr next();
+  // Waits for ring(). Returns false after a signal, and after a second.
+  bool wait();
+
+  base::Synchronized<State> state_;
+  // 1 after ring(), until wait() has seen it. A futex, because a signal does
+  // not end the wait for a condition variable, and the wait for a semaphore
+  // goes by the wall clock before glibc 2.30.
+  std::atomic<uint32_t> rung_{0};
 };
 
 } // namespace torch_rpc_ext::agent

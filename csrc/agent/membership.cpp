@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <mutex>
+#include <utility>
 
 namespace torch_rpc_ext::agent {
 
@@ -16,13 +16,11 @@ constexpr size_t kNamesShown = 8;
 } // namespace
 
 void Membership::setGroup(std::string group) {
-  std::unique_lock lock(mutex_);
-  group_ = std::move(group);
+  state_.lock()->group = std::move(group);
 }
 
 std::string Membership::group() const {
-  std::shared_lock lock(mutex_);
-  return group_;
+  return state_.lock()->group;
 }
 
 void Membership::add(
@@ -32,37 +30,36 @@ void Membership::add(
     uint32_t life) {
   auto member = std::make_shared<const Member>(
       Member{WorkerInfo(name, id), std::move(address), life});
-  std::unique_lock lock(mutex_);
-  removeLocked(name);
-  byName_[name] = member;
-  byId_[id] = member;
+  auto state = state_.lock();
+  remove(*state, name);
+  state->byName[name] = member;
+  state->byId[id] = member;
 }
 
 void Membership::remove(const std::string& name) {
-  std::unique_lock lock(mutex_);
-  removeLocked(name);
+  remove(*state_.lock(), name);
 }
 
-void Membership::removeLocked(const std::string& name) {
-  auto it = byName_.find(name);
-  if (it == byName_.end()) {
+void Membership::remove(State& state, const std::string& name) {
+  auto it = state.byName.find(name);
+  if (it == state.byName.end()) {
     return;
   }
-  auto byId = byId_.find(it->second->info.id_);
-  if (byId != byId_.end() && byId->second == it->second) {
-    byId_.erase(byId);
+  auto byId = state.byId.find(it->second->info.id_);
+  if (byId != state.byId.end() && byId->second == it->second) {
+    state.byId.erase(byId);
   }
-  former_.push_back(std::move(it->second));
-  byName_.erase(it);
+  state.former.push_back(std::move(it->second));
+  state.byName.erase(it);
 }
 
 const Membership::WorkerInfo& Membership::byName(
     const std::string& name) const {
-  std::shared_lock lock(mutex_);
-  auto it = byName_.find(name);
-  if (it == byName_.end()) {
+  const auto state = state_.lock();
+  auto it = state->byName.find(name);
+  if (it == state->byName.end()) {
     std::vector<std::string> names;
-    for (const auto& entry : byName_) {
+    for (const auto& entry : state->byName) {
       names.push_back(entry.first);
     }
     std::sort(names.begin(), names.end());
@@ -84,23 +81,23 @@ const Membership::WorkerInfo& Membership::byName(
 }
 
 const Membership::WorkerInfo& Membership::byId(worker_id_t id) const {
-  std::shared_lock lock(mutex_);
-  auto it = byId_.find(id);
+  const auto state = state_.lock();
+  auto it = state->byId.find(id);
   TORCH_CHECK(
-      it != byId_.end(),
+      it != state->byId.end(),
       "could not find destination worker with id ",
       id,
       " in a group of ",
-      byId_.size(),
+      state->byId.size(),
       " workers");
   return it->second->info;
 }
 
 std::vector<Membership::WorkerInfo> Membership::all() const {
-  std::shared_lock lock(mutex_);
+  const auto state = state_.lock();
   std::vector<WorkerInfo> infos;
-  infos.reserve(byName_.size());
-  for (const auto& entry : byName_) {
+  infos.reserve(state->byName.size());
+  for (const auto& entry : state->byName) {
     infos.push_back(entry.second->info);
   }
   return infos;
@@ -108,18 +105,18 @@ std::vector<Membership::WorkerInfo> Membership::all() const {
 
 std::optional<Membership::worker_id_t> Membership::idOf(
     const std::string& name) const {
-  std::shared_lock lock(mutex_);
-  auto it = byName_.find(name);
-  if (it == byName_.end()) {
+  const auto state = state_.lock();
+  auto it = state->byName.find(name);
+  if (it == state->byName.end()) {
     return std::nullopt;
   }
   return it->second->info.id_;
 }
 
 Membership::MemberPtr Membership::find(worker_id_t id) const {
-  std::shared_lock lock(mutex_);
-  auto it = byId_.find(id);
-  return it == byId_.end() ? nullptr : it->second;
+  const auto state = state_.lock();
+  auto it = state->byId.find(id);
+  return it == state->byId.end() ? nullptr : it->second;
 }
 
 } // namespace torch_rpc_ext::agent

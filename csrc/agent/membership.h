@@ -1,10 +1,11 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <memory>
 #include <optional>
-#include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -54,13 +55,16 @@ class Membership {
   MemberPtr find(worker_id_t id) const;
 
  private:
-  void removeLocked(const std::string& name);
+  struct State {
+    std::string group;
+    std::unordered_map<std::string, MemberPtr> byName;
+    std::unordered_map<worker_id_t, MemberPtr> byId;
+    std::vector<MemberPtr> former;
+  };
 
-  mutable std::shared_mutex mutex_;
-  std::string group_;
-  std::unordered_map<std::string, MemberPtr> byName_;
-  std::unordered_map<worker_id_t, MemberPtr> byId_;
-  std::vector<MemberPtr> former_;
+  static void remove(State& state, const std::string& name);
+
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent

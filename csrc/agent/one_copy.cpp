@@ -12,9 +12,9 @@ thread_local OneCopy* inside_ = nullptr;
 
 void Loan::whenCopied(base::TaskPtr then) {
   {
-    const std::lock_guard lock(mutex_);
-    if (!copied_) {
-      waiting_.push_back(std::move(then));
+    auto state = state_.lock();
+    if (!state->copied) {
+      state->waiting.push_back(std::move(then));
       return;
     }
   }
@@ -24,9 +24,9 @@ void Loan::whenCopied(base::TaskPtr then) {
 void Loan::copied() {
   std::vector<base::TaskPtr> waiting;
   {
-    const std::lock_guard lock(mutex_);
-    copied_ = true;
-    waiting.swap(waiting_);
+    auto state = state_.lock();
+    state->copied = true;
+    waiting.swap(state->waiting);
   }
   for (const auto& then : waiting) {
     then->run();

@@ -1,13 +1,13 @@
 #pragma once
 
 #include "base/buffer.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 #include "memory/buffer_cache.h"
 
 #include <c10/core/Storage.h>
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -38,11 +38,14 @@ class Loan {
   void copied();
 
  private:
+  struct State {
+    bool copied = false;
+    std::vector<base::TaskPtr> waiting;
+  };
+
   const base::ConstSpan from_;
   const std::shared_ptr<Block> block_;
-  std::mutex mutex_;
-  bool copied_ = false;
-  std::vector<base::TaskPtr> waiting_;
+  base::Synchronized<State> state_;
 };
 
 // Calls with the same tensors to several workers of this host: while a thread
@@ -57,20 +60,23 @@ class Loan {
 // Thread: one at a time.
 class OneCopy {
  public:
-  // Of all tensors, or `only` of those whose memory begins at these addresses.
+  // Shares the copies of all tensors, or `only` of those whose memory begins at
+  // these addresses.
   explicit OneCopy(std::optional<std::vector<const void*>> only = std::nullopt)
       : only_(std::move(only)) {}
 
-  // That of the calling thread; null if it is inside of none.
+  // The OneCopy that the calling thread is inside of; null if there is none.
   static OneCopy* current();
-  // Sets that of the calling thread, and returns the former one. The caller
-  // keeps `next` alive until it sets another one.
+  // Makes `next` the current OneCopy of the calling thread, and returns the
+  // former one. The caller keeps `next` alive until it sets another one.
   static OneCopy* setCurrent(OneCopy* next);
 
   // Whether the messages share the copy of these bytes.
   bool shares(base::ConstSpan bytes) const;
+  // The shared copy of these bytes; null if there is none yet.
   std::shared_ptr<Loan> find(base::ConstSpan bytes) const;
-  // `sources` are the storages that the loans are copies of, and maybe others.
+  // Keeps the shared ones of `loans`. `sources` are the storages that the loans
+  // are copies of, and maybe others.
   void add(
       const std::vector<std::shared_ptr<Loan>>& loans,
       const std::vector<c10::Storage>& sources);

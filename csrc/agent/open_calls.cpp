@@ -62,24 +62,24 @@ std::string whyUntaken(const PendingCall& call) {
 }
 
 bool isLate(const PendingCall& call) {
-  return call.timeout.count() > 0 &&
-      PendingCall::Clock::now() >= call.sentAt + call.timeout;
+  return PendingCall::Clock::now() >= call.deadline();
 }
 
+// Runs `complete`, and logs an exception that a callback of the future throws.
 template <typename F>
-void sayWhatWasRaised(const PendingCall& call, F&& complete) {
+void logWhatIsThrown(const PendingCall& call, F&& complete) {
+  const auto log = [&call](const std::string& text) {
+    base::log(
+        base::LogLevel::kInfo,
+        "a callback of " + call.label + " on worker \"" + call.worker +
+            "\" raised: " + text);
+  };
   try {
     complete();
   } catch (const c10::Error& error) {
-    base::log(
-        base::LogLevel::kInfo,
-        "a callback of " + call.label + " on worker \"" + call.worker +
-            "\" raised: " + error.what_without_backtrace());
+    log(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    base::log(
-        base::LogLevel::kInfo,
-        "a callback of " + call.label + " on worker \"" + call.worker +
-            "\" raised: " + error.what());
+    log(error.what());
   }
 }
 
@@ -89,7 +89,7 @@ template <typename F>
 void settle(const PendingCall& call, F&& complete) {
   base::guarded(
       base::Boundary::kFuture,
-      [&] { sayWhatWasRaised(call, complete); },
+      [&] { logWhatIsThrown(call, complete); },
       [&](const base::Error& error) {
         call.future->setErrorIfNeeded(
             std::make_exception_ptr(
@@ -139,11 +139,10 @@ base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
   if (load_.countsBytes()) {
     call.bytes = bytesOf(message);
   }
-  base::Error error = load_.begin(
-      call.to,
-      call.bytes,
-      call.timeout.count() > 0 ? call.sentAt + call.timeout
-                               : PendingCall::Clock::time_point::max());
+  // Not max(): before glibc 2.30, a wait until then is over at once.
+  const auto last = call.sentAt + toMilliseconds(kLongestSeconds);
+  base::Error error =
+      load_.begin(call.to, call.bytes, std::min(call.deadline(), last));
   call.limited = !error;
   return error;
 }
@@ -162,9 +161,10 @@ void OpenCalls::ended(PendingCall& call) {
     executor_.endNested(call.scope);
   }
   if (call.counted) {
-    std::lock_guard lock(countMutex_);
+    auto count = ended_.lock();
+    ++*count;
     counters_.clientActiveCalls.fetch_sub(1);
-    countChanged_.notify_all();
+    endedChanged_.notify_all();
   }
   call.future = nullptr; // nothing can end the call a second time
 }
@@ -287,19 +287,17 @@ void OpenCalls::failAll(
 
 void OpenCalls::failAll(const base::Error& error) {
   load_.stop();
-  for (auto& call : pending_.takeAll()) {
+  for (auto& call : pending_.takeAll(nullptr)) {
     failLater(std::move(call), error);
   }
 }
 
-void OpenCalls::stop() {
-  pending_.stop();
-}
-
 int64_t OpenCalls::waitUntilNone(std::chrono::milliseconds patience) {
-  std::unique_lock lock(countMutex_);
+  auto count = ended_.lock();
   if (counters_.clientActiveCalls.load() != 0) {
-    countChanged_.wait_for(lock, patience);
+    count.waitFor(endedChanged_, patience, [&count, before = *count] {
+      return *count != before;
+    });
   }
   return counters_.clientActiveCalls.load();
 }

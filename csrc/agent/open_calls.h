@@ -7,6 +7,7 @@
 #include "agent/load_limits.h"
 #include "agent/peers.h"
 #include "agent/pending_calls.h"
+#include "base/synchronized.h"
 #include "metrics/call_log.h"
 #include "metrics/counters.h"
 
@@ -16,7 +17,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 
 namespace torch_rpc_ext::agent {
 
@@ -26,7 +26,7 @@ namespace torch_rpc_ext::agent {
 // Owns: the calls and their deadlines, the limits of calls in flight, the log
 //   of calls sent.
 // Thread: any.
-// Outlives: nothing; stop() detaches it from the Poller.
+// Outlives: nothing; pending().stop() detaches it from the Poller.
 class OpenCalls {
  public:
   // The references outlive it.
@@ -45,12 +45,8 @@ class OpenCalls {
   base::Error limit(
       PendingCall& call,
       const torch::distributed::rpc::Message& message);
-  // Keeps a call until its answer, its deadline, or the end of its connection.
-  // Returns its id.
-  uint64_t add(PendingCall call) {
-    return pending_.add(std::move(call));
-  }
-  // The calls that add() keeps: who waits for each, and how it was sent.
+  // The calls that wait for an answer, their deadline, or the end of their
+  // connection.
   PendingCalls& pending() {
     return pending_;
   }
@@ -74,8 +70,6 @@ class OpenCalls {
   // Fails all calls, also those that wait in limit(), and all further calls of
   // users' functions.
   void failAll(const base::Error& error);
-  // No call runs into its time-out any more.
-  void stop();
 
   // Waits until a call ends, for `patience` at most, unless none is open.
   // Returns how many are open.
@@ -97,8 +91,8 @@ class OpenCalls {
   const ExceptionDecoder decodeException_;
   LoadLimits load_;
   metrics::CallLog log_;
-  std::mutex countMutex_;
-  std::condition_variable countChanged_;
+  base::Synchronized<uint64_t> ended_; // how many calls have ended so far
+  std::condition_variable endedChanged_;
   PendingCalls pending_; // last: its deadlines use the others
 };
 

@@ -35,9 +35,9 @@ std::string Peers::introduction() const {
 
 transport::ConnectionPtr Peers::connection(worker_id_t id) {
   {
-    std::lock_guard lock(mutex_);
-    auto it = connections_.find(id);
-    if (it != connections_.end() && !it->second->closed()) {
+    const auto state = state_.lock();
+    auto it = state->connections.find(id);
+    if (it != state->connections.end() && !it->second->closed()) {
       return it->second;
     }
   }
@@ -50,11 +50,13 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
       ": it is not in the group, or has left it");
   const auto now = std::chrono::steady_clock::now();
   {
-    std::lock_guard lock(mutex_);
-    auto it = unreachable_.find(id);
+    const auto state = state_.lock();
+    auto it = state->unreachable.find(id);
     // A worker that has come back at another address is tried at once.
-    if (it != unreachable_.end() && it->second.address == member->address) {
-      if (auto successor = openTo(member->info.name_, member->life + 1)) {
+    if (it != state->unreachable.end() &&
+        it->second.address == member->address) {
+      if (auto successor =
+              openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
       // A dead process does not come back at the same address.
@@ -67,24 +69,25 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   }
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
                    : remote_->connect(member->address, introduction());
-  std::lock_guard lock(mutex_);
+  auto state = state_.lock();
   if (made->closed()) {
     // The connection failed at once, and onClosed() did not know whose it was.
     // The call that is sent on it gets the reason; a call after the pause
     // connects anew.
-    lost_.try_emplace(member->info.name_, "a connection to it failed at once");
-    auto& entry = unreachable_[id];
+    state->lost.try_emplace(
+        member->info.name_, "a connection to it failed at once");
+    auto& entry = state->unreachable[id];
     const bool repeated = entry.address == member->address;
     const auto pause =
         repeated ? std::min(2 * entry.pause, kLongestPause) : kFirstPause;
     entry = {made, member->address, now + pause, pause};
     return made;
   }
-  unreachable_.erase(id);
-  known_[made.get()] = {member->info.name_, member->life, made};
+  state->unreachable.erase(id);
+  state->known[made.get()] = {member->info.name_, member->life, made};
   // Another thread, or the peer, may have opened a connection meanwhile. Then
   // this one stays open and idle, because the peer may already be using it.
-  auto& own = connections_[id];
+  auto& own = state->connections[id];
   if (own == nullptr || own->closed()) {
     own = made;
   }
@@ -123,17 +126,18 @@ base::Error Peers::onAccept(
   }
   const auto id = static_cast<worker_id_t>(peer.value().workerId);
   const auto member = membership_.find(id);
-  std::lock_guard lock(mutex_);
-  known_[connection.get()] = {peer.value().name, peer.value().life, connection};
+  auto state = state_.lock();
+  state->known[connection.get()] = {
+      peer.value().name, peer.value().life, connection};
   if (member != nullptr && member->life < peer.value().life) {
-    return {}; // it asks whether it may come back; succeed() records that
+    return {}; // the peer asks whether it may come back: see succeed()
   }
-  lost_.erase(peer.value().name);
-  unreachable_.erase(id);
-  // This worker's calls use the connection too, unless there is one that works.
-  // An attempt of this worker's may wait long, for a way that is cut; the peer
-  // may use that attempt yet, so it goes on.
-  auto& own = connections_[id];
+  state->lost.erase(peer.value().name);
+  state->unreachable.erase(id);
+  // This worker's calls use the connection too, unless another one is open.
+  // This worker's own attempt to connect may wait long, for a network path that
+  // is cut. The attempt goes on, because the peer may already be using it.
+  auto& own = state->connections[id];
   if (own == nullptr || own->closed() ||
       own->peer() == transport::PeerState::kConnecting) {
     own = connection;
@@ -148,16 +152,16 @@ base::Error Peers::onConnected(
   if (!peer.ok()) {
     return peer.error();
   }
-  std::lock_guard lock(mutex_);
-  known_[connection.get()] = {peer.value().name, peer.value().life, connection};
-  lost_.erase(peer.value().name);
+  auto state = state_.lock();
+  state->known[connection.get()] = {
+      peer.value().name, peer.value().life, connection};
+  state->lost.erase(peer.value().name);
   return {};
 }
 
-transport::ConnectionPtr Peers::openTo(
-    const std::string& name,
-    uint32_t minLife) const {
-  for (const auto& [_, peer] : known_) {
+transport::ConnectionPtr
+Peers::openTo(const State& state, const std::string& name, uint32_t minLife) {
+  for (const auto& [_, peer] : state.known) {
     auto connection = peer.connection.lock();
     if (peer.name == name && peer.life >= minLife && connection != nullptr &&
         !connection->closed()) {
@@ -171,47 +175,47 @@ std::vector<transport::ConnectionPtr> Peers::succeed(
     const Membership::Member& member) {
   const auto id = static_cast<worker_id_t>(member.info.id_);
   std::vector<transport::ConnectionPtr> former;
-  std::lock_guard lock(mutex_);
-  for (const auto& [_, peer] : known_) {
+  auto state = state_.lock();
+  for (const auto& [_, peer] : state->known) {
     auto connection = peer.connection.lock();
     if (peer.name == member.info.name_ && peer.life < member.life &&
         connection != nullptr) {
       former.push_back(std::move(connection));
     }
   }
-  connections_.erase(id);
-  if (auto own = openTo(member.info.name_, member.life)) {
-    connections_[id] = std::move(own);
+  state->connections.erase(id);
+  if (auto own = openTo(*state, member.info.name_, member.life)) {
+    state->connections[id] = std::move(own);
   }
-  unreachable_.erase(id);
-  lost_.erase(member.info.name_);
+  state->unreachable.erase(id);
+  state->lost.erase(member.info.name_);
   return former;
 }
 
 std::optional<std::string> Peers::onClosed(
     const transport::ConnectionPtr& connection,
     const base::Error& error) {
-  std::lock_guard lock(mutex_);
-  std::erase_if(connections_, [&](const auto& entry) {
+  auto state = state_.lock();
+  std::erase_if(state->connections, [&](const auto& entry) {
     return entry.second == connection;
   });
-  auto it = known_.find(connection.get());
-  if (it == known_.end()) {
+  auto it = state->known.find(connection.get());
+  if (it == state->known.end()) {
     return std::nullopt; // a stranger that was refused
   }
   const Peer peer = std::move(it->second);
   const std::string& name = peer.name;
-  known_.erase(it);
-  std::erase_if(ended_, [](const auto& entry) {
+  state->known.erase(it);
+  std::erase_if(state->ended, [](const auto& entry) {
     return entry.second.connection.expired();
   });
-  ended_[connection.get()] = peer;
+  state->ended[connection.get()] = peer;
   const auto id = membership_.idOf(name);
   const auto member = id ? membership_.find(*id) : nullptr;
   if (member != nullptr && member->life != peer.life) {
     return std::nullopt; // a later life has taken its place
   }
-  for (const auto& [other, otherPeer] : known_) {
+  for (const auto& [other, otherPeer] : state->known) {
     if (otherPeer.name == name && otherPeer.life == peer.life &&
         !other->closed()) {
       return std::nullopt; // the worker is still there
@@ -219,14 +223,14 @@ std::optional<std::string> Peers::onClosed(
   }
   // The first reason tells most: later ones only say that the worker cannot be
   // connected to.
-  std::string& why = lost_[name];
+  std::string& why = state->lost[name];
   if (why.empty()) {
     why = error.message;
   }
   if (error.kind == base::ErrorKind::kPeerLost && member != nullptr) {
     // Each attempt to connect costs a descriptor inside of UCX, so the next one
     // comes after a pause.
-    unreachable_[*id] = {
+    state->unreachable[*id] = {
         connection,
         member->address,
         std::chrono::steady_clock::now() + kFirstPause,
@@ -236,35 +240,35 @@ std::optional<std::string> Peers::onClosed(
 }
 
 std::vector<std::string> Peers::lost() const {
-  std::lock_guard lock(mutex_);
+  const auto state = state_.lock();
   std::vector<std::string> names;
-  for (const auto& entry : lost_) {
+  for (const auto& entry : state->lost) {
     names.push_back(entry.first);
   }
   return names;
 }
 
 bool Peers::isLost(const std::string& name) const {
-  std::lock_guard lock(mutex_);
-  return lost_.contains(name);
+  return state_.lock()->lost.contains(name);
 }
 
 std::string Peers::whyLost(const std::string& name) const {
-  std::lock_guard lock(mutex_);
-  auto it = lost_.find(name);
-  return it == lost_.end() ? std::string() : it->second;
+  const auto state = state_.lock();
+  auto it = state->lost.find(name);
+  return it == state->lost.end() ? std::string() : it->second;
 }
 
 std::string Peers::nameOf(const transport::Connection* connection) const {
-  std::lock_guard lock(mutex_);
-  auto it = known_.find(connection);
-  if (it != known_.end()) {
+  const auto state = state_.lock();
+  auto it = state->known.find(connection);
+  if (it != state->known.end()) {
     return it->second.name;
   }
-  it = ended_.find(connection);
+  it = state->ended.find(connection);
   // The pointer may be that of an earlier connection at the same memory
   // address.
-  if (it != ended_.end() && it->second.connection.lock().get() == connection) {
+  if (it != state->ended.end() &&
+      it->second.connection.lock().get() == connection) {
     return it->second.name;
   }
   return "an unknown worker";
@@ -272,9 +276,9 @@ std::string Peers::nameOf(const transport::Connection* connection) const {
 
 std::optional<PeerLife> Peers::lifeOf(
     const transport::Connection* connection) const {
-  std::lock_guard lock(mutex_);
-  auto it = known_.find(connection);
-  return it == known_.end()
+  const auto state = state_.lock();
+  auto it = state->known.find(connection);
+  return it == state->known.end()
       ? std::nullopt
       : std::optional(PeerLife{it->second.name, it->second.life});
 }
@@ -282,10 +286,10 @@ std::optional<PeerLife> Peers::lifeOf(
 std::map<std::string, transport::PathInfo> Peers::paths() const {
   std::map<std::string, transport::ConnectionPtr> connections;
   {
-    std::lock_guard lock(mutex_);
-    for (const auto& entry : connections_) {
-      auto peer = known_.find(entry.second.get());
-      if (peer != known_.end()) {
+    const auto state = state_.lock();
+    for (const auto& entry : state->connections) {
+      auto peer = state->known.find(entry.second.get());
+      if (peer != state->known.end()) {
         connections[peer->second.name] = entry.second;
       }
     }
@@ -299,8 +303,7 @@ std::map<std::string, transport::PathInfo> Peers::paths() const {
 }
 
 size_t Peers::size() const {
-  std::lock_guard lock(mutex_);
-  return connections_.size();
+  return state_.lock()->connections.size();
 }
 
 } // namespace torch_rpc_ext::agent

@@ -3,12 +3,12 @@
 #include "agent/hello.h"
 #include "agent/membership.h"
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "transport/transport.h"
 
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -26,8 +26,8 @@ struct PeerLife {
 // one, and both use it; a call to oneself goes through a loopback context.
 //
 // Owns: the connections.
-// Thread: any. With mutex_ held, asks connections only for peer() and closed():
-//   the transport calls onAccept() with its own lock held.
+// Thread: any. With state_ locked, asks connections only for peer() and
+//   closed(): the transport calls onAccept() with its own lock held.
 class Peers {
  public:
   using worker_id_t = Membership::worker_id_t;
@@ -79,7 +79,7 @@ class Peers {
   size_t size() const;
 
  private:
-  // A worker that could not be reached at that address, and when to try again:
+  // A worker that could not be reached at `address`, and when to try again:
   // calls to a dead worker must not each cost an attempt.
   struct Unreachable {
     transport::ConnectionPtr connection; // closed; tells each call why
@@ -95,25 +95,27 @@ class Peers {
     std::weak_ptr<transport::Connection> connection;
   };
 
+  struct State {
+    std::unordered_map<worker_id_t, transport::ConnectionPtr> connections;
+    std::unordered_map<const transport::Connection*, Peer> known;
+    // Connections that have ended, for nameOf(). Expired entries are erased
+    // later.
+    std::unordered_map<const transport::Connection*, Peer> ended;
+    std::unordered_map<worker_id_t, Unreachable> unreachable;
+    std::map<std::string, std::string> lost; // worker name -> why
+  };
+
   base::Result<Hello> check(const std::string& bytes) const;
   // An open connection to the worker of this name, in life `minLife` or a later
-  // one; null if there is none. Call with mutex_ held.
-  transport::ConnectionPtr openTo(const std::string& name, uint32_t minLife)
-      const;
+  // one; null if there is none.
+  static transport::ConnectionPtr
+  openTo(const State& state, const std::string& name, uint32_t minLife);
 
   const Membership& membership_;
   const Hello self_;
   const std::shared_ptr<transport::Context> remote_;
   const std::shared_ptr<transport::Context> loopback_;
-
-  mutable std::mutex mutex_;
-  std::unordered_map<worker_id_t, transport::ConnectionPtr> connections_;
-  std::unordered_map<const transport::Connection*, Peer> known_;
-  // Connections that have ended, for nameOf(). Expired entries are erased
-  // later.
-  std::unordered_map<const transport::Connection*, Peer> ended_;
-  std::unordered_map<worker_id_t, Unreachable> unreachable_;
-  std::map<std::string, std::string> lost_; // worker name -> why
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent

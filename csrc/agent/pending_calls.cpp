@@ -10,20 +10,19 @@ PendingCalls::~PendingCalls() {
 }
 
 uint64_t PendingCalls::add(PendingCall call) {
-  std::lock_guard lock(mutex_);
-  const uint64_t id = nextId_++;
+  const Clock::time_point deadline = call.deadline();
+  auto state = state_.lock();
+  const uint64_t id = state->nextId++;
   call.id = id;
-  Entry entry{std::move(call), Clock::time_point::max()};
-  if (entry.call.timeout.count() > 0) {
-    entry.deadline = entry.call.sentAt + entry.call.timeout;
-    deadlines_.emplace(entry.deadline, id);
+  if (deadline != Clock::time_point::max()) {
+    state->deadlines.emplace(deadline, id);
     // Calls with equal time-outs have ascending deadlines, so the timer mostly
     // is already set early enough.
-    if (entry.deadline < armed_) {
-      armLocked();
+    if (deadline < state->armed) {
+      arm(*state);
     }
   }
-  calls_.emplace(id, std::move(entry));
+  state->calls.emplace(id, std::move(call));
   return id;
 }
 
@@ -31,109 +30,96 @@ void PendingCalls::setSent(
     uint64_t id,
     const transport::ConnectionPtr& connection,
     UntakenPtr untaken) {
-  std::lock_guard lock(mutex_);
-  auto it = calls_.find(id);
-  if (it != calls_.end()) {
-    it->second.call.connection = connection;
-    it->second.call.untaken = std::move(untaken);
+  auto state = state_.lock();
+  auto it = state->calls.find(id);
+  if (it != state->calls.end()) {
+    it->second.connection = connection;
+    it->second.untaken = std::move(untaken);
   }
 }
 
 void PendingCalls::setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox) {
-  std::lock_guard lock(mutex_);
-  auto it = calls_.find(id);
-  if (it != calls_.end()) {
-    it->second.call.mailbox = std::move(mailbox);
+  auto state = state_.lock();
+  auto it = state->calls.find(id);
+  if (it != state->calls.end()) {
+    it->second.mailbox = std::move(mailbox);
   }
 }
 
 bool PendingCalls::setBeforeFailure(uint64_t id, std::function<void()> hook) {
-  std::lock_guard lock(mutex_);
-  auto it = calls_.find(id);
-  if (it == calls_.end()) {
+  auto state = state_.lock();
+  auto it = state->calls.find(id);
+  if (it == state->calls.end()) {
     return false;
   }
-  it->second.call.beforeFailure = std::move(hook);
+  it->second.beforeFailure = std::move(hook);
   return true;
 }
 
 std::shared_ptr<Mailbox> PendingCalls::mailboxOf(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  auto it = calls_.find(id);
-  return it == calls_.end() ? nullptr : it->second.call.mailbox;
+  const auto state = state_.lock();
+  auto it = state->calls.find(id);
+  return it == state->calls.end() ? nullptr : it->second.mailbox;
 }
 
-PendingCall PendingCalls::extractLocked(
-    std::unordered_map<uint64_t, Entry>::iterator it) {
-  PendingCall call = std::move(it->second.call);
-  if (it->second.deadline != Clock::time_point::max()) {
-    deadlines_.erase({it->second.deadline, it->first});
-  }
-  calls_.erase(it);
+PendingCall PendingCalls::extract(State& state, Calls::iterator it) {
+  PendingCall call = std::move(it->second);
+  state.deadlines.erase({call.deadline(), call.id});
+  state.calls.erase(it);
   return call;
 }
 
 std::optional<PendingCall> PendingCalls::take(uint64_t id) {
-  std::lock_guard lock(mutex_);
-  auto it = calls_.find(id);
-  if (it == calls_.end()) {
+  auto state = state_.lock();
+  auto it = state->calls.find(id);
+  if (it == state->calls.end()) {
     return std::nullopt;
   }
-  return extractLocked(it);
+  return extract(*state, it);
 }
 
 std::vector<PendingCall> PendingCalls::takeAll(
     const transport::Connection* connection) {
-  std::lock_guard lock(mutex_);
+  auto state = state_.lock();
   std::vector<PendingCall> taken;
-  for (auto it = calls_.begin(); it != calls_.end();) {
+  for (auto it = state->calls.begin(); it != state->calls.end();) {
     auto current = it++;
     if (connection == nullptr ||
-        current->second.call.connection.get() == connection) {
-      taken.push_back(extractLocked(current));
+        current->second.connection.get() == connection) {
+      taken.push_back(extract(*state, current));
     }
   }
   return taken;
 }
 
-std::vector<PendingCall> PendingCalls::takeAll() {
-  return takeAll(nullptr);
-}
-
 bool PendingCalls::contains(uint64_t id) const {
-  std::lock_guard lock(mutex_);
-  return calls_.count(id) != 0;
+  return state_.lock()->calls.count(id) != 0;
 }
 
 size_t PendingCalls::size() const {
-  std::lock_guard lock(mutex_);
-  return calls_.size();
+  return state_.lock()->calls.size();
 }
 
-size_t PendingCalls::withDeadline() const {
-  std::lock_guard lock(mutex_);
-  return deadlines_.size();
-}
-
-void PendingCalls::armLocked() {
-  armed_ =
-      deadlines_.empty() ? Clock::time_point::max() : deadlines_.begin()->first;
-  timer_.set(armed_);
+void PendingCalls::arm(State& state) {
+  state.armed = state.deadlines.empty() ? Clock::time_point::max()
+                                        : state.deadlines.begin()->first;
+  timer_.set(state.armed);
 }
 
 void PendingCalls::onTimer() {
   std::vector<PendingCall> due;
   {
-    std::lock_guard lock(mutex_);
-    if (stopped_) {
+    auto state = state_.lock();
+    if (state->stopped) {
       return;
     }
     const auto now = Clock::now();
-    while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-      auto it = calls_.find(deadlines_.begin()->second);
-      due.push_back(extractLocked(it));
+    while (!state->deadlines.empty() &&
+           state->deadlines.begin()->first <= now) {
+      auto it = state->calls.find(state->deadlines.begin()->second);
+      due.push_back(extract(*state, it));
     }
-    armLocked();
+    arm(*state);
   }
   for (auto& call : due) {
     expired_(std::move(call));
@@ -141,9 +127,9 @@ void PendingCalls::onTimer() {
 }
 
 void PendingCalls::stop() {
-  std::lock_guard lock(mutex_);
-  if (!stopped_) {
-    stopped_ = true;
+  auto state = state_.lock();
+  if (!state->stopped) {
+    state->stopped = true;
     timer_.stop();
   }
 }

@@ -3,6 +3,7 @@
 #include "agent/executor.h"
 #include "agent/mailbox.h"
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "base/timer.h"
 #include "transport/transport.h"
 
@@ -14,11 +15,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -44,9 +45,15 @@ struct PendingCall {
   std::function<void()> beforeFailure; // runs before the future fails
   bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
-  bool limited = false; // whether it counts in LoadLimits, as these say:
+  // Whether the call counts in LoadLimits, as one call to `to` with `bytes`.
+  bool limited = false;
   torch::distributed::rpc::worker_id_t to = -1;
   uint64_t bytes = 0;
+
+  // max(): none.
+  Clock::time_point deadline() const {
+    return timeout.count() > 0 ? sentAt + timeout : Clock::time_point::max();
+  }
 };
 
 // In ns, on the clock of Python's time.perf_counter_ns().
@@ -89,34 +96,32 @@ class PendingCalls {
   // Each call is given away exactly once: by take(), by takeAll(), or to
   // `expired`.
   std::optional<PendingCall> take(uint64_t id);
+  // The calls that were sent over `connection`; null: all calls.
   std::vector<PendingCall> takeAll(const transport::Connection* connection);
-  std::vector<PendingCall> takeAll();
   bool contains(uint64_t id) const;
   size_t size() const;
-  size_t withDeadline() const;
 
+  // No call expires any more.
   void stop();
 
  private:
   using Clock = PendingCall::Clock;
-  struct Entry {
-    PendingCall call;
-    Clock::time_point deadline;
+  using Calls = std::unordered_map<uint64_t, PendingCall>;
+  struct State {
+    uint64_t nextId = 1;
+    Calls calls;
+    std::set<std::pair<Clock::time_point, uint64_t>> deadlines;
+    // When the timer fires; max() when it does not.
+    Clock::time_point armed = Clock::time_point::max();
+    bool stopped = false;
   };
 
   void onTimer();
-  void armLocked();
-  PendingCall extractLocked(std::unordered_map<uint64_t, Entry>::iterator it);
+  void arm(State& state);
+  static PendingCall extract(State& state, Calls::iterator it);
 
   const Expired expired_;
-
-  mutable std::mutex mutex_;
-  uint64_t nextId_ = 1;
-  std::unordered_map<uint64_t, Entry> calls_;
-  std::set<std::pair<Clock::time_point, uint64_t>> deadlines_;
-  // When the timer fires; max() when it does not.
-  Clock::time_point armed_ = Clock::time_point::max();
-  bool stopped_ = false;
+  base::Synchronized<State> state_;
   base::Timer timer_; // last: its handler uses the others
 };
 

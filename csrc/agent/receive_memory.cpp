@@ -1,6 +1,5 @@
 #include "agent/receive_memory.h"
 
-#include <chrono>
 #include <string>
 #include <utility>
 
@@ -10,11 +9,6 @@ namespace {
 
 constexpr int kTrimsPerIdleTime = 3;
 
-ReceiveMemory::Duration toDuration(double seconds) {
-  return std::chrono::duration_cast<ReceiveMemory::Duration>(
-      std::chrono::duration<double>(seconds));
-}
-
 } // namespace
 
 ReceiveMemory::ReceiveMemory(
@@ -22,10 +16,10 @@ ReceiveMemory::ReceiveMemory(
     base::TaskRunner& runner,
     base::Poller& poller,
     TrimOthers trimOthers)
-    : idle_(toDuration(options.receiveCacheIdleSeconds)),
+    : idle_(toMilliseconds(options.receiveCacheIdleSeconds)),
       trimOthers_(std::move(trimOthers)),
       cache_(std::make_shared<memory::BufferCache>(options.receiveCacheBytes)),
-      admission_(options.receiveBudgetBytes),
+      admission_(Admission::create(options.receiveBudgetBytes)),
       lender_(Lender::create(cache_, runner, poller)),
       timer_(poller, [this] { trim(); }) {}
 
@@ -47,7 +41,7 @@ void ReceiveMemory::trim() {
 }
 
 void ReceiveMemory::stop() {
-  admission_.stop();
+  admission_->stop();
   lender_->stop();
   timer_.stop();
 }
@@ -58,7 +52,7 @@ void ReceiveMemory::close() {
 
 void ReceiveMemory::addTo(Metrics& metrics) const {
   const auto cache = cache_->stats();
-  const auto received = admission_.load();
+  const auto received = admission_->load();
   const auto waiting = lender_->waiting();
   const auto add = [&metrics](const char* name, uint64_t number) {
     metrics[name] = std::to_string(number);

@@ -15,9 +15,9 @@
 
 namespace torch_rpc_ext::agent {
 
-// The memory in which tensors of messages arrive: its blocks, the requests that
-// have room in it, and the return of idle blocks to the system. Copies that are
-// lent to a receiver on this host take blocks here too.
+// The memory in which the tensors of messages arrive: blocks, the requests that
+// have room, and the return of idle blocks to the system. Copies that are lent
+// to a receiver on this host take blocks here too.
 //
 // Owns: the cache of blocks, the admission of requests, the lender, a timer.
 // Thread: any.
@@ -40,12 +40,8 @@ class ReceiveMemory {
     return cache_;
   }
   Admission& admission() {
-    return admission_;
+    return *admission_;
   }
-  const Admission& admission() const {
-    return admission_;
-  }
-
   Lender& lender() {
     return *lender_;
   }
@@ -66,7 +62,7 @@ class ReceiveMemory {
   const Duration idle_;
   const TrimOthers trimOthers_;
   const std::shared_ptr<memory::BufferCache> cache_;
-  Admission admission_;
+  const std::shared_ptr<Admission> admission_;
   const std::shared_ptr<Lender> lender_;
   std::atomic<bool> trimming_{false};
   base::Timer timer_; // last: its handler uses the others

@@ -2,7 +2,6 @@
 
 #include "base/error.h"
 
-#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>

@@ -1,9 +1,10 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <cstddef>
 #include <list>
 #include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -18,12 +19,11 @@ class RunningRequests {
   class Entry {
    public:
     Entry(RunningRequests& requests, std::string label) : requests_(requests) {
-      std::lock_guard lock(requests_.mutex_);
-      at_ = requests_.labels_.insert(requests_.labels_.end(), std::move(label));
+      auto labels = requests_.labels_.lock();
+      at_ = labels->insert(labels->end(), std::move(label));
     }
     ~Entry() {
-      std::lock_guard lock(requests_.mutex_);
-      requests_.labels_.erase(at_);
+      requests_.labels_.lock()->erase(at_);
     }
     Entry(const Entry&) = delete;
     Entry& operator=(const Entry&) = delete;
@@ -37,8 +37,8 @@ class RunningRequests {
   std::string describe() const {
     std::map<std::string, size_t> counts;
     {
-      std::lock_guard lock(mutex_);
-      for (const auto& label : labels_) {
+      const auto labels = labels_.lock();
+      for (const auto& label : *labels) {
         ++counts[label];
       }
     }
@@ -51,8 +51,7 @@ class RunningRequests {
   }
 
  private:
-  mutable std::mutex mutex_;
-  std::list<std::string> labels_;
+  base::Synchronized<std::list<std::string>> labels_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -77,7 +77,7 @@ bool Server::announced(Arrival& arrival) {
   }
   if (mayCreateRRef(
           static_cast<rpc::MessageType>(arrival.header().messageType))) {
-    arrival.creation = creations_.begin(arrival.connection.get());
+    arrival.creation = creations_->begin(arrival.connection.get());
   }
   return true;
 }
@@ -105,7 +105,7 @@ void Server::arrived(ArrivalPtr arrival) {
     return;
   }
   const auto* const caller = arrival->connection.get();
-  creations_.afterThose(caller, [this, arrival = std::move(arrival)] {
+  creations_->afterBegun(caller, [this, arrival = std::move(arrival)] {
     arrival->at = PendingCall::Clock::now();
     serveLater(arrival);
   });
@@ -291,7 +291,7 @@ void Server::lose(const transport::Connection* connection) {
 }
 
 void Server::stop() {
-  creations_.stop();
+  creations_->stop();
 }
 
 void Server::addTo(Metrics& metrics) const {

@@ -19,6 +19,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 
 namespace torch_rpc_ext::agent {
 
@@ -96,7 +97,7 @@ class Server {
   Devices& devices_;
   torch::distributed::rpc::RequestCallback& callback_;
   QueuedFrames queuedFrames_;
-  Creations creations_;
+  const std::shared_ptr<Creations> creations_ = Creations::create();
   RunningRequests runningRequests_;
   LostCallers lostCallers_;
   metrics::CallLog log_;

@@ -95,10 +95,10 @@ class TensorEncoder {
   const device::Route route_; // what it refers to lives until the last add()
   uint64_t tensors_ = 0;
   c10::SmallVector<wire::StorageEntry, 8> storages_;
-  // Parallel to storages_: the storage of each; null for a part of a storage.
+  // Parallel to storages_: the storage of the entry; null for a part of one.
   c10::SmallVector<const c10::StorageImpl*, 8> keys_;
-  // Parallel to storages_: whether a tensor over it is not float32, or must not
-  // be narrowed.
+  // Parallel to storages_: whether the storage must not be narrowed, because a
+  // tensor over it is not float32, or has to arrive exactly.
   c10::SmallVector<bool, 8> exact_;
   bool addsExact_ = false;
   ska::flat_hash_map<const c10::StorageImpl*, uint32_t>

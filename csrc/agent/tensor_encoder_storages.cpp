@@ -6,11 +6,8 @@
 #include "agent/wire_dtype.h"
 
 #include <ATen/ExpandUtils.h>
-#include <c10/core/CPUAllocator.h>
 
-#include <cstring>
 #include <memory>
-#include <string>
 #include <utility>
 
 namespace torch_rpc_ext::agent {
@@ -112,13 +109,8 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
     if (pointer.get_context() == nullptr && pointer.get_deleter() == nullptr) {
       // Made by from_blob() over memory that its owner may free as soon as the
       // call returns.
-      owners_.emplace_back(
-          c10::Storage::use_byte_size_t(),
-          size,
-          c10::GetCPUAllocator()->allocate(size));
-      void* const copy = owners_.back().mutable_data();
-      std::memcpy(copy, data, size);
-      data = copy;
+      owners_.push_back(copyBytesOf({data, size}));
+      data = owners_.back().data();
     } else {
       owners_.push_back(storage);
     }

@@ -2,6 +2,7 @@
 
 #include "agent/call_label.h"
 #include "agent/rpc_error.h"
+#include "base/synchronized.h"
 #include "transport/fault/fault.h"
 #include "transport/loopback/loopback.h"
 #include "transport/ucx/context.h"
@@ -9,35 +10,30 @@
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
-#include <mutex>
+#include <algorithm>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
 namespace {
+
+using transport::fault::Fault;
+
+// Linux takes no longer pauses between a connection's probes.
+constexpr double kLongestKeepaliveSeconds = 32767;
 
 // Upstream's fault injection: the first `failures` attempts to send a message
 // of a listed type fail; messages of other listed types are delayed. Two
 // attempts are of the same message if their payloads are equal.
 class FaultRule {
  public:
-  explicit FaultRule(FaultOptions options)
-      : options_(std::move(options)),
-        failing_(
-            options_.messagesToFail.begin(),
-            options_.messagesToFail.end()),
-        losing_(options_.messagesToLose.begin(), options_.messagesToLose.end()),
-        corrupting_(
-            options_.messagesToCorrupt.begin(),
-            options_.messagesToCorrupt.end()),
-        forging_(
-            options_.messagesToForge.begin(),
-            options_.messagesToForge.end()) {}
+  explicit FaultRule(FaultOptions options) : options_(std::move(options)) {}
 
-  transport::fault::Fault operator()(base::ConstSpan head) {
-    transport::fault::Fault fault;
+  Fault operator()(base::ConstSpan head) {
+    Fault fault;
     auto frame = wire::CallFrameView::parse(head);
     if (!frame.ok()) {
       return fault;
@@ -49,23 +45,17 @@ class FaultRule {
     if (delay != options_.messagesToDelay.end()) {
       fault.delaySeconds = delay->second;
     }
-    const bool loses = losing_.count(name) != 0;
-    const bool corrupts = corrupting_.count(name) != 0;
-    const bool forges = forging_.count(name) != 0;
-    if (failing_.count(name) == 0 && !loses && !corrupts && !forges) {
+    const Fault::Kind kind = kindFor(name);
+    if (kind == Fault::Kind::kNone) {
       return fault;
     }
     const base::ConstSpan payload = frame.value().payload();
-    std::lock_guard lock(mutex_);
-    int& failed = failed_[std::string(
+    auto failed = failed_.lock();
+    int& times = (*failed)[std::string(
         static_cast<const char*>(payload.data), payload.size)];
-    if (failed < options_.failures) {
-      ++failed;
-      using Kind = transport::fault::Fault::Kind;
-      fault.kind = loses ? Kind::kLose
-          : corrupts     ? Kind::kCorrupt
-          : forges       ? Kind::kForge
-                         : Kind::kFail;
+    if (times < options_.failures) {
+      ++times;
+      fault.kind = kind;
       fault.message = torch::distributed::rpc::makeRPCError(
           "Send attempt failed intentionally for " + name,
           torch::distributed::rpc::RPCErrorType::INTENTIONAL_FAILURE);
@@ -74,13 +64,20 @@ class FaultRule {
   }
 
  private:
+  Fault::Kind kindFor(const std::string& name) const {
+    const auto isIn = [&name](const std::vector<std::string>& names) {
+      return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    return isIn(options_.messagesToLose)   ? Fault::Kind::kLose
+        : isIn(options_.messagesToCorrupt) ? Fault::Kind::kCorrupt
+        : isIn(options_.messagesToForge)   ? Fault::Kind::kForge
+        : isIn(options_.messagesToFail)    ? Fault::Kind::kFail
+                                           : Fault::Kind::kNone;
+  }
+
   const FaultOptions options_;
-  const std::unordered_set<std::string> failing_;
-  const std::unordered_set<std::string> losing_;
-  const std::unordered_set<std::string> corrupting_;
-  const std::unordered_set<std::string> forging_;
-  std::mutex mutex_;
-  std::unordered_map<std::string, int> failed_; // by payload
+  // How often each message has failed, by payload.
+  base::Synchronized<std::unordered_map<std::string, int>> failed_;
 };
 
 std::shared_ptr<transport::Context> withFaults(
@@ -99,7 +96,10 @@ std::shared_ptr<transport::Context> withFaults(
 
 std::shared_ptr<transport::Context> makeRemoteContext(
     const AgentOptions& options) {
-  auto context = transport::ucx::UcxContext::create(options.transport);
+  transport::ucx::Options chosen = options.transport;
+  chosen.keepaliveSeconds =
+      std::min(chosen.keepaliveSeconds, kLongestKeepaliveSeconds);
+  auto context = transport::ucx::UcxContext::create(chosen);
   if (!context.ok()) {
     throw RpcError(context.error().kind, "", context.error().message);
   }

@@ -1,12 +1,14 @@
 #include "agent/ucx_agent.h"
 
-#include "agent/call_timeout.h"
 #include "agent/thread_state.h"
 #include "agent/transports.h"
 #include "base/log.h"
+#include "base/synchronized.h"
 
-#include <mutex>
+#include <c10/util/StringUtil.h>
+
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace torch_rpc_ext::agent {
@@ -15,6 +17,31 @@ namespace {
 
 // How long shutdown() waits for user functions that are still running.
 constexpr auto kStopPatience = std::chrono::milliseconds(1000);
+
+// The time-out of a call: `seconds` as the caller has given them, or `preset`
+// where the caller gave upstream's kUnsetRpcTimeout; 0 is no time-out. Throws
+// std::invalid_argument for negative numbers and NaN. Upstream accepts them,
+// and gives up such a call at once or after an arbitrary time.
+std::chrono::milliseconds callTimeout(
+    float seconds,
+    std::chrono::milliseconds preset) {
+  if (seconds == rpc::kUnsetRpcTimeout) {
+    if (preset.count() < 0) {
+      throw std::invalid_argument(
+          "the default time-out of calls is " + std::to_string(preset.count()) +
+          " ms: give rpc._set_rpc_timeout() seconds, 0 for no time-out");
+    }
+    return preset;
+  }
+  if (!(seconds >= 0)) {
+    throw std::invalid_argument(
+        c10::str(
+            "timeout must be a number of seconds, 0 for none, or -1 for the "
+            "default of the options, got ",
+            seconds));
+  }
+  return toMilliseconds(seconds);
+}
 
 } // namespace
 
@@ -148,10 +175,9 @@ void UcxAgent::shutdownImpl() {
                     .count()) +
             " s; it is left alone and its result is dropped");
     // Its thread uses this agent until the process ends.
-    static std::vector<std::shared_ptr<rpc::RpcAgent>> abandoned;
-    static std::mutex mutex;
-    std::lock_guard lock(mutex);
-    abandoned.push_back(rpc::RpcAgent::getCurrentRpcAgent());
+    static base::Synchronized<std::vector<std::shared_ptr<rpc::RpcAgent>>>
+        abandoned;
+    abandoned.lock()->push_back(rpc::RpcAgent::getCurrentRpcAgent());
   }
   memory_.close(); // last: threads that end still give blocks back
 }

@@ -20,7 +20,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -118,8 +117,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
       const transport::ConnectionPtr& connection,
       const base::Error& error) override;
 
-  // These two functions close what would otherwise be circles of references
-  // among the parts. Neither is on the path of a call.
+  // Through these two functions a part calls parts that are below it in this
+  // class, so no part needs a reference to them. No call takes this path.
   Group::Listeners listeners(AgentHooks& hooks);
   bool trimParts(ReceiveMemory::Duration idle);
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <unordered_map>
 
-// float32 tensors that travel as bfloat16 or float16: the choice of the dtype,
-// and the conversion on the CPU.
+// For float32 tensors that travel as bfloat16 or float16: the choice of the
+// dtype, and the conversion on the CPU.
 namespace torch_rpc_ext::agent {
 
 // The dtype that the user of this worker has chosen for each other worker, both

@@ -4,110 +4,111 @@
 
 namespace torch_rpc_ext::agent {
 
-bool WorkerEvents::isGone(const State& state) {
-  return state.last == Kind::kLost || state.last == Kind::kLeft;
+bool WorkerEvents::isGone(const WorkerState& worker) {
+  return worker.last == Kind::kLost || worker.last == Kind::kLeft;
 }
 
-void WorkerEvents::pushLocked(
-    const std::string& worker,
+void WorkerEvents::push(
     State& state,
+    Workers::value_type& worker,
     Kind kind,
     std::string reason) {
-  state.last = kind;
-  state.reason = std::move(reason);
-  if (kept_ && !ended_) {
-    events_.push_back({kind, worker, state.reason});
+  auto& [name, known] = worker;
+  known.last = kind;
+  known.reason = std::move(reason);
+  if (state.kept && !state.ended) {
+    state.events.push_back({kind, name, known.reason});
     changed_.notify_all();
   }
 }
 
 void WorkerEvents::added(const std::string& worker, uint32_t life) {
-  std::lock_guard lock(mutex_);
-  const auto [it, isNew] = workers_.try_emplace(worker, State{.life = life});
-  State& state = it->second;
+  auto state = state_.lock();
+  const auto [it, isNew] =
+      state->workers.try_emplace(worker, WorkerState{.life = life});
   if (isNew) {
-    pushLocked(worker, state, Kind::kJoined, "it joined the group");
+    push(*state, *it, Kind::kJoined, "it joined the group");
     return;
   }
-  if (life <= state.life) {
+  WorkerState& known = it->second;
+  if (life <= known.life) {
     return;
   }
-  state.life = life;
-  if (!isGone(state)) {
-    pushLocked(
-        worker, state, Kind::kLost, "it died, and has been started again");
+  known.life = life;
+  if (!isGone(known)) {
+    push(*state, *it, Kind::kLost, "it died, and has been started again");
   }
-  pushLocked(worker, state, Kind::kReturned, "it has been started again");
+  push(*state, *it, Kind::kReturned, "it has been started again");
 }
 
 void WorkerEvents::removed(const std::string& worker) {
-  std::lock_guard lock(mutex_);
-  const auto it = workers_.find(worker);
-  if (it == workers_.end()) {
+  auto state = state_.lock();
+  const auto it = state->workers.find(worker);
+  if (it == state->workers.end()) {
     return;
   }
   if (it->second.last != Kind::kLeft) {
-    pushLocked(worker, it->second, Kind::kLeft, "it left the group");
+    push(*state, *it, Kind::kLeft, "it left the group");
   }
-  workers_.erase(it);
+  state->workers.erase(it);
 }
 
 void WorkerEvents::unreachable(
     const std::string& worker,
     bool left,
     std::string reason) {
-  std::lock_guard lock(mutex_);
-  const auto it = workers_.find(worker);
-  if (it == workers_.end() || isGone(it->second) || (left && groupEnds_)) {
+  auto state = state_.lock();
+  const auto it = state->workers.find(worker);
+  if (it == state->workers.end() || isGone(it->second) ||
+      (left && state->groupEnds)) {
     return;
   }
-  pushLocked(
-      worker, it->second, left ? Kind::kLeft : Kind::kLost, std::move(reason));
+  push(*state, *it, left ? Kind::kLeft : Kind::kLost, std::move(reason));
 }
 
 void WorkerEvents::heardOf(const std::string& worker) {
-  std::lock_guard lock(mutex_);
-  const auto it = workers_.find(worker);
-  if (it != workers_.end() && isGone(it->second)) {
-    pushLocked(worker, it->second, Kind::kReturned, "it is reachable again");
+  auto state = state_.lock();
+  const auto it = state->workers.find(worker);
+  if (it != state->workers.end() && isGone(it->second)) {
+    push(*state, *it, Kind::kReturned, "it is reachable again");
   }
 }
 
 void WorkerEvents::groupEnds() {
-  std::lock_guard lock(mutex_);
-  groupEnds_ = true;
+  state_.lock()->groupEnds = true;
 }
 
 void WorkerEvents::begin() {
-  std::lock_guard lock(mutex_);
-  if (!kept_) {
-    kept_ = true;
-    for (const auto& [worker, state] : workers_) {
-      if (state.last == Kind::kLost) {
-        events_.push_back({state.last, worker, state.reason});
+  auto state = state_.lock();
+  if (!state->kept) {
+    state->kept = true;
+    for (const auto& [name, known] : state->workers) {
+      if (known.last == Kind::kLost) {
+        state->events.push_back({known.last, name, known.reason});
       }
     }
   }
-  events_.push_back({Kind::kBegan});
+  state->events.push_back({Kind::kBegan});
   changed_.notify_all();
 }
 
 std::optional<WorkerEvents::Event> WorkerEvents::next(
     std::chrono::milliseconds patience) {
-  std::unique_lock lock(mutex_);
-  changed_.wait_for(
-      lock, patience, [this] { return ended_ || !events_.empty(); });
-  if (!events_.empty()) {
-    Event event = std::move(events_.front());
-    events_.pop_front();
+  auto state = state_.lock();
+  state.waitFor(changed_, patience, [&] {
+    return state->ended || !state->events.empty();
+  });
+  if (!state->events.empty()) {
+    Event event = std::move(state->events.front());
+    state->events.pop_front();
     return event;
   }
-  return ended_ ? std::optional(Event{}) : std::nullopt;
+  return state->ended ? std::optional(Event{}) : std::nullopt;
 }
 
 void WorkerEvents::end() {
-  std::lock_guard lock(mutex_);
-  ended_ = true;
+  auto state = state_.lock();
+  state->ended = true;
   changed_.notify_all();
 }
 

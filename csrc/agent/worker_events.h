@@ -1,11 +1,12 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <string>
 
@@ -27,7 +28,7 @@ class WorkerEvents {
     std::string reason = {};
   };
 
-  // `worker` is a member now, in that life.
+  // `worker` is a member now, in life `life` (Hello::life).
   void added(const std::string& worker, uint32_t life);
   // `worker` is no longer a member.
   void removed(const std::string& worker);
@@ -49,22 +50,25 @@ class WorkerEvents {
   void end();
 
  private:
-  struct State {
+  struct WorkerState {
     uint32_t life = 0;
     Kind last = Kind::kJoined;
     std::string reason = {};
   };
+  using Workers = std::map<std::string, WorkerState>;
+  struct State {
+    Workers workers;
+    std::deque<Event> events;
+    bool kept = false;
+    bool groupEnds = false;
+    bool ended = false;
+  };
 
-  static bool isGone(const State& state);
-  void pushLocked(const std::string& worker, State& state, Kind, std::string);
+  static bool isGone(const WorkerState& worker);
+  void push(State&, Workers::value_type& worker, Kind, std::string reason);
 
-  std::mutex mutex_;
+  base::Synchronized<State> state_;
   std::condition_variable changed_;
-  std::map<std::string, State> workers_;
-  std::deque<Event> events_;
-  bool kept_ = false;
-  bool groupEnds_ = false;
-  bool ended_ = false;
 };
 
 } // namespace torch_rpc_ext::agent

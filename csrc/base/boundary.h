@@ -9,7 +9,6 @@
 
 #include <cxxabi.h>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -46,9 +45,9 @@ enum class Boundary : uint8_t {
 
 const char* toString(Boundary boundary);
 
-// For tests: guarded() calls it at every boundary, and it may throw. Null
-// unless a test has set it, so it costs one load and a branch that is not
-// taken.
+// For tests: guarded() calls the injector at every boundary, and the injector
+// may throw. It is null unless a test has set it; null costs one load and a
+// branch that is not taken.
 using Injector = void (*)(Boundary);
 extern std::atomic<Injector> injector;
 
@@ -60,8 +59,9 @@ void logCaught(Boundary boundary, const Error& error) noexcept;
 
 // Runs `code`. If `code` throws, runs `failed` with the error. Only the forced
 // unwinding of a thread passes through: Python ends threads with pthread_exit()
-// when the interpreter ends, and this unwinding must not be stopped. It cannot
-// reach C code: callbacks from C are noexcept, and never run Python.
+// when the interpreter ends, and this unwinding must not be stopped. The
+// unwinding cannot reach C code: callbacks from C are noexcept, and never run
+// Python.
 template <typename Code, typename Failed>
 void guarded(Boundary boundary, Code&& code, Failed&& failed) {
   try {

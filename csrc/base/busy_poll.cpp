@@ -1,5 +1,7 @@
 #include "base/busy_poll.h"
 
+#include "base/descriptor.h"
+
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -12,26 +14,22 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-// So much may be polled in vain in a burst.
+// For this long the threads may poll in vain in a burst.
 constexpr BusyPoll::Duration kMostBudget = std::chrono::milliseconds(1);
 // 1 << 8 waits are skipped at most: then the thread tries again.
 constexpr uint32_t kMaxBackoff = 8;
 // For how long an answer of `hasIdleCore` holds: to ask takes 3 us.
 constexpr std::chrono::milliseconds kIdleCoreHolds{1};
-// So many answers in a row must be "yes": a thread that is just being woken
-// does not count as one that wants to run, so one answer may be wrong.
+// This many answers in a row must be "yes". One answer may be wrong, because
+// /proc/loadavg does not count a thread that is just being woken.
 constexpr uint32_t kAnswersWanted = 4;
 
 // How many threads of this machine run or want to: the fourth field of
 // /proc/loadavg, such as "0.22 0.06 0.02 1/123 456". -1 if that is not known.
 long runnableThreads() {
-  const int fd = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
-  if (fd < 0) {
-    return -1;
-  }
+  const Descriptor file(::open("/proc/loadavg", O_RDONLY | O_CLOEXEC));
   char text[128] = {};
-  const ssize_t size = ::read(fd, text, sizeof(text) - 1);
-  ::close(fd);
+  const ssize_t size = ::read(file.fd(), text, sizeof(text) - 1);
   const char* at = size > 0 ? text : "";
   for (int field = 0; field < 3 && at != nullptr; ++field) {
     at = std::strchr(at, ' ');
@@ -75,8 +73,8 @@ void BusyPoll::ended(For what, Duration spent, bool found, bool interrupted) {
     found_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
-  // A thread that was interrupted competes for its core, so what it found does
-  // not count.
+  // A thread that was interrupted competes with others for its core, so its
+  // wait counts as missed, even if the thread found something.
   past.backoff = std::min(past.backoff + 1, kMaxBackoff);
   past.skip = 1u << past.backoff;
   budget_ -= spent;

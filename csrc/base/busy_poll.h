@@ -38,8 +38,8 @@ class BusyPoll {
 
   explicit BusyPoll(bool on, HasIdleCore hasIdleCore = machineHasIdleCore);
 
-  // For how long the calling thread may poll now; 0: it should sleep at once.
-  // To be followed by ended() if it is not 0.
+  // For how long the calling thread may poll now; 0: the thread should sleep at
+  // once. After any other value the thread calls ended().
   Duration allowance(For what, Clock::time_point now);
   // The thread has polled for `spent`. `found`: what it waited for has come.
   // `interrupted`: another thread had the core meanwhile.
@@ -47,7 +47,7 @@ class BusyPoll {
 
   struct Stats {
     uint64_t found = 0; // waits that ended while the thread polled
-    uint64_t missed = 0; // waits in which it polled in vain
+    uint64_t missed = 0; // waits in which the thread polled in vain
     uint64_t missedNanoseconds = 0;
   };
   Stats stats() const;
@@ -65,11 +65,11 @@ class BusyPoll {
   const bool on_;
   const HasIdleCore hasIdleCore_;
   std::array<Past, 2> pasts_;
-  // How much may be polled in vain now; grows with time.
+  // How long the threads may still poll in vain; grows with time.
   Duration budget_;
   Clock::time_point budgetAt_{};
-  uint32_t idleCores_ = 0; // how often in a row there was an idle core
-  Clock::time_point idleCoresAt_{}; // when that was asked last
+  uint32_t idleCores_ = 0; // how often in a row hasIdleCore_ said yes
+  Clock::time_point idleCoresAt_{}; // when hasIdleCore_ was asked last
 
   std::atomic<uint64_t> found_{0};
   std::atomic<uint64_t> missed_{0};

@@ -4,8 +4,7 @@ namespace torch_rpc_ext::base {
 
 namespace {
 
-constexpr uint64_t kClosed = 1;
-constexpr uint64_t kOne = 2;
+constexpr uint64_t kClosed = UINT64_MAX;
 
 // The newest Inside on this thread's stack, of any gate.
 thread_local const Gate::Inside* innermost = nullptr;
@@ -25,39 +24,41 @@ Gate::Inside::~Inside() {
 }
 
 bool Gate::enter() {
-  uint64_t state = state_.load(std::memory_order_relaxed);
+  uint64_t inside = inside_.load(std::memory_order_relaxed);
   do {
-    if ((state & kClosed) != 0) {
+    if (inside == kClosed) {
       return false;
     }
-  } while (!state_.compare_exchange_weak(state, state + kOne));
+  } while (!inside_.compare_exchange_weak(inside, inside + 1));
   return true;
 }
 
 void Gate::leave() {
-  uint64_t state = state_.load(std::memory_order_relaxed);
-  while ((state & kClosed) == 0) {
-    if (state_.compare_exchange_weak(state, state - kOne)) {
+  uint64_t inside = inside_.load(std::memory_order_relaxed);
+  while (inside != kClosed) {
+    if (inside_.compare_exchange_weak(inside, inside - 1)) {
       return;
     }
   }
-  // Under the mutex, because the thread in wait() may destroy the gate as soon
-  // as it sees that no other thread is inside.
-  const std::lock_guard lock(mutex_);
-  state_.fetch_sub(kOne);
+  auto state = state_.lock();
+  --state->inside;
+  // Before the unlock, because the thread in wait() may destroy the gate as
+  // soon as it sees that no other thread is inside.
   changed_.notify_all();
 }
 
 void Gate::close() {
-  const std::lock_guard lock(mutex_);
-  state_.fetch_or(kClosed);
+  auto state = state_.lock();
+  if (!state->closed) {
+    *state = {.closed = true, .inside = inside_.exchange(kClosed)};
+  }
   changed_.notify_all();
 }
 
 void Gate::wait() {
-  const uint64_t last = entriesOfThisThread() * kOne + kClosed;
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return state_.load() == last; });
+  const uint64_t own = entriesOfThisThread();
+  auto state = state_.lock();
+  state.wait(changed_, [&] { return state->closed && state->inside == own; });
 }
 
 uint64_t Gate::entriesOfThisThread() const {

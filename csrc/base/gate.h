@@ -1,9 +1,10 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <mutex>
 
 namespace torch_rpc_ext::base {
 
@@ -15,8 +16,8 @@ namespace torch_rpc_ext::base {
 // Outlives: every Inside.
 class Gate {
  public:
-  // The thread that makes this object is inside until the object dies. It must
-  // live on that thread's stack.
+  // The thread that makes this object is inside until the object dies. The
+  // object must live on that thread's stack.
   class Inside {
    public:
     explicit Inside(Gate& gate);
@@ -35,7 +36,7 @@ class Gate {
 
     Gate& gate_;
     const bool counted_;
-    // The next one further out on this thread's stack, of any gate.
+    // The next Inside further out on this thread's stack, of any gate.
     const Inside* const outer_;
   };
 
@@ -44,7 +45,8 @@ class Gate {
 
   // Returns when the gate is closed and all threads but this one have left.
   // Several threads may wait, but at most one of them may be inside: two of
-  // them would wait for each other.
+  // them would wait for each other. The last one of them to return may destroy
+  // the gate.
   void wait();
 
   // Whether this thread is inside.
@@ -53,14 +55,19 @@ class Gate {
   }
 
  private:
+  struct State {
+    bool closed = false;
+    uint64_t inside = 0; // once closed: how many Insides are still counted
+  };
+
   bool enter();
   void leave();
   uint64_t entriesOfThisThread() const;
 
-  // Twice the number of Insides that are counted, plus 1 when the gate is
-  // closed. In one atomic, so that passing an open gate takes no mutex.
-  std::atomic<uint64_t> state_{0};
-  std::mutex mutex_;
+  // How many Insides are counted while the gate is open, then kClosed. An
+  // atomic, so that passing an open gate takes no mutex.
+  std::atomic<uint64_t> inside_{0};
+  Synchronized<State> state_;
   std::condition_variable changed_;
 };
 

@@ -6,6 +6,8 @@
 
 namespace torch_rpc_ext::base {
 
+namespace {
+
 LogLevel logThreshold() {
   static const LogLevel threshold = [] {
     const char* value = std::getenv("TORCH_RPC_EXT_LOG");
@@ -20,6 +22,8 @@ LogLevel logThreshold() {
   }();
   return threshold;
 }
+
+} // namespace
 
 void log(LogLevel level, const std::string& line) {
   if (level < logThreshold()) {

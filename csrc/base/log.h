@@ -8,15 +8,13 @@ namespace torch_rpc_ext::base {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-// Writes one line to standard error, unless its level is below logThreshold().
+// Writes one line to standard error, unless its level is below the level in the
+// environment variable TORCH_RPC_EXT_LOG = debug | info | warning (default) |
+// error, which is read once.
 void log(LogLevel level, const std::string& line);
 
-// From TORCH_RPC_EXT_LOG = debug | info | warning (default) | error, which is
-// read once.
-LogLevel logThreshold();
-
-// For lines that a stranger can cause: writes at most one line a second, and
-// says in it how many were left out.
+// For lines that a stranger can cause: writes at most one line a second, which
+// says how many lines were left out before it.
 // Thread: one at a time.
 class LimitedLog {
  public:

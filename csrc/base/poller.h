@@ -1,10 +1,13 @@
 #pragma once
 
+#include "base/descriptor.h"
+#include "base/event_fd.h"
+#include "base/synchronized.h"
+
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 
 namespace torch_rpc_ext::base {
@@ -29,8 +32,8 @@ class TimerQueue;
 class Poller {
  public:
   using Handler = std::function<void()>;
-  // Handles the input that is there, and returns whether there was any. Does
-  // not sleep.
+  // Handles the input of the main descriptor that has arrived, and returns
+  // whether there was any. Does not sleep.
   using Look = std::function<bool()>;
 
   Poller();
@@ -47,7 +50,8 @@ class Poller {
   void remove(int fd);
 
   // What ended a wait. kEvent: an event, whose handler has run on this thread.
-  // kTimeout: the time is over, or a signal came.
+  // kWake: a call of wake(). kTimeout: the time is over, or a signal of the
+  // operating system came.
   enum class Ended { kEvent, kWake, kTimeout };
 
   // `timeoutMs` -1 waits for ever.
@@ -69,21 +73,25 @@ class Poller {
     Handler handler;
     Look look; // of the main descriptor
   };
+  using EntryPtr = std::shared_ptr<const Entry>;
+  struct State {
+    int mainFd = -1;
+    bool led = false; // a Lead has the main descriptor
+    bool ledByGuest = false; // the last Lead that took it was a guest's
+    uint64_t nextKey = 1; // 0 is the key of wakeEvent_
+    std::unordered_map<int, uint64_t> keys; // by descriptor
+    std::unordered_map<uint64_t, EntryPtr> entries;
+  };
 
-  std::shared_ptr<Entry> find(uint64_t key);
+  void add(State& state, Entry entry);
+  EntryPtr find(uint64_t key);
   void control(int operation, int fd, uint64_t key, uint32_t events);
 
-  int epollFd_;
-  int wakeFd_;
-  std::mutex mutex_;
-  int mainFd_ = -1;
-  bool led_ = false; // a Lead holds the main descriptor
-  bool ledByGuest_ = false; // and gives it back when another thread wants it
-  std::atomic<bool> wanted_{false}; // another thread waits for a guest's Lead
-  uint64_t nextKey_ = 1; // 0 is the key of wakeFd_
-  std::unordered_map<int, uint64_t> keys_; // by descriptor
-  std::unordered_map<uint64_t, std::shared_ptr<Entry>> entries_;
-  std::unique_ptr<TimerQueue> timers_;
+  const Descriptor epoll_;
+  EventFd wakeEvent_;
+  Synchronized<State> state_;
+  std::atomic<bool> wanted_{false}; // a waiter waits until the guest gives
+  std::unique_ptr<TimerQueue> timers_; // last: its destructor calls remove()
 };
 
 // While this exists, and until give(), one thread has the main descriptor for
@@ -92,18 +100,7 @@ class Poller {
 class Poller::Lead {
  public:
   // Another thread ends the leader's wait with raise(). May outlive the Lead.
-  class Signal {
-   public:
-    Signal();
-    ~Signal();
-    Signal(const Signal&) = delete;
-    Signal& operator=(const Signal&) = delete;
-    void raise();
-
-   private:
-    friend class Lead;
-    int fd_;
-  };
+  using Signal = EventFd;
 
   // kWaiter: the thread leads while it waits for its own answer. kGuest: the
   // thread only looks for input for a moment, and gives the main descriptor
@@ -126,8 +123,7 @@ class Poller::Lead {
   // Only if leads(). As Poller::wait(), but kWake means that the signal was
   // raised.
   Ended wait(int timeoutMs = -1);
-  // Only if leads(). Handles the input of the main descriptor that is there,
-  // and returns whether there was any. Does not sleep.
+  // Only if leads(). Runs the main descriptor's Look.
   bool poll();
   // Whether another thread wants to lead, so that a guest has to give().
   bool isWanted() const {
@@ -137,9 +133,13 @@ class Poller::Lead {
   void give();
 
  private:
+  // Takes the main descriptor, unless there is none or another Lead has it.
+  // Returns whether a guest has it.
+  bool take(As as);
+
   Poller& poller_;
   const std::shared_ptr<Signal> signal_;
-  std::shared_ptr<Entry> entry_;
+  EntryPtr entry_;
 };
 
 } // namespace torch_rpc_ext::base

@@ -6,8 +6,8 @@
 
 namespace torch_rpc_ext::base {
 
-// A piece of work that runs at most once. Not a std::function, which can only
-// hold what can be copied: buffers cannot.
+// A piece of work that runs at most once. Not a std::function, because that can
+// only hold what can be copied, and a Buffer cannot.
 class Task {
  public:
   virtual ~Task() = default;

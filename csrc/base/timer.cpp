@@ -6,9 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
-#include <system_error>
 
 namespace torch_rpc_ext::base {
 
@@ -16,6 +14,14 @@ namespace {
 
 // A handler that threw is called again after this time.
 constexpr std::chrono::milliseconds kAgain{100};
+
+// The timer with the first moment, or end().
+auto first(const std::map<Timer*, Timer::Clock::time_point>& moments) {
+  return std::min_element(
+      moments.begin(), moments.end(), [](const auto& a, const auto& b) {
+        return a.second < b.second;
+      });
+}
 
 } // namespace
 
@@ -33,65 +39,61 @@ void Timer::stop() {
 
 TimerQueue::TimerQueue(Poller& poller)
     : poller_(poller),
-      fd_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-  if (fd_ < 0) {
-    throw std::system_error(errno, std::generic_category(), "timerfd_create");
-  }
-  poller_.add(fd_, [this] { onReadable(); });
+      descriptor_(checked(
+          timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK),
+          "timerfd_create")) {
+  poller_.add(descriptor_.fd(), [this] { onReadable(); });
 }
 
 TimerQueue::~TimerQueue() {
-  poller_.remove(fd_);
-  close(fd_);
+  poller_.remove(descriptor_.fd());
 }
 
 void TimerQueue::set(Timer& timer, Clock::time_point moment) {
-  std::lock_guard lock(mutex_);
-  // Another thread may have stopped the timer since set() looked.
-  setLocked(timer, timer.stopped_.load() ? Clock::time_point::max() : moment);
-  armLocked();
-}
-
-void TimerQueue::setLocked(Timer& timer, Clock::time_point moment) {
-  due_.erase({timer.moment_, &timer});
-  timer.moment_ = moment;
-  if (moment != Clock::time_point::max()) {
-    due_.emplace(moment, &timer);
+  auto state = state_.lock();
+  // Another thread may have stopped the timer since Timer::set() looked.
+  if (timer.stopped_.load() || moment == Clock::time_point::max()) {
+    state->moments.erase(&timer);
+  } else {
+    state->moments.insert_or_assign(&timer, moment);
   }
+  arm(*state);
 }
 
-void TimerQueue::armLocked() {
-  if (due_.empty() || due_.begin()->first >= armed_) {
+void TimerQueue::arm(State& state) {
+  const auto next = first(state.moments);
+  if (next == state.moments.end() || next->second >= state.armed) {
     return;
   }
-  armed_ = due_.begin()->first;
+  state.armed = next->second;
   // steady_clock is CLOCK_MONOTONIC. At least 1 ns, because 0 would switch the
   // timer off.
   const auto ns = std::max<int64_t>(
       1,
       std::chrono::duration_cast<std::chrono::nanoseconds>(
-          armed_.time_since_epoch())
+          state.armed.time_since_epoch())
           .count());
   itimerspec spec{};
   spec.it_value.tv_sec = ns / 1'000'000'000;
   spec.it_value.tv_nsec = ns % 1'000'000'000;
-  timerfd_settime(fd_, TFD_TIMER_ABSTIME, &spec, nullptr);
+  timerfd_settime(descriptor_.fd(), TFD_TIMER_ABSTIME, &spec, nullptr);
 }
 
 void TimerQueue::onReadable() {
   Timer* timer = nullptr;
   {
-    std::lock_guard lock(mutex_);
+    auto state = state_.lock();
     uint64_t expirations = 0;
-    (void)!read(fd_, &expirations, sizeof(expirations));
-    armed_ = Clock::time_point::max();
-    if (!due_.empty() && due_.begin()->first <= Clock::now()) {
-      timer = due_.begin()->second;
-      setLocked(*timer, Clock::time_point::max());
+    (void)!read(descriptor_.fd(), &expirations, sizeof(expirations));
+    state->armed = Clock::time_point::max();
+    const auto next = first(state->moments);
+    if (next != state->moments.end() && next->second <= Clock::now()) {
+      timer = next->first;
+      state->moments.erase(next);
     }
-    armLocked();
+    arm(*state);
   }
-  poller_.rearm(fd_);
+  poller_.rearm(descriptor_.fd());
   if (timer != nullptr) {
     guarded(Boundary::kTimer, timer->handler_, [&](const Error&) {
       set(*timer, Clock::now() + kAgain);

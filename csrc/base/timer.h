@@ -1,12 +1,13 @@
 #pragma once
 
+#include "base/descriptor.h"
 #include "base/poller.h"
+#include "base/synchronized.h"
 
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <mutex>
-#include <set>
+#include <map>
 #include <utility>
 
 namespace torch_rpc_ext::base {
@@ -41,15 +42,13 @@ class Timer {
 
   TimerQueue& queue_;
   const std::function<void()> handler_;
-  // Guarded by the queue's mutex.
-  Clock::time_point moment_ = Clock::time_point::max();
   std::atomic<bool> stopped_{false};
 };
 
-// All timers of a Poller, on one timer descriptor: one for each Timer would
-// cost a process several. A handler that takes long does not delay the other
-// timers: a thread takes a due timer from the queue, rearms the descriptor for
-// the other threads, and only then runs the handler.
+// All timers of a Poller, on one timer descriptor: a process would need several
+// descriptors if each Timer had its own. A handler that takes long does not
+// delay the other timers: a thread takes a due timer from the queue, rearms the
+// descriptor for the other threads, and only then runs the handler.
 //
 // Owns: the timer descriptor.
 // Thread: any.
@@ -66,18 +65,22 @@ class TimerQueue {
   void set(Timer& timer, Clock::time_point moment);
 
  private:
+  struct State {
+    // When the timers are due that are set. To look through all of them costs
+    // little: a Poller has fewer than ten.
+    std::map<Timer*, Clock::time_point> moments;
+    // When the descriptor becomes readable. This may be before the first
+    // moment: moving a timer to a later moment, which is what mostly happens,
+    // does not rearm the descriptor and so costs no system call.
+    Clock::time_point armed = Clock::time_point::max();
+  };
+
   void onReadable();
-  void setLocked(Timer& timer, Clock::time_point moment);
-  void armLocked();
+  void arm(State& state);
 
   Poller& poller_;
-  const int fd_;
-  std::mutex mutex_;
-  std::set<std::pair<Clock::time_point, Timer*>> due_;
-  // When the descriptor becomes readable. This may be before the first moment
-  // in due_: moving a timer to a later moment, which is what mostly happens,
-  // does not rearm the descriptor and so costs no system call.
-  Clock::time_point armed_ = Clock::time_point::max();
+  const Descriptor descriptor_;
+  Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::base

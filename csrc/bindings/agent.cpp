@@ -46,7 +46,7 @@ struct DeleteWithoutGil {
 
 agent::AgentHooks pythonHooks() {
   return {
-      // Runs when upstream has made the agent current and then starts it.
+      // Runs when upstream starts the agent, which it has made current before.
       .start =
           [] {
             if (rpc::RpcAgent::isCurrentRpcAgentSet()) {
@@ -231,12 +231,14 @@ void bindAgent(py::module_& module) {
                       : std::nullopt;
       },
       py::arg("dtype"),
-      "What this thread's calls have on the wire; returns what it was before.");
+      "Set the dtype as which float32 travels in this thread's calls; returns "
+      "the dtype that was set before.");
   module.def(
       "prepare_reinit",
-      [](int64_t /*rank*/) { compat::forgetAutogradWorker(); },
-      py::arg("rank"),
+      &compat::forgetAutogradWorker,
       "Lets init_rpc run again in this process with another rank.");
+  // join(), shutdown(), get_metrics() and more come from upstream's class, and
+  // call the virtual functions of UcxAgent.
   py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>> agent(
       module, "UcxAgent");
   bindProfiling(agent);
@@ -309,12 +311,6 @@ void bindAgent(py::module_& module) {
           py::arg("reverse_device_maps"),
           py::arg("devices"))
       .def(
-          "join",
-          &UcxAgent::join,
-          Release(),
-          py::arg("shutdown") = false,
-          py::arg("timeout") = 0)
-      .def(
           "await_answer",
           [](const std::shared_ptr<UcxAgent>& self,
              const torch::jit::PythonFutureWrapper& future) {
@@ -323,7 +319,8 @@ void bindAgent(py::module_& module) {
             self->caller().await(*held, checkInterrupt);
           },
           py::arg("future"))
-      .def("shutdown", &UcxAgent::shutdown, Release())
+      // Upstream's class has this function without the overload for an id; a
+      // function of the same name here hides all of its overloads.
       .def(
           "get_worker_info",
           [](const UcxAgent& self) -> const rpc::WorkerInfo& {
@@ -340,17 +337,6 @@ void bindAgent(py::module_& module) {
           [](const UcxAgent& self, rpc::worker_id_t id)
               -> const rpc::WorkerInfo& { return self.getWorkerInfo(id); },
           Release())
-      .def("get_worker_infos", &UcxAgent::getWorkerInfos, Release())
-      .def("get_metrics", &UcxAgent::getMetrics, Release())
-      .def("get_debug_info", &UcxAgent::getDebugInfo, Release())
-      .def("_get_device_map", &UcxAgent::getDeviceMap, Release())
-      .def_property_readonly(
-          "pending_calls",
-          [](UcxAgent& self) { return self.caller().pendingCalls(); })
-      .def_property_readonly(
-          "pending_deadlines",
-          [](UcxAgent& self) { return self.caller().pendingDeadlines(); })
-      .def("describe", &UcxAgent::getMetrics, Release())
       .def(
           "lost_workers",
           [](UcxAgent& self) { return self.group().peers().lost(); },

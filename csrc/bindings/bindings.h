@@ -11,8 +11,6 @@ void bindRRefs(pybind11::module_& module);
 void bindCalls(pybind11::module_& module);
 void bindCurrentCall(pybind11::module_& module);
 void bindWorkerEvents(pybind11::module_& module);
-void bindBoundaries(pybind11::module_& module);
 void bindWire(pybind11::module_& module);
-void bindCuda(pybind11::module_& module);
 
 } // namespace torch_rpc_ext::bindings

@@ -5,13 +5,12 @@
 // - For a TorchScript function upstream parses the function's name and copies
 //   its schema at each call. Here Python passes the function itself.
 //
-// - For the other calls, a future whose result is one tensor keeps a C++
-// tensor.
-//   Upstream makes the Python object in the thread that completes the future:
-//   it takes the GIL for that, and once more to free the message. In a burst of
-//   calls this thread and the sending thread would pass the GIL to and fro at
-//   each answer. Here the waiting thread makes the object, since it takes the
-//   GIL anyway.
+// - For the other calls, the future keeps a result that is one tensor as a C++
+//   tensor. Upstream makes the Python object in the thread that completes the
+//   future, which takes the GIL for that, and once more to free the message. In
+//   a burst of calls this thread and the sending thread would pass the GIL to
+//   and fro at each answer. Here the waiting thread makes the object, since
+//   that thread takes the GIL anyway.
 
 #include "agent/one_copy.h"
 #include "bindings/bindings.h"
@@ -106,7 +105,7 @@ Match match(
           jit::createStackForSchema(op->schema(), args, kwargs, std::nullopt);
       return {std::move(op), std::move(stack)};
     } catch (const jit::schema_match_error&) {
-      continue;
+      // The next overload may take the arguments.
     } catch (const std::runtime_error&) {
       break;
     }
@@ -210,10 +209,11 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       futureOf(answer, c10::TensorType::get(), &resultOfScript));
 }
 
-// A call of an operator that is named: `torch.ops.name.op`, in any namespace.
-// Neither distributed autograd nor torch's profilers hear of it, because
-// upstream cannot read such a call inside of their messages; nor can the
-// message have tensors of devices, because upstream reads those messages.
+// A call of an operator that the user names, `torch.ops.name.op`, in any
+// namespace. Neither distributed autograd nor torch's profilers hear of the
+// call, because upstream cannot read such a call inside of their messages. Nor
+// can the call have tensors of devices, because upstream reads the messages
+// with such tensors (GuardedCallback::processMessage()).
 std::shared_ptr<jit::PythonFutureWrapper> invokeOperator(
     const rpc::WorkerInfo& to,
     const std::string& name,
@@ -364,7 +364,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
       });
 }
 
-// Of the calling thread; a number for Python, 0 for none.
+// Makes `next` the calling thread's OneCopy. Returns the OneCopy before as a
+// number, which Python can keep; 0 for none.
 uintptr_t setOneCopy(agent::OneCopy* next) {
   return reinterpret_cast<uintptr_t>(agent::OneCopy::setCurrent(next));
 }

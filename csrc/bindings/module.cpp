@@ -14,7 +14,5 @@ PYBIND11_MODULE(_C, module) {
   bindCalls(module);
   bindCurrentCall(module);
   bindWorkerEvents(module);
-  bindBoundaries(module);
   bindWire(module);
-  bindCuda(module);
 }

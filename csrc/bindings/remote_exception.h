@@ -15,8 +15,8 @@ std::exception_ptr decodeRemoteException(
     const torch::distributed::rpc::Message& response);
 
 // Wraps a Python exception for a future: the thread that waits for the future
-// raises the same exception object again. Takes the GIL; the result can be
-// copied and destroyed without it.
+// raises the same exception object again. Takes the GIL; to copy and to destroy
+// the result, the caller need not hold the GIL.
 std::exception_ptr pythonException(pybind11::error_already_set& error);
 
 void bindRemoteException(pybind11::module_& module);

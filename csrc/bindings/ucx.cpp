@@ -9,7 +9,6 @@ namespace torch_rpc_ext::bindings {
 namespace py = pybind11;
 
 void bindUcx(py::module_& module) {
-  using namespace transport::ucx;
   module.def(
       "interfaces",
       [] {
@@ -21,12 +20,9 @@ void bindUcx(py::module_& module) {
         return table;
       },
       "Network interfaces of this host: name -> (up, addresses).");
-  module.def("ucx_version", &libraryVersion, "Version of the loaded UCX.");
-  module.def(
-      "ucx_library_path", &libraryPath, "Path of the libucp that is loaded.");
   module.def(
       "ucx_transports",
-      &transports,
+      &transport::ucx::transports,
       py::call_guard<py::gil_scoped_release>(),
       "(transport, device, kind) of everything UCX can use here.");
 }

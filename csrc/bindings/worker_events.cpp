@@ -6,7 +6,6 @@
 
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <optional>
 #include <tuple>
 
@@ -46,9 +45,9 @@ void beginWorkerEvents(UcxAgent& agent) {
   agent.group().events().begin();
 }
 
-std::optional<PlainEvent> nextWorkerEvent(UcxAgent& agent, double seconds) {
-  const auto event = agent.group().events().next(
-      std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+std::optional<PlainEvent> nextWorkerEvent(UcxAgent& agent, float seconds) {
+  const auto event =
+      agent.group().events().next(agent::toMilliseconds(seconds));
   return event ? std::optional(plainEvent(*event)) : std::nullopt;
 }
 

@@ -56,9 +56,9 @@ ScriptCallReader::OperatorPtr ScriptCallReader::find(
     const std::string& schema) {
   Known known;
   {
-    std::lock_guard lock(mutex_);
-    const auto it = known_.find(schema);
-    if (it == known_.end()) {
+    const auto all = known_.lock();
+    const auto it = all->find(schema);
+    if (it == all->end()) {
       return nullptr;
     }
     known = it->second;
@@ -131,8 +131,7 @@ ScriptCallReader::ScriptCallPtr ScriptCallReader::readOperator(
 
 void ScriptCallReader::keep(const std::string& schema, OperatorPtr op) {
   const auto name = c10::Symbol::fromQualString(op->schema().name());
-  std::lock_guard lock(mutex_);
-  known_.insert_or_assign(schema, Known{name, std::move(op)});
+  known_.lock()->insert_or_assign(schema, Known{name, std::move(op)});
 }
 
 } // namespace torch_rpc_ext::compat

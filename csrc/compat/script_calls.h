@@ -1,18 +1,20 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <torch/csrc/distributed/rpc/message.h>
 #include <torch/csrc/distributed/rpc/script_call.h>
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace torch_rpc_ext::compat {
 
-// A call of any operator of the dispatcher: upstream's writes those of aten::
-// only. ScriptCallReader reads both; upstream's fromMessage() does not.
+// A ScriptCall of any operator of the dispatcher. Of these operators, the class
+// of upstream writes only those of aten:: into messages, and its fromMessage()
+// reads only those. ScriptCallReader reads the calls of both classes.
 class OperatorCall final : public torch::distributed::rpc::ScriptCall {
  public:
   using ScriptCall::ScriptCall;
@@ -21,12 +23,12 @@ class OperatorCall final : public torch::distributed::rpc::ScriptCall {
   void toIValues(std::vector<at::IValue>& values) const override;
 };
 
-// Reads a ScriptCall from a message, as ScriptCall::fromMessage() does, but
-// faster, and OperatorCalls. For a builtin operator, fromMessage() parses the
-// schema and prints those of all overloads each time, which takes 4 to 5 us, a
-// tenth of such a call. This class does so once for each schema.
+// Reads a ScriptCall or an OperatorCall from a message. Faster than upstream's
+// ScriptCall::fromMessage(), which for a builtin operator parses the schema and
+// prints those of all overloads each time. That takes 4 to 5 us, a tenth of
+// such a call; this class does it once for each schema.
 //
-// Owns: a table of the operators it has read.
+// Owns: a table of the operators that it has read.
 // Thread: any.
 class ScriptCallReader {
  public:
@@ -44,15 +46,15 @@ class ScriptCallReader {
   };
 
   OperatorPtr find(const std::string& schema);
-  // Of an OperatorCall, whose arguments are checked: upstream checks none.
+  // Makes the call of an operator that an OperatorCall named, and checks the
+  // arguments, which upstream does not do.
   ScriptCallPtr readOperator(
       const std::string& schema,
       std::vector<at::IValue>&& arguments);
   void keep(const std::string& schema, OperatorPtr op);
 
-  std::mutex mutex_;
-  // Cannot grow without limit: only operators that exist get in.
-  std::unordered_map<std::string, Known> known_; // by schema
+  // By schema. Cannot grow without limit: only operators that exist get in.
+  base::Synchronized<std::unordered_map<std::string, Known>> known_;
 };
 
 } // namespace torch_rpc_ext::compat

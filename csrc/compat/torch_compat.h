@@ -202,9 +202,9 @@ inline void keepRRefErrorsHarmless() {
 // Returns the values that no other worker holds; to destroy them may need the
 // GIL.
 //
-// Forks that were passed on to other workers stay. The worker's own fork is
-// known by its number: remote() takes the numbers of the RRef and of its first
-// fork one after the other.
+// Forks that were passed on to other workers stay. The number of the worker's
+// own fork is the RRef's number plus 1, because remote() takes the numbers of
+// the RRef and of its first fork one after the other.
 inline std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>
 releaseRRefsOf(
     torch::distributed::rpc::worker_id_t worker,
@@ -254,9 +254,9 @@ inline bool canBeNamed(const c10::Type& type) {
   return !hasEnum(type);
 }
 
-// Makes the RRef's type that of a Python object, which has a name; its value is
-// then fetched as a pickle. Returns false unless this process owns the RRef and
-// its value is here.
+// Makes the RRef's type that of a Python object, which has a name. The RRef's
+// value is then fetched as a pickle. Returns false unless this process owns the
+// RRef and the value is here.
 inline bool becomePython(torch::distributed::rpc::RRef& rref) {
   namespace rpc = torch::distributed::rpc;
   if (!rref.isOwner() || !static_cast<rpc::OwnerRRef&>(rref).hasValue()) {

@@ -28,7 +28,8 @@ Mac hmac(std::string_view key, std::initializer_list<std::string_view> parts);
 // The 32 raw bytes, to be used as a key or in a message.
 std::string toString(const Mac& mac);
 
-// For strings of one length, takes the same time wherever they differ.
+// Compares two strings. For strings of one length, takes the same time wherever
+// they differ.
 bool equal(std::string_view a, std::string_view b);
 
 // Random bytes from OpenSSL's generator, which the operating system seeds.

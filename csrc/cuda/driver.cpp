@@ -81,8 +81,9 @@ base::Result<std::shared_ptr<Driver>> Driver::load(const std::string& library) {
 }
 
 Driver::~Driver() {
-  for (size_t i = 0; i < contexts_.size(); ++i) {
-    if (contexts_[i] != nullptr) {
+  const auto contexts = contexts_.lock();
+  for (size_t i = 0; i < contexts->size(); ++i) {
+    if ((*contexts)[i] != nullptr) {
       // At the end of the process the driver may be shut down already. The call
       // then only returns an error.
       api_.releasePrimaryContext(devices_[i].id);
@@ -107,7 +108,7 @@ base::Error Driver::start() {
       error = device.error();
     }
   }
-  contexts_.resize(devices_.size());
+  contexts_.lock()->resize(devices_.size());
   return error;
 }
 
@@ -167,8 +168,8 @@ base::Result<ContextHandle> Driver::context(int device) {
         "there is no cuda:" + std::to_string(device) + " here, only " +
             std::to_string(devices_.size()) + " device(s)"};
   }
-  std::lock_guard lock(mutex_);
-  ContextHandle& context = contexts_[static_cast<size_t>(device)];
+  auto contexts = contexts_.lock();
+  ContextHandle& context = (*contexts)[static_cast<size_t>(device)];
   if (context == nullptr) {
     const Status status =
         api_.retainPrimaryContext(&context, devices_[device].id);

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/driver_api.h"
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -70,8 +70,8 @@ class Driver {
   const DriverApi api_;
   int version_ = 0;
   std::vector<Device> devices_;
-  std::mutex mutex_;
-  std::vector<ContextHandle> contexts_; // by index; null until used
+  // By index; null until used.
+  base::Synchronized<std::vector<ContextHandle>> contexts_;
 };
 
 // While this lives, a device's primary context is current for this thread; then

@@ -40,18 +40,12 @@ struct IpcEventHandle {
 // Values of the driver's enumerations, under cuda.h's names without CU_.
 namespace status {
 inline constexpr Status kSuccess = 0;
-inline constexpr Status kInvalidValue = 1;
 inline constexpr Status kOutOfMemory = 2;
 inline constexpr Status kDeinitialized = 4;
 inline constexpr Status kNoDevice = 100;
 inline constexpr Status kInvalidDevice = 101;
-inline constexpr Status kInvalidContext = 201;
-inline constexpr Status kAlreadyMapped = 208;
 inline constexpr Status kPeerAccessUnsupported = 217;
-inline constexpr Status kInvalidPtx = 218;
 inline constexpr Status kUnsupportedPtxVersion = 222;
-inline constexpr Status kNotFound = 500;
-inline constexpr Status kNotReady = 600;
 inline constexpr Status kNotPermitted = 800;
 inline constexpr Status kNotSupported = 801;
 inline constexpr Status kSystemNotReady = 802;

@@ -101,29 +101,28 @@ MemoryExporter::exportMemory(int device, Address address, uint64_t bytes) {
 base::Result<IpcMemoryHandle> MemoryExporter::handleOf(
     Address base,
     uint64_t bufferId) {
-  std::lock_guard lock(mutex_);
-  const auto found = known_.find(base);
-  if (found != known_.end() && found->second.bufferId == bufferId) {
-    const Known& known = found->second;
-    return known.why ? base::Result<IpcMemoryHandle>(known.why) : known.handle;
+  auto known = known_.lock();
+  const auto found = known->find(base);
+  if (found != known->end() && found->second.bufferId == bufferId) {
+    return found->second.handle;
   }
-  Known known{bufferId, {}, {}};
-  const Status status = driver_->api().exportMemory(&known.handle, base);
+  IpcMemoryHandle handle;
+  const Status status = driver_->api().exportMemory(&handle, base);
+  const base::Error error = driver_->check(status, "cuIpcGetMemHandle");
   if (status == status::kOutOfMemory || status == status::kDeinitialized) {
-    // Not remembered, because the next attempt may succeed.
-    return driver_->error(status, "cuIpcGetMemHandle");
+    return error; // not remembered, because the next attempt may succeed
   }
-  if (status != status::kSuccess) {
-    known.why =
-        cannotExport(driver_->error(status, "cuIpcGetMemHandle").message);
-  }
-  if (known_.size() >= kMaxKnown) {
+  if (known->size() >= kMaxKnown) {
     // Most entries are of memory that was freed since: torch's allocator does
     // not tell us when it frees.
-    known_.clear();
+    known->clear();
   }
-  known_[base] = known;
-  return known.why ? base::Result<IpcMemoryHandle>(known.why) : known.handle;
+  base::Result<IpcMemoryHandle> result(handle);
+  if (error) {
+    result = cannotExport(error.message);
+  }
+  known->insert_or_assign(base, Known{bufferId, result});
+  return result;
 }
 
 // The idle events. The pool and every Recorded share this, so that an event can
@@ -133,7 +132,8 @@ class EventPool::State {
   explicit State(std::shared_ptr<Driver> driver) : driver_(std::move(driver)) {}
 
   ~State() {
-    for (const Event& event : idle_) {
+    const auto idle = idle_.lock();
+    for (const Event& event : *idle) {
       const ContextGuard guard(*driver_, event.device);
       driver_->api().destroyEvent(event.event);
     }
@@ -142,14 +142,14 @@ class EventPool::State {
   // The device's context must be current.
   base::Result<Event> take(int device) {
     {
-      std::lock_guard lock(mutex_);
+      auto idle = idle_.lock();
       const auto found =
-          std::find_if(idle_.rbegin(), idle_.rend(), [&](const Event& event) {
+          std::find_if(idle->rbegin(), idle->rend(), [&](const Event& event) {
             return event.device == device;
           });
-      if (found != idle_.rend()) {
+      if (found != idle->rend()) {
         const Event event = *found;
-        idle_.erase(std::next(found).base());
+        idle->erase(std::next(found).base());
         return event;
       }
     }
@@ -171,8 +171,7 @@ class EventPool::State {
   }
 
   void giveBack(const Event& event) {
-    std::lock_guard lock(mutex_);
-    idle_.push_back(event);
+    idle_.lock()->push_back(event);
   }
 
   Driver& driver() {
@@ -181,8 +180,7 @@ class EventPool::State {
 
  private:
   const std::shared_ptr<Driver> driver_;
-  std::mutex mutex_;
-  std::vector<Event> idle_;
+  base::Synchronized<std::vector<Event>> idle_;
 };
 
 EventPool::Recorded& EventPool::Recorded::operator=(Recorded&& other) noexcept {

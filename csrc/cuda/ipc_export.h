@@ -2,10 +2,10 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/driver.h"
 
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -46,19 +46,18 @@ class MemoryExporter {
  private:
   struct Known {
     uint64_t bufferId = 0;
-    base::Error why; // why the allocation cannot be exported, or none
-    IpcMemoryHandle handle;
+    base::Result<IpcMemoryHandle> handle; // or why there is none
   };
   base::Result<IpcMemoryHandle> handleOf(Address base, uint64_t bufferId);
 
   const std::shared_ptr<Driver> driver_;
-  std::mutex mutex_;
-  std::unordered_map<Address, Known> known_; // by base
+  base::Synchronized<std::unordered_map<Address, Known>> known_; // by base
 };
 
-// Events that a stream of another process can wait for. Kept for their next
-// use, because to make an event, and to open it in the other process, takes
-// long. Thread: any.
+// Events that a stream of another process can wait for. The pool keeps them for
+// their next use, because to make an event, and to open it in the other
+// process, takes long.
+// Thread: any.
 class EventPool {
   struct Event {
     int device = 0;
@@ -68,8 +67,8 @@ class EventPool {
   class State;
 
  public:
-  // A recorded event, which goes back to the pool when this dies. Keep it until
-  // the receiver has said that it is done.
+  // A recorded event, which goes back to the pool when this object dies. Keep
+  // the object until the receiver has said that it is done.
   class Recorded {
    public:
     Recorded(Recorded&& other) noexcept = default;
@@ -78,9 +77,6 @@ class EventPool {
 
     const IpcEventHandle& handle() const {
       return event_.handle;
-    }
-    EventHandle event() const {
-      return event_.event;
     }
 
    private:

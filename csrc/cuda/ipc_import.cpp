@@ -51,14 +51,14 @@ base::Result<std::shared_ptr<const Mapping>>
 MemoryImporter::open(PeerKey peer, int device, const MemoryExport& run) {
   // Held while the handle is opened, which takes some milliseconds, so that two
   // threads do not open one allocation twice.
-  std::lock_guard lock(mutex_);
+  auto state = state_.lock();
   {
     Dropped dropped;
-    if (auto mapping = find(peer, run, dropped)) {
-      ++stats_.hits;
+    if (auto mapping = find(*state, peer, run, dropped)) {
+      ++state->stats.hits;
       return mapping;
     }
-    makeRoom(dropped);
+    makeRoom(state->entries, dropped);
     // `dropped` is unmapped here, before the new memory is mapped: the driver
     // may refuse to map an allocation at whose address it still maps an older
     // one.
@@ -77,8 +77,8 @@ MemoryImporter::open(PeerKey peer, int device, const MemoryExport& run) {
   if (auto error = check(*mapping, run)) {
     return error;
   }
-  ++stats_.opened;
-  entries_[{peer, run.base}] = {
+  ++state->stats.opened;
+  state->entries[{peer, run.base}] = {
       mapping, run.size, run.bufferId, run.handle, Clock::now()};
   return mapping;
 }
@@ -105,19 +105,23 @@ base::Error MemoryImporter::check(
   return {};
 }
 
-std::shared_ptr<const Mapping>
-MemoryImporter::find(PeerKey peer, const MemoryExport& run, Dropped& dropped) {
+std::shared_ptr<const Mapping> MemoryImporter::find(
+    State& state,
+    PeerKey peer,
+    const MemoryExport& run,
+    Dropped& dropped) {
   // Entries of a peer do not overlap each other. So of the entries that begin
   // before run.base only the last one may overlap the run's allocation.
-  auto entry = entries_.lower_bound({peer, run.base});
-  if (entry != entries_.begin()) {
+  Entries& entries = state.entries;
+  auto entry = entries.lower_bound({peer, run.base});
+  if (entry != entries.begin()) {
     const auto before = std::prev(entry);
     if (before->first.first == peer &&
         before->first.second + before->second.size > run.base) {
       entry = before;
     }
   }
-  while (entry != entries_.end() && entry->first.first == peer &&
+  while (entry != entries.end() && entry->first.first == peer &&
          entry->first.second < run.base + run.size) {
     Entry& known = entry->second;
     if (entry->first.second == run.base && known.size == run.size &&
@@ -125,61 +129,63 @@ MemoryImporter::find(PeerKey peer, const MemoryExport& run, Dropped& dropped) {
       known.used = Clock::now();
       return known.mapping;
     }
-    ++stats_.stale;
+    ++state.stats.stale;
     dropped.push_back(std::move(known.mapping));
-    entry = entries_.erase(entry);
+    entry = entries.erase(entry);
   }
   return nullptr;
 }
 
-void MemoryImporter::makeRoom(Dropped& dropped) {
-  while (entries_.size() >= maxOpen_) {
-    auto oldest = entries_.end();
-    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+void MemoryImporter::makeRoom(Entries& entries, Dropped& dropped) const {
+  while (entries.size() >= maxOpen_) {
+    auto oldest = entries.end();
+    for (auto entry = entries.begin(); entry != entries.end(); ++entry) {
       const bool inUse = entry->second.mapping.use_count() > 1;
       if (!inUse &&
-          (oldest == entries_.end() ||
+          (oldest == entries.end() ||
            entry->second.used < oldest->second.used)) {
         oldest = entry;
       }
     }
-    if (oldest == entries_.end()) {
+    if (oldest == entries.end()) {
       return; // all are in use: exceed maxOpen_ for a while
     }
     dropped.push_back(std::move(oldest->second.mapping));
-    entries_.erase(oldest);
+    entries.erase(oldest);
   }
 }
 
 void MemoryImporter::forget(PeerKey peer, uint64_t base, uint64_t bufferId) {
-  Dropped dropped;
-  std::lock_guard lock(mutex_);
-  const auto entry = entries_.find({peer, base});
-  if (entry != entries_.end() && entry->second.bufferId == bufferId) {
+  Dropped dropped; // unmapped after the lock is released
+  auto state = state_.lock();
+  const auto entry = state->entries.find({peer, base});
+  if (entry != state->entries.end() && entry->second.bufferId == bufferId) {
     dropped.push_back(std::move(entry->second.mapping));
-    entries_.erase(entry);
+    state->entries.erase(entry);
   }
 }
 
 void MemoryImporter::forget(PeerKey peer) {
   Dropped dropped;
-  std::lock_guard lock(mutex_);
-  const auto begin = entries_.lower_bound({peer, 0});
+  auto state = state_.lock();
+  Entries& entries = state->entries;
+  const auto begin = entries.lower_bound({peer, 0});
   auto entry = begin;
-  for (; entry != entries_.end() && entry->first.first == peer; ++entry) {
+  for (; entry != entries.end() && entry->first.first == peer; ++entry) {
     dropped.push_back(std::move(entry->second.mapping));
   }
-  entries_.erase(begin, entry);
+  entries.erase(begin, entry);
 }
 
 size_t MemoryImporter::trim(Clock::duration age) {
   Dropped dropped;
-  std::lock_guard lock(mutex_);
+  auto state = state_.lock();
+  Entries& entries = state->entries;
   const auto limit = Clock::now() - age;
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
+  for (auto entry = entries.begin(); entry != entries.end();) {
     if (entry->second.used <= limit && entry->second.mapping.use_count() == 1) {
       dropped.push_back(std::move(entry->second.mapping));
-      entry = entries_.erase(entry);
+      entry = entries.erase(entry);
     } else {
       ++entry;
     }
@@ -188,9 +194,9 @@ size_t MemoryImporter::trim(Clock::duration age) {
 }
 
 ImporterStats MemoryImporter::stats() const {
-  std::lock_guard lock(mutex_);
-  ImporterStats stats = stats_;
-  stats.open = entries_.size();
+  const auto state = state_.lock();
+  ImporterStats stats = state->stats;
+  stats.open = state->entries.size();
   return stats;
 }
 
@@ -198,7 +204,8 @@ EventImporter::EventImporter(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)) {}
 
 EventImporter::~EventImporter() {
-  for (const auto& [key, opened] : events_) {
+  const auto events = events_.lock();
+  for (const auto& [key, opened] : *events) {
     close(opened);
   }
 }
@@ -210,8 +217,8 @@ base::Error EventImporter::wait(
     int streamDevice,
     StreamHandle stream) {
   // Held until the wait is queued, because forget() destroys events.
-  std::lock_guard lock(mutex_);
-  auto event = open(peer, device, handle);
+  auto events = events_.lock();
+  auto event = open(*events, peer, device, handle);
   if (!event.ok()) {
     return event.error();
   }
@@ -223,14 +230,17 @@ base::Error EventImporter::wait(
       driver_->api().waitEvent(stream, event.value(), 0), "cuStreamWaitEvent");
 }
 
-base::Result<EventHandle>
-EventImporter::open(PeerKey peer, int device, const IpcEventHandle& handle) {
+base::Result<EventHandle> EventImporter::open(
+    Events& events,
+    PeerKey peer,
+    int device,
+    const IpcEventHandle& handle) {
   const Key key{peer, keyOf(handle)};
-  const auto found = events_.find(key);
-  if (found != events_.end()) {
+  const auto found = events.find(key);
+  if (found != events.end()) {
     return found->second.event;
   }
-  if (events_.size() >= kMaxEvents) {
+  if (events.size() >= kMaxEvents) {
     return base::Error{
         base::ErrorKind::kOverloaded,
         std::to_string(kMaxEvents) + " events of other processes are open"};
@@ -244,16 +254,16 @@ EventImporter::open(PeerKey peer, int device, const IpcEventHandle& handle) {
   if (status != status::kSuccess) {
     return cannotOpen(driver_->error(status, "cuIpcOpenEventHandle"));
   }
-  events_.emplace(key, opened);
+  events.emplace(key, opened);
   return opened.event;
 }
 
 void EventImporter::forget(PeerKey peer) {
-  std::lock_guard lock(mutex_);
-  auto entry = events_.lower_bound({peer, std::string()});
-  while (entry != events_.end() && entry->first.first == peer) {
+  auto events = events_.lock();
+  auto entry = events->lower_bound({peer, std::string()});
+  while (entry != events->end() && entry->first.first == peer) {
     close(entry->second);
-    entry = events_.erase(entry);
+    entry = events->erase(entry);
   }
 }
 

@@ -1,13 +1,13 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/driver.h"
 #include "cuda/ipc_export.h"
 
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -97,17 +97,19 @@ class MemoryImporter {
   using Key = std::pair<PeerKey, uint64_t>; // peer, base
   using Entries = std::map<Key, Entry>;
   using Dropped = std::vector<std::shared_ptr<const Mapping>>;
+  struct State {
+    Entries entries;
+    ImporterStats stats;
+  };
 
-  std::shared_ptr<const Mapping>
-  find(PeerKey peer, const MemoryExport& run, Dropped& dropped);
-  void makeRoom(Dropped& dropped);
+  static std::shared_ptr<const Mapping>
+  find(State& state, PeerKey peer, const MemoryExport& run, Dropped& dropped);
+  void makeRoom(Entries& entries, Dropped& dropped) const;
   base::Error check(const Mapping& mapping, const MemoryExport& run) const;
 
   const std::shared_ptr<Driver> driver_;
   const size_t maxOpen_;
-  mutable std::mutex mutex_;
-  Entries entries_;
-  ImporterStats stats_;
+  base::Synchronized<State> state_;
 };
 
 // Opens events of peers' EventPools, each once, and keeps them open until the
@@ -138,14 +140,14 @@ class EventImporter {
     EventHandle event = nullptr;
   };
   using Key = std::pair<PeerKey, std::string>; // peer, handle
+  using Events = std::map<Key, Opened>;
 
   base::Result<EventHandle>
-  open(PeerKey peer, int device, const IpcEventHandle& handle);
+  open(Events& events, PeerKey peer, int device, const IpcEventHandle& handle);
   void close(const Opened& opened);
 
   const std::shared_ptr<Driver> driver_;
-  std::mutex mutex_;
-  std::map<Key, Opened> events_;
+  base::Synchronized<Events> events_;
 };
 
 } // namespace torch_rpc_ext::cuda

@@ -31,7 +31,8 @@ Kernels::Kernels(std::shared_ptr<Driver> driver, PtxSource source)
       tables_(driver_) {}
 
 Kernels::~Kernels() {
-  for (const auto& [key, loaded] : loaded_) {
+  const auto all = loaded_.lock();
+  for (const auto& [key, loaded] : *all) {
     unload(key.first, loaded);
   }
 }
@@ -158,64 +159,61 @@ base::Result<FunctionHandle> Kernels::find(
     const std::string& name) {
   const Key key{device, name};
   {
-    std::lock_guard lock(mutex_);
-    const auto found = loaded_.find(key);
-    if (found != loaded_.end()) {
-      return answer(found->second);
+    const auto all = loaded_.lock();
+    const auto found = all->find(key);
+    if (found != all->end()) {
+      return found->second.function;
     }
   }
   // Not under the mutex, because load() takes the GIL. So two threads may load
   // the same kernel, and one of them unloads its copy again below.
   Loaded loaded = load(device, name);
-  if (loaded.why.kind == base::ErrorKind::kOverloaded) {
-    return loaded.why; // not remembered: there may be memory next time
+  if (!loaded.function.ok() &&
+      loaded.function.error().kind == base::ErrorKind::kOverloaded) {
+    return loaded.function; // not remembered: there may be memory next time
   }
-  std::lock_guard lock(mutex_);
-  const auto [entry, isNew] = loaded_.emplace(key, loaded);
+  auto all = loaded_.lock();
+  const auto [entry, isNew] = all->emplace(key, loaded);
   if (!isNew) {
     unload(device, loaded);
   }
-  return answer(entry->second);
-}
-
-base::Result<FunctionHandle> Kernels::answer(const Loaded& loaded) {
-  return loaded.why ? base::Result<FunctionHandle>(loaded.why)
-                    : loaded.function;
+  return entry->second.function;
 }
 
 Kernels::Loaded Kernels::load(int device, const std::string& name) {
   const ContextGuard guard(*driver_, device);
   if (guard.error()) {
-    return {nullptr, nullptr, guard.error()};
+    return {nullptr, guard.error()};
   }
   const Device& gpu = driver_->devices()[static_cast<size_t>(device)];
   auto ptx = source_(name, gpu.major, gpu.minor);
   if (!ptx.ok()) {
-    return {nullptr, nullptr, ptx.error()};
+    return {nullptr, ptx.error()};
   }
   const DriverApi& api = driver_->api();
   std::array<char, 4096> log{};
   std::array<int, 2> options{kJitErrorLogBuffer, kJitErrorLogBufferBytes};
   std::array<void*, 2> values{
       log.data(), reinterpret_cast<void*>(uintptr_t{log.size() - 1})};
-  Loaded loaded;
+  ModuleHandle module = nullptr;
   const Status status = api.loadModule(
-      &loaded.module,
+      &module,
       ptx.value().text.c_str(),
       options.size(),
       options.data(),
       values.data());
   if (status != status::kSuccess) {
-    loaded.module = nullptr;
-    loaded.why = driver_->error(status, "loading kernel " + name);
-    loaded.why.message += log[0] != '\0' ? std::string(": ") + log.data() : "";
-    return loaded;
+    base::Error why = driver_->error(status, "loading kernel " + name);
+    why.message += log[0] != '\0' ? std::string(": ") + log.data() : "";
+    return {nullptr, std::move(why)};
   }
-  loaded.why = driver_->check(
-      api.getFunction(
-          &loaded.function, loaded.module, ptx.value().entry.c_str()),
-      "finding kernel " + ptx.value().entry);
-  return loaded;
+  FunctionHandle function = nullptr;
+  if (auto error = driver_->check(
+          api.getFunction(&function, module, ptx.value().entry.c_str()),
+          "finding kernel " + ptx.value().entry)) {
+    return {module, std::move(error)};
+  }
+  return {module, function};
 }
 
 void Kernels::unload(int device, const Loaded& loaded) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
 #include "cuda/table_ring.h"
@@ -8,7 +9,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -67,13 +67,11 @@ class Kernels {
  private:
   struct Loaded {
     ModuleHandle module = nullptr;
-    FunctionHandle function = nullptr;
-    base::Error why; // why the kernel cannot be used, or none
+    base::Result<FunctionHandle> function; // or why it cannot be used
   };
   using Key = std::pair<int, std::string>; // device, kernel
 
   base::Result<FunctionHandle> find(int device, const std::string& name);
-  static base::Result<FunctionHandle> answer(const Loaded& loaded);
   Loaded load(int device, const std::string& name);
   void unload(int device, const Loaded& loaded);
   base::Error launchTable(
@@ -92,8 +90,7 @@ class Kernels {
   const std::shared_ptr<Driver> driver_;
   const PtxSource source_;
   TableRing tables_;
-  std::mutex mutex_;
-  std::map<Key, Loaded> loaded_;
+  base::Synchronized<std::map<Key, Loaded>> loaded_;
 };
 
 } // namespace torch_rpc_ext::cuda

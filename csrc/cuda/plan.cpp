@@ -1,7 +1,5 @@
 #include "cuda/plan.h"
 
-#include <algorithm>
-
 namespace torch_rpc_ext::cuda {
 
 namespace {

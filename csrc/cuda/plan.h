@@ -14,8 +14,12 @@
 // tests/unit/test_cuda_kernels.py compares with this.
 namespace torch_rpc_ext::cuda {
 
-// The alignment in bytes of each tensor in a block that was gathered.
-inline constexpr uint64_t kBlockAlignment = 16;
+// Where a tensor begins in a gathered block, if the tensor before it ends at
+// `end`: at a multiple of 16 bytes, so that elements of any dtype are aligned.
+constexpr uint64_t aligned(uint64_t end) {
+  return (end + 15) / 16 * 16;
+}
+
 inline constexpr size_t kMaxDims = 8;
 
 enum class Cast : uint8_t {

@@ -14,7 +14,8 @@ TableRing::TableRing(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)) {}
 
 TableRing::~TableRing() {
-  for (const Place& place : places_) {
+  const auto places = places_.lock();
+  for (const Place& place : *places) {
     const ContextGuard guard(*driver_, place.device);
     if (!guard.error()) {
       destroy(place);
@@ -24,12 +25,12 @@ TableRing::~TableRing() {
 
 base::Result<TableRing::Place> TableRing::take(int device) {
   {
-    std::lock_guard lock(mutex_);
-    for (auto place = places_.begin(); place != places_.end(); ++place) {
+    auto places = places_.lock();
+    for (auto place = places->begin(); place != places->end(); ++place) {
       if (place->device == device &&
           driver_->api().queryEvent(place->event) == status::kSuccess) {
         const Place taken = *place;
-        places_.erase(place);
+        places->erase(place);
         return taken;
       }
     }
@@ -92,8 +93,7 @@ void TableRing::giveBack(const Place& place, StreamHandle stream) {
     // never given out again, nor freed.
     return;
   }
-  std::lock_guard lock(mutex_);
-  places_.push_back(place);
+  places_.lock()->push_back(place);
 }
 
 } // namespace torch_rpc_ext::cuda

@@ -1,11 +1,11 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace torch_rpc_ext::cuda {
@@ -46,8 +46,8 @@ class TableRing {
   void destroy(const Place& place);
 
   const std::shared_ptr<Driver> driver_;
-  std::mutex mutex_;
-  std::vector<Place> places_; // given back; the device may still use them
+  // Given back; the device may still use them.
+  base::Synchronized<std::vector<Place>> places_;
 };
 
 } // namespace torch_rpc_ext::cuda

@@ -2,6 +2,7 @@
 
 #include "base/boundary.h"
 #include "base/fork.h"
+#include "base/synchronized.h"
 
 #include <sys/mman.h>
 #include <sys/sysinfo.h>
@@ -11,7 +12,6 @@
 #include <bit>
 #include <fstream>
 #include <limits>
-#include <mutex>
 #include <new>
 #include <set>
 #include <string>
@@ -128,24 +128,24 @@ class BufferCache::State {
     bool shared = mustBeShared;
     const uint64_t lent = mustBeShared ? capacity : 0;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
-      shared = shared || sharedClasses_.count(capacity) != 0;
-      auto found = findIdleLocked(capacity, shared);
-      if (found == idle_.end() && shared) {
-        shared = mayShareLocked(lent);
+      auto blocks = blocks_.lock();
+      shared = shared || blocks->sharedClasses.count(capacity) != 0;
+      auto found = findIdle(*blocks, capacity, shared);
+      if (found == blocks->idle.end() && shared) {
+        shared = mayShare(*blocks, lent);
         if (!shared && !mustBeShared) {
-          found = findIdleLocked(capacity, shared);
+          found = findIdle(*blocks, capacity, shared);
         }
       }
-      if (found != idle_.end()) {
+      if (found != blocks->idle.end()) {
         const Map map = found->map;
-        idle_.erase(found);
-        stats_.idleBytes -= capacity;
-        ++stats_.hits;
-        countUsed(map, lent != 0);
+        blocks->idle.erase(found);
+        blocks->stats.idleBytes -= capacity;
+        ++blocks->stats.hits;
+        countUsed(*blocks, map, lent != 0);
         return map;
       }
-      sharedBlocks_ += shared ? 1 : 0;
+      blocks->sharedBlocks += shared ? 1 : 0;
     }
     Map map{nullptr, capacity};
     if (shared) {
@@ -153,8 +153,7 @@ class BufferCache::State {
       if (map.shared != nullptr) {
         map.data = map.shared->data();
       } else {
-        std::lock_guard<std::mutex> lock(mutex_);
-        --sharedBlocks_;
+        --blocks_.lock()->sharedBlocks;
       }
     }
     if (map.data == nullptr && !mustBeShared) {
@@ -165,9 +164,9 @@ class BufferCache::State {
       map.data = mapBlock(capacity);
     }
     if (map.data != nullptr) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ++stats_.misses;
-      countUsed(map, lent != 0);
+      auto blocks = blocks_.lock();
+      ++blocks->stats.misses;
+      countUsed(*blocks, map, lent != 0);
     }
     return map;
   }
@@ -182,18 +181,18 @@ class BufferCache::State {
     bool kept = false;
     bool returned = false;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stats_.usedBytes -= map.capacity;
-      --stats_.usedBlocks;
-      returned = returnLocked(map.shared.get());
-      if (keep && !closed_ && map.capacity <= maxIdleBytes_) {
+      auto blocks = blocks_.lock();
+      blocks->stats.usedBytes -= map.capacity;
+      --blocks->stats.usedBlocks;
+      returned = endLoan(*blocks, map.shared.get());
+      if (keep && !blocks->closed && map.capacity <= maxIdleBytes_) {
         try {
-          idle_.push_back({map, Clock::now()});
+          blocks->idle.push_back({map, Clock::now()});
           kept = true;
-          stats_.idleBytes += map.capacity;
-          trimLocked(surplus, Clock::time_point::min());
+          blocks->stats.idleBytes += map.capacity;
+          trim(*blocks, surplus, Clock::time_point::min());
         } catch (const std::bad_alloc&) {
-          // No memory for the bookkeeping. idle_ is unchanged or has one block
+          // No memory for the bookkeeping. `idle` is unchanged or has one block
           // more; trimming waits for the next block that is given back.
         }
       }
@@ -208,11 +207,7 @@ class BufferCache::State {
   }
 
   void gotBack(SharedMap& memory) {
-    bool returned = false;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      returned = returnLocked(&memory);
-    }
+    const bool returned = endLoan(*blocks_.lock(), &memory);
     if (returned) {
       tellReturned(memory.size(), /*isIdle=*/false);
     }
@@ -225,19 +220,21 @@ class BufferCache::State {
   void share(size_t capacity) {
     std::vector<Idle> surplus;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!sharedClasses_.insert(capacity).second) {
+      auto blocks = blocks_.lock();
+      if (!blocks->sharedClasses.insert(capacity).second) {
         return;
       }
-      // Unmap the private blocks of this class, because take() now prefers
-      // shared ones.
+      // Unmap the idle private blocks of this class, because take() now prefers
+      // shared blocks, even new ones.
+      std::vector<Idle>& idle = blocks->idle;
       const auto others = std::stable_partition(
-          idle_.begin(), idle_.end(), [capacity](const Idle& block) {
-            return block.map.capacity != capacity;
+          idle.begin(), idle.end(), [capacity](const Idle& block) {
+            return block.map.capacity != capacity ||
+                block.map.shared != nullptr;
           });
-      surplus.assign(others, idle_.end());
-      idle_.erase(others, idle_.end());
-      stats_.idleBytes -= surplus.size() * capacity;
+      surplus.assign(others, idle.end());
+      idle.erase(others, idle.end());
+      blocks->stats.idleBytes -= surplus.size() * capacity;
     }
     unmap(surplus);
   }
@@ -245,26 +242,22 @@ class BufferCache::State {
   size_t drop(Clock::time_point usedBefore) {
     std::vector<Idle> surplus;
     try {
-      std::lock_guard<std::mutex> lock(mutex_);
-      trimLocked(surplus, usedBefore);
+      trim(*blocks_.lock(), surplus, usedBefore);
     } catch (const std::bad_alloc&) {
-      return 0; // trimLocked() has changed nothing
+      return 0; // trim() has changed nothing
     }
     return unmap(surplus);
   }
 
   void close() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      closed_ = true;
-    }
+    blocks_.lock()->closed = true;
     drop(Clock::time_point::max());
   }
 
   BufferCacheStats stats() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    BufferCacheStats stats = stats_;
-    stats.idleBlocks = idle_.size();
+    const auto blocks = blocks_.lock();
+    BufferCacheStats stats = blocks->stats;
+    stats.idleBlocks = blocks->idle.size();
     return stats;
   }
 
@@ -273,46 +266,58 @@ class BufferCache::State {
     Map map;
     Clock::time_point since;
   };
+  struct Blocks {
+    std::vector<Idle> idle; // sorted: those idle for longest come first
+    std::set<size_t> sharedClasses; // see share()
+    size_t sharedBlocks = 0; // idle and in use
+    uint64_t lentBytes = 0;
+    size_t lentBlocks = 0;
+    BufferCacheStats stats;
+    bool closed = false;
+  };
 
   // Of the idle blocks that fit, the one used last: parts of it may still be in
   // the CPU's caches.
-  std::vector<Idle>::iterator findIdleLocked(size_t capacity, bool shared) {
+  static std::vector<Idle>::iterator
+  findIdle(Blocks& blocks, size_t capacity, bool shared) {
+    std::vector<Idle>& idle = blocks.idle;
     const auto found =
-        std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& block) {
+        std::find_if(idle.rbegin(), idle.rend(), [&](const Idle& block) {
           return block.map.capacity == capacity &&
               (!shared || block.map.shared != nullptr);
         });
-    return found == idle_.rend() ? idle_.end() : std::next(found).base();
+    return found == idle.rend() ? idle.end() : std::next(found).base();
   }
 
   // Whether one more shared block may be made. `lent`: its bytes, if it is for
   // acquireShared(), else 0.
-  bool mayShareLocked(uint64_t lent) const {
-    if (sharedBlocks_ >= kMaxSharedBlocks) {
+  bool mayShare(const Blocks& blocks, uint64_t lent) const {
+    if (blocks.sharedBlocks >= kMaxSharedBlocks) {
       return false;
     }
-    const bool few = lentBlocks_ < 2 || lentBytes_ + lent <= kMaxLentBytes;
-    const uint64_t mapped = stats_.usedBytes + stats_.idleBytes;
-    return lent == 0 || sharedBlocks_ < 2 ||
+    const bool few =
+        blocks.lentBlocks < 2 || blocks.lentBytes + lent <= kMaxLentBytes;
+    const uint64_t mapped = blocks.stats.usedBytes + blocks.stats.idleBytes;
+    return lent == 0 || blocks.sharedBlocks < 2 ||
         (few && mapped + lent <= maxIdleBytes_);
   }
 
-  void countUsed(const Map& map, bool lent) {
-    stats_.usedBytes += map.capacity;
-    ++stats_.usedBlocks;
+  static void countUsed(Blocks& blocks, const Map& map, bool lent) {
+    blocks.stats.usedBytes += map.capacity;
+    ++blocks.stats.usedBlocks;
     if (lent && !map.shared->setLent(true)) {
-      lentBytes_ += map.capacity;
-      ++lentBlocks_;
+      blocks.lentBytes += map.capacity;
+      ++blocks.lentBlocks;
     }
   }
 
   // Whether the memory was lent.
-  bool returnLocked(SharedMap* memory) {
+  static bool endLoan(Blocks& blocks, SharedMap* memory) {
     if (memory == nullptr || !memory->setLent(false)) {
       return false;
     }
-    lentBytes_ -= memory->size();
-    --lentBlocks_;
+    blocks.lentBytes -= memory->size();
+    --blocks.lentBlocks;
     return true;
   }
 
@@ -324,17 +329,20 @@ class BufferCache::State {
 
   // Moves the blocks that have been idle for longest to `surplus`: as many as
   // are over maxIdleBytes_, and all that were last used before `usedBefore`.
-  void trimLocked(std::vector<Idle>& surplus, Clock::time_point usedBefore) {
-    uint64_t left = stats_.idleBytes;
-    auto end = idle_.begin();
-    while (end != idle_.end() &&
+  void trim(
+      Blocks& blocks,
+      std::vector<Idle>& surplus,
+      Clock::time_point usedBefore) const {
+    uint64_t left = blocks.stats.idleBytes;
+    auto end = blocks.idle.begin();
+    while (end != blocks.idle.end() &&
            (left > maxIdleBytes_ || end->since <= usedBefore)) {
       left -= end->map.capacity;
       ++end;
     }
-    surplus.assign(idle_.begin(), end);
-    idle_.erase(idle_.begin(), end);
-    stats_.idleBytes = left;
+    surplus.assign(blocks.idle.begin(), end);
+    blocks.idle.erase(blocks.idle.begin(), end);
+    blocks.stats.idleBytes = left;
   }
 
   static void unmapPrivate(const Map& map) noexcept {
@@ -348,8 +356,7 @@ class BufferCache::State {
   void unmap(const Map& map) noexcept {
     unmapPrivate(map);
     if (map.shared != nullptr) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      --sharedBlocks_;
+      --blocks_.lock()->sharedBlocks;
     }
   }
 
@@ -364,15 +371,8 @@ class BufferCache::State {
 
   const base::HomeProcess home_;
   const size_t maxIdleBytes_;
-  mutable std::mutex mutex_;
-  std::vector<Idle> idle_; // sorted: those idle for longest come first
-  std::set<size_t> sharedClasses_; // see share()
-  size_t sharedBlocks_ = 0; // idle and in use
-  uint64_t lentBytes_ = 0;
-  size_t lentBlocks_ = 0;
   Returned hook_; // set before the first block is lent
-  BufferCacheStats stats_;
-  bool closed_ = false;
+  base::Synchronized<Blocks> blocks_;
 };
 
 BufferCache::Block::Block(Block&& other) noexcept

@@ -21,10 +21,11 @@ inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 // one eighth larger than the request. 0 if `size` is too large.
 size_t sizeClass(size_t size);
 
-// A block that acquireShared() has given out is lent, until it is given back or
-// gotBack(). acquireShared() maps no further block beyond this many lent bytes,
-// nor beyond what the cache could keep. Two blocks may be lent whatever their
-// size: for the message sent last, and the one being sent.
+// A block that acquireShared() has given out counts as lent until it comes back
+// to the cache, or gotBack() is called for it. acquireShared() maps no further
+// block if more than this many bytes would then be lent by more than two
+// blocks, or more bytes mapped than the cache may keep. Two blocks may exist
+// whatever their size: for the message sent last, and the message being sent.
 inline constexpr uint64_t kMaxLentBytes = uint64_t{256} << 20;
 
 struct BufferCacheStats {
@@ -116,14 +117,15 @@ class BufferCache {
   // Calls `hook` when a block of so much capacity stops being lent, or a block
   // that can be lent becomes idle: on the thread on which this happens, which
   // may be in the middle of anything. `isIdle`: the block can be lent again; if
-  // not, this process uses it, gotBack(). To be called once, before the first
-  // acquireShared().
+  // not, this process uses it after gotBack(), or the cache has not kept it. To
+  // be called once, before the first acquireShared().
   using Returned = std::function<void(size_t capacity, bool isIdle)>;
   void onReturn(Returned hook);
 
   // From now on acquire() gives blocks of this size class that other processes
   // can map, while not too many exist. For workers that send back what they
-  // were sent. Not the default, because shared memory cannot have huge pages.
+  // have received. Not the default, because shared memory cannot have huge
+  // pages.
   void share(size_t size);
 
   // Unmaps the blocks that have been idle for `age` or longer. Returns their

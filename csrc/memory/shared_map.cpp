@@ -144,7 +144,8 @@ class SharedMap::AllMaps {
         continue;
       }
       if (map->isPrivate()) {
-        // The child sees the pages of the memfd that nobody has written to.
+        // The child still reads from the memfd those pages to which neither
+        // process writes.
         map->discard();
       } else {
         map->makePrivate();
@@ -220,8 +221,8 @@ SharedMap::~SharedMap() {
 // meanwhile: their writes go to the memfd, whose pages the private mapping
 // shows.
 void SharedMap::makePrivate() {
-  // Before the move: a thread that then writes to a private page, which the
-  // memfd does not get, can see that the memfd is not up to date.
+  // Before the move, so that a thread that writes to a private page, and so not
+  // to the memfd, can see by discarded() that the memfd lacks these bytes.
   discard();
   void* const map =
       ::mmap(nullptr, size_, kReadWrite, MAP_PRIVATE, region_.fd, 0);

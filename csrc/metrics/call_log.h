@@ -1,9 +1,10 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,8 +19,7 @@ struct LoggedCall {
   std::string label; // the function or operator that is called
   int64_t begin = 0; // caller: send(); callee: the request has arrived
   int64_t start = 0; // callee only: a thread takes the request
-  int64_t end =
-      0; // caller: the call has its answer or has failed; callee: done
+  int64_t end = 0; // caller: the call is answered or failed; callee: it is done
   int64_t gilWait = 0; // callee only: ns spent waiting for the GIL
   uint64_t bytes = 0; // callee only: of the answer
   bool failed = false; // caller only
@@ -31,9 +31,9 @@ class CallLog {
  public:
   // Drops the calls recorded so far, and records up to `most` from now on.
   void begin(size_t most) {
-    std::lock_guard lock(mutex_);
-    calls_.clear();
-    most_ = most;
+    auto state = state_.lock();
+    state->calls.clear();
+    state->most = most;
     on_.store(true, std::memory_order_relaxed);
   }
 
@@ -42,24 +42,27 @@ class CallLog {
   }
 
   void add(LoggedCall call) {
-    std::lock_guard lock(mutex_);
-    if (on() && calls_.size() < most_) {
-      calls_.push_back(std::move(call));
+    auto state = state_.lock();
+    if (on() && state->calls.size() < state->most) {
+      state->calls.push_back(std::move(call));
     }
   }
 
   // Stops recording and returns the calls.
   std::vector<LoggedCall> end() {
-    std::lock_guard lock(mutex_);
+    auto state = state_.lock();
     on_.store(false, std::memory_order_relaxed);
-    return std::exchange(calls_, {});
+    return std::exchange(state->calls, {});
   }
 
  private:
+  struct State {
+    std::vector<LoggedCall> calls;
+    size_t most = 0;
+  };
+
   std::atomic<bool> on_{false};
-  std::mutex mutex_;
-  std::vector<LoggedCall> calls_;
-  size_t most_ = 0;
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::metrics

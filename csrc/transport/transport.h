@@ -1,8 +1,8 @@
 #pragma once
 
 // The interfaces of a transport. A Context moves opaque frames and bulk buffers
-// between itself and other Contexts of the same kind. A transport knows no
-// torch, no wire format and no keys.
+// between itself and other Contexts of the same kind. A transport knows neither
+// torch nor what is in a frame.
 //
 // The asynchronous contract, for every transport:
 //  - a callback fires exactly once, also on error and on close;
@@ -32,6 +32,11 @@ namespace torch_rpc_ext::transport {
 
 using Callback = std::function<void(const base::Error&)>;
 
+// Why something ends, or does not begin, when its Context stops.
+inline base::Error transportEnded() {
+  return {base::ErrorKind::kShutDown, "the transport has ended"};
+}
+
 // Runs `then` once the first `bytes` of a bulk buffer are written, or with the
 // error that keeps them from being written. The bytes are written in order, and
 // not by the transport. `then` runs at once, or later on a thread of the
@@ -44,7 +49,8 @@ struct BulkSpan : base::ConstSpan {
   // distance() is kSharesMemory. The receiver may then keep the memory, and
   // write to it, instead of copying it. So this process does not look at the
   // memory again while it is lent, and after an error the transport discards
-  // it. The pointer may own more: it is held until the callback fires.
+  // it. The pointer is held until the callback fires, and may own more than the
+  // map.
   std::shared_ptr<memory::SharedMap> map = nullptr;
   // Other receivers are sent this memory, too: each of them maps it as its own
   // (copy on write), and none sends it back.
@@ -60,7 +66,7 @@ enum class Distance : uint8_t {
   kUnknown, // the connection is not open
   kSameProcess, // both ends are in this process
   kSharesMemory, // the peer can map shared memory of this process
-  kApart, // bulk leaves piece by piece: its end may be filled meanwhile
+  kApart, // bulk leaves in pieces: later ones may still be written meanwhile
 };
 
 // The path that a Connection uses, as text for people: info(), logs, metrics.
@@ -107,9 +113,9 @@ class Incoming {
 
   // Moves the bulk into `into`, which has the count and the sizes of
   // bulkSizes(), with null data for buffers that are mapped. To be called at
-  // most once. The callback may fire before the call returns. `arrived`, which
-  // may be null, is called for parts where the transport brings bulk in parts:
-  // not for all of them, and maybe still after the callback.
+  // most once. The callback may fire before the call returns. If the transport
+  // brings bulk in parts, it calls `arrived`, which may be null, for some of
+  // the parts, maybe even after the callback.
   virtual void receive(
       std::vector<base::MutableSpan> into,
       Callback callback,

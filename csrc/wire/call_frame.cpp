@@ -4,7 +4,6 @@
 #include "wire/limits.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 namespace torch_rpc_ext::wire {
@@ -83,8 +82,8 @@ class Reach {
   bool bad_ = false;
 };
 
-// Checks records one after the other, each by itself and as the part of a
-// tensor that a record before it began. Sender and receiver both use this.
+// Checks records one after the other, each by itself and as a part of the
+// tensor that an earlier record began. Sender and receiver both use this.
 class RecordChecker {
  public:
   explicit RecordChecker(uint32_t storages) : storages_(storages) {}
@@ -134,12 +133,21 @@ Error unreachable(const TensorRecord& record) {
       std::to_string(record.ndim) + " dimensions are negative or overflow");
 }
 
-Dim loadDim(const std::byte* at) {
-  ByteReader reader(ConstSpan{at, kDimBytes});
+Dim readDim(ByteReader& reader) {
   Dim dim;
   dim.size = reader.i64();
   dim.stride = reader.i64();
   return dim;
+}
+
+// reach() of a record whose dimensions are as in a frame.
+std::optional<uint64_t> reachOf(const TensorRecord& record, ConstSpan dims) {
+  ByteReader reader(dims);
+  Reach reach;
+  for (size_t i = 0; i < record.ndim; ++i) {
+    reach.add(readDim(reader));
+  }
+  return reach.from(record.offset);
 }
 
 TensorRecord readRecord(ByteReader& reader) {
@@ -177,8 +185,8 @@ WireDtype dtypeOf(uint64_t word) {
   return static_cast<WireDtype>((word & kDtypeBits) >> kDtypeShift);
 }
 
-// Checks one storage: `word` is its word in the table, `bytes` its size (which
-// a sender's word need not have room for).
+// Checks one storage. `word` is its word in the table, `bytes` its size, which
+// may be too large for the word if a sender gives it.
 Error checkStorage(uint64_t word, uint64_t bytes) {
   if (bytes > kMaxStorageBytes) {
     return exceeds("storage size", bytes, kMaxStorageBytes);
@@ -216,23 +224,39 @@ bool hasBeside(const CallFrame& frame) {
       });
 }
 
+// Checks the numbers of a header. Sender and receiver both use this.
+Error checkHeader(
+    const CallHeader& header,
+    uint64_t payloadSize,
+    uint64_t storages,
+    uint64_t records) {
+  if (header.answer && header.kind == CallKind::kResponse) {
+    return invalid("a response asks for a dtype of its answer");
+  }
+  if (header.timeout != 0 && header.kind == CallKind::kResponse) {
+    return invalid("a response has a time-out");
+  }
+  if (payloadSize > kMaxPayloadBytes) {
+    return exceeds("payload size", payloadSize, kMaxPayloadBytes);
+  }
+  if (storages > kMaxStorages) {
+    return exceeds("number of storages", storages, kMaxStorages);
+  }
+  if (records > kMaxTensors) {
+    return exceeds("number of tensors", records, kMaxTensors);
+  }
+  return {};
+}
+
 // Checks what the sender gave, counts its tensors, and returns the frame's
 // size.
 Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
-  if (frame.records.size() > kMaxTensors) {
-    return exceeds("number of tensors", frame.records.size(), kMaxTensors);
-  }
-  if (frame.storages.size() > kMaxStorages) {
-    return exceeds("number of storages", frame.storages.size(), kMaxStorages);
-  }
-  if (frame.header.answer && frame.header.kind == CallKind::kResponse) {
-    return invalid("a response asks for a dtype of its answer");
-  }
-  if (frame.header.timeout != 0 && frame.header.kind == CallKind::kResponse) {
-    return invalid("a response has a time-out");
-  }
-  if (frame.payload.size > kMaxPayloadBytes) {
-    return exceeds("payload size", frame.payload.size, kMaxPayloadBytes);
+  if (auto error = checkHeader(
+          frame.header,
+          frame.payload.size,
+          frame.storages.size(),
+          frame.records.size())) {
+    return error;
   }
   uint64_t total = kHeaderBytes + frame.storages.size() * kStorageBytes +
       frame.records.size() * kRecordBytes + frame.dims.size() * kDimBytes +
@@ -256,11 +280,11 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   if (hasBeside(frame)) {
     total += kNoteSizeBytes + frame.note.size;
   } else if (frame.note.size != 0) {
-    return invalid("a note, and nothing travels beside the frame");
+    return invalid("there is a note, but nothing travels beside the frame");
   }
   if (!frame.sums.empty()) {
     if (frame.sums.size() != frame.storages.size() + 1) {
-      return invalid("another number of checksums than of storages");
+      return invalid("not one checksum for the payload and each storage");
     }
     total += (frame.sums.size() + 1) * kSumBytes;
     total += hasBeside(frame) ? kSumBytes : 0;
@@ -386,7 +410,11 @@ Result<base::Buffer> encode(const CallFrame& frame) {
 }
 
 Dim TensorView::dim(size_t i) const {
-  return i < ndim ? loadDim(dims_ + i * kDimBytes) : Dim{};
+  if (i >= ndim) {
+    return {};
+  }
+  ByteReader reader(ConstSpan{dims_ + i * kDimBytes, kDimBytes});
+  return readDim(reader);
 }
 
 bool TensorCursor::next(TensorView& view) {
@@ -401,11 +429,7 @@ bool TensorCursor::next(TensorView& view) {
     return false;
   }
   view.dims_ = static_cast<const std::byte*>(dims.data);
-  Reach reach;
-  for (size_t i = 0; i < view.ndim; ++i) {
-    reach.add(view.dim(i));
-  }
-  view.reach = reach.from(view.offset).value_or(0);
+  view.reach = reachOf(view, dims).value_or(0);
   return true;
 }
 
@@ -474,7 +498,7 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
     return truncated(size);
   }
   if (magic != kMagic) {
-    return invalid("these bytes are not one (wrong magic number)");
+    return invalid("these bytes are not a call frame (wrong magic number)");
   }
   if (version != kVersion) {
     return invalid(
@@ -503,26 +527,13 @@ Error CallFrameView::parseHeader(ByteReader& reader) {
   hasSums_ = (features & kSumsBit) != 0;
   if (answer != 0) {
     header_.answer = static_cast<WireDtype>(answer - 1);
-    if (*header_.answer > WireDtype::kFloat16 ||
-        header_.kind == CallKind::kResponse) {
-      return invalid("unknown dtype for the answer, or a response with one");
+    if (*header_.answer > WireDtype::kFloat16) {
+      return invalid("unknown dtype for the answer");
     }
-  }
-  if (header_.timeout != 0 && header_.kind == CallKind::kResponse) {
-    return invalid("a response has a time-out");
   }
   payloadSize_ = payload & ~kBulkBit;
   payloadBulk_ = (payload & kBulkBit) != 0;
-  if (payloadSize_ > kMaxPayloadBytes) {
-    return exceeds("payload size", payloadSize_, kMaxPayloadBytes);
-  }
-  if (storageCount_ > kMaxStorages) {
-    return exceeds("number of storages", storageCount_, kMaxStorages);
-  }
-  if (recordCount_ > kMaxTensors) {
-    return exceeds("number of tensors", recordCount_, kMaxTensors);
-  }
-  return {};
+  return checkHeader(header_, payloadSize_, storageCount_, recordCount_);
 }
 
 Error CallFrameView::parseStorages(ByteReader& reader, uint64_t& inlineBytes) {
@@ -577,12 +588,7 @@ Error CallFrameView::parseRecords(ByteReader& reader) {
     if (auto error = checker.check(record)) {
       return error;
     }
-    Reach reach;
-    for (size_t d = 0; d < record.ndim; ++d) {
-      reach.add(
-          loadDim(static_cast<const std::byte*>(dims.data) + d * kDimBytes));
-    }
-    const auto elements = reach.from(record.offset);
+    const auto elements = reachOf(record, dims);
     if (!elements) {
       return unreachable(record);
     }
@@ -628,18 +634,6 @@ uint64_t CallFrameView::storageSize(uint32_t index) const {
   reader.bytes(uint64_t{index} * kStorageBytes);
   const uint64_t word = reader.u64();
   return (word & kSizeBits) * widening(dtypeOf(word));
-}
-
-std::optional<uint16_t> peekMessageType(ConstSpan frame) {
-  ByteReader reader(frame);
-  const uint16_t magic = reader.u16();
-  const uint8_t version = reader.u8();
-  reader.u8();
-  const uint16_t messageType = reader.u16();
-  if (reader.failed() || magic != kMagic || version != kVersion) {
-    return std::nullopt;
-  }
-  return messageType;
 }
 
 } // namespace torch_rpc_ext::wire

@@ -6,7 +6,8 @@
 //
 //   bytes  field         meaning
 //   2      magic         0x5254 ("TR")
-//   1      version       kVersion; a receiver with another one reads no further
+//   1      version       kVersion; a receiver of another version reads no
+//                        further
 //   1      kind          0 request, 1 response
 //   2      messageType   opaque here
 //   1      answer        in a request, the dtype that float32 shall have on the
@@ -341,9 +342,5 @@ class CallFrameView {
   base::ConstSpan inlined_;
   base::ConstSpan note_;
 };
-
-// Reads the message type and nothing else, to sort frames. std::nullopt if the
-// bytes do not begin like a frame.
-std::optional<uint16_t> peekMessageType(base::ConstSpan frame);
 
 } // namespace torch_rpc_ext::wire

@@ -23,8 +23,8 @@ inline constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 46;
 // travels beside the frame.
 inline constexpr uint64_t kMaxNoteBytes = uint64_t{1} << 27;
 
-// In elements. Beyond every storage: only a tensor without elements may begin
-// beyond the end of its storage.
+// In elements. More than any storage has, because a tensor without elements may
+// begin beyond the end of its storage.
 inline constexpr int64_t kMaxStorageOffset = int64_t{1} << 56;
 
 } // namespace torch_rpc_ext::wire

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import native
 from tests.support.kernel_inputs import random_bits, start_random
-from tests.support.libcuda import native
 from torch_rpc_ext import kernels as python_kernels
 from torch_rpc_ext.kernels import reference
 
@@ -26,7 +26,7 @@ FLOATS = 1_000_000
 def driver() -> Any:
     torch.cuda.init()
     start_random()
-    return native().load()
+    return native.cuda.load()
 
 
 def stream() -> int:
@@ -46,12 +46,12 @@ def test_a_copy_on_torchs_stream(driver: Any) -> None:
     target = torch.empty_like(source)
     torch.cuda._sleep(100_000_000)
     source.add_(1)
-    native().copy(driver, 0, target.data_ptr(), source.data_ptr(), source.nbytes, stream())
+    native.cuda.copy(driver, 0, target.data_ptr(), source.data_ptr(), source.nbytes, stream())
     assert torch.equal(target, source)
 
 
 def test_expandable_segments_cannot_be_exported(driver: Any) -> None:
-    exporter = native().MemoryExporter(driver)
+    exporter = native.cuda.MemoryExporter(driver)
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         torch.cuda.empty_cache()
@@ -71,11 +71,11 @@ def in_another_process(receiver: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def test_memory_and_order_in_another_process(driver: Any) -> None:
-    exporter, events = native().MemoryExporter(driver), native().EventPool(driver)
+    exporter, events = native.cuda.MemoryExporter(driver), native.cuda.EventPool(driver)
     tensor = torch.zeros(FLOATS, device="cuda")[3:]
     exported = exporter.export(0, tensor.data_ptr(), tensor.nbytes)
-    trial = native().Trial(driver, 0, 1234567)
-    ways = in_another_process(attempt, native().identify(driver), trial.exported)
+    trial = native.cuda.Trial(driver, 0, 1234567)
+    ways = in_another_process(attempt, native.cuda.identify(driver), trial.exported)
     assert ways == ("", "", "the handle maps other memory")
     # The work before the event is still under way when the other process queues its copy.
     torch.cuda._sleep(10_000_000_000)
@@ -86,7 +86,7 @@ def test_memory_and_order_in_another_process(driver: Any) -> None:
 
 
 def attempt(peer: bytes, exported: bytes) -> tuple[str, str, str]:
-    cuda = native()
+    cuda = native.cuda
     driver = cuda.load()
     importer = cuda.MemoryImporter(driver)
     tries = [cuda.attempt(driver, importer, PEER, 0, exported, nonce) for nonce in (1234567, 0)]
@@ -96,7 +96,7 @@ def attempt(peer: bytes, exported: bytes) -> tuple[str, str, str]:
 def receive(exported: bytes, event: bytes) -> tuple[float, float]:
     """Copy what is exported, after the event; returns the least and the greatest element."""
     torch.cuda.init()
-    cuda = native()
+    cuda = native.cuda
     driver, offset = cuda.load(), cuda.describe_export(exported)["offset"]
     mapping = cuda.MemoryImporter(driver).open(PEER, 0, exported)
     target = torch.empty(FLOATS - 3, device="cuda")
@@ -109,7 +109,7 @@ def receive(exported: bytes, event: bytes) -> tuple[float, float]:
 
 def test_memory_that_is_freed_while_another_process_has_it_open(driver: Any) -> None:
     """The peer's mapping stays good to read; the next tensor there has another buffer id."""
-    exporter = native().MemoryExporter(driver)
+    exporter = native.cuda.MemoryExporter(driver)
     with a_peer() as peer:
         tensor = torch.full((FLOATS,), 5.0, device="cuda")
         torch.cuda.synchronize()
@@ -121,7 +121,7 @@ def test_memory_that_is_freed_while_another_process_has_it_open(driver: Any) -> 
         tensor = torch.full((FLOATS,), 6.0, device="cuda")
         torch.cuda.synchronize()
         new = exporter.export(0, tensor.data_ptr(), tensor.nbytes)
-        describe = native().describe_export
+        describe = native.cuda.describe_export
         assert describe(new)["buffer_id"] != describe(old)["buffer_id"]
         assert peer.ask(("open", new)) == 6.0
 
@@ -130,7 +130,7 @@ def test_a_stream_that_waits_for_the_event_of_a_process_that_is_killed(driver: A
     """It goes on, or reports an error: it does not wait for ever."""
     with a_peer() as peer:
         event = peer.ask(("record", None))  # after minutes of work
-        native().EventImporter(driver).wait(PEER, 0, event, 0, stream())
+        native.cuda.EventImporter(driver).wait(PEER, 0, event, 0, stream())
         reached = torch.cuda.Event()
         reached.record()
         time.sleep(0.5)
@@ -172,7 +172,7 @@ class a_peer:  # noqa: N801
 
 def serve(pipe: Any) -> None:
     torch.cuda.init()
-    cuda = native()
+    cuda = native.cuda
     driver = cuda.load()
     importer, events = cuda.MemoryImporter(driver), cuda.EventPool(driver)
     held: dict[str, Any] = {}
@@ -198,7 +198,7 @@ def serve(pipe: Any) -> None:
 
 def test_gather_strided_cast_and_checksum_from_cpp(driver: Any) -> None:
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
-    kernels = native().Kernels(driver)
+    kernels = native.cuda.Kernels(driver)
     tensors = [random_bits((size,), torch.uint8).cuda() for size in (1, 0, 4096, 3_000_001)]
     offsets, end = python_kernels.block_offsets(len(tensor) for tensor in tensors)
     block = torch.zeros(end, dtype=torch.uint8, device="cuda")

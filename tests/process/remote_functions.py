@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
+from tests.process import functions as f
 from torch_rpc_ext import aio, scripting
 
 WORKERS = ["worker0", "worker1", "worker2", "worker3"]
@@ -185,6 +186,16 @@ async def raise_async(text: str) -> None:
     await asyncio.sleep(0)
     RAN.append(text)
     raise KeyError(text)
+
+
+@aio.remote
+async def raise_value_error() -> None:
+    f.raise_value_error()
+
+
+@aio.remote
+async def raise_needs_arguments() -> None:
+    f.raise_needs_arguments()
 
 
 @aio.remote

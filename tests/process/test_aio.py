@@ -309,3 +309,28 @@ def check_allowed() -> None:
             refused.sync(TO, *([1] if refused is m.slow_batch else []))
     with pytest.raises(errors.RefusedError, match="spin"):
         m.spin.sync(TO, torch.ones(1), 1)
+
+
+RAISING = [
+    "tests.process.functions.NeedsArguments",
+    "tests.process.remote_functions.raise_batch",
+    "tests.process.remote_functions.raise_needs_arguments",
+    "tests.process.remote_functions.raise_value_error",
+]
+
+
+@needs_ucx("has no allow_list")
+@pytest.mark.parametrize("callers", [{}, {"allow_list": RAISING}], ids=["callee", "both"])
+def test_errors_with_an_allow_list(callers: dict[str, Any]) -> None:
+    with Group(2, options=[callers, {"allow_list": RAISING}]) as group:
+        group.run(check_listed_errors)
+
+
+def check_listed_errors() -> None:
+    with pytest.raises(ValueError, match="the value was wrong"):
+        m.raise_value_error.sync(TO)
+    with pytest.raises(f.NeedsArguments) as raised:
+        m.raise_needs_arguments.sync(TO)
+    assert (raised.value.code, raised.value.where) == (7, "here")
+    with pytest.raises(KeyError, match="batch of 1"):
+        m.raise_batch.sync(TO, 1)

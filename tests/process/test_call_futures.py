@@ -155,7 +155,8 @@ def by_upstream(*call: Any) -> Any:
     from torch_rpc_ext._upstream import hooks as hooks
 
     to, function, *rest = call
-    return hooks._originals["invoke_rpc"](to, function, api.RPCExecMode.ASYNC, *rest).wait()
+    invoke = hooks._original(api, "_invoke_rpc")
+    return invoke(to, function, api.RPCExecMode.ASYNC, *rest).wait()
 
 
 def check_script_calls() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.process.group import Group, Worker
-from tests.support import libcuda
+from tests.support import libcuda, native
 from tests.support.libcuda import FakeCuda
 
 SIZE = 1 << 20
@@ -38,7 +38,7 @@ def pair(sender: str = "ab", receiver: str = "ab", **fake: object) -> Group:
 
 
 def begin() -> None:
-    cuda = libcuda.native()
+    cuda = native.cuda
     HELD.update(fake=FakeCuda(), driver=cuda.load())
     HELD["exporter"] = cuda.MemoryExporter(HELD["driver"])
     HELD["importer"] = cuda.MemoryImporter(HELD["driver"], max_open=3)
@@ -65,7 +65,7 @@ def free() -> None:
 
 def receive(exported: bytes, device: int = 0, keep: bool = False) -> tuple[int, int]:
     """Open an export; return its first byte and the address at which it is mapped."""
-    run = libcuda.native().describe_export(exported)
+    run = native.cuda.describe_export(exported)
     mapping = HELD["importer"].open(PEER, device, exported)
     if keep:
         HELD["mapping"] = mapping
@@ -86,7 +86,7 @@ def test_memory_is_seen_by_another_process(processes: tuple[Worker, Worker]) -> 
     sender, receiver = processes
     exported = sender.run(send, 5, offset=4096)
     assert receiver.run(receive, exported)[0] == 5
-    run = libcuda.native().describe_export(exported)
+    run = native.cuda.describe_export(exported)
     assert (run["offset"], run["bytes"], run["size"]) == (4096, SIZE - 4096, SIZE)
 
 
@@ -109,7 +109,7 @@ def test_a_stale_handle_is_not_used(processes: tuple[Worker, Worker]) -> None:
     assert receiver.run(receive, old)[0] == 5
     sender.run(free)
     new = sender.run(send, 6)
-    describe = libcuda.native().describe_export
+    describe = native.cuda.describe_export
     assert describe(new)["base"] == describe(old)["base"]
     assert describe(new)["buffer_id"] != describe(old)["buffer_id"]
     assert receiver.run(receive, new)[0] == 6
@@ -154,7 +154,7 @@ def test_a_peer_that_goes_and_memory_that_is_freed(processes: tuple[Worker, Work
 
 
 def freed(exported: bytes) -> None:
-    run = libcuda.native().describe_export(exported)
+    run = native.cuda.describe_export(exported)
     HELD["importer"].freed(PEER, run["base"], run["buffer_id"] + 1)  # unknown: nothing happens
     HELD["importer"].freed(PEER, run["base"], run["buffer_id"])
 
@@ -280,7 +280,7 @@ def give_back() -> None:
 
 def copy_after(exported: bytes, event: bytes) -> None:
     """Queue a copy to another device of the receiver, on a stream that waits for the event."""
-    cuda, fake = libcuda.native(), HELD["fake"]
+    cuda, fake = native.cuda, HELD["fake"]
     mapping = HELD["importer"].open(PEER, 0, exported)
     target, stream = fake.allocate(SIZE, 1), fake.stream(1)
     HELD["peer_events"].wait(PEER, 0, event, 1, stream)
@@ -338,12 +338,12 @@ def test_a_driver_without_shared_events() -> None:
 
 
 def identify() -> bytes:
-    identity: bytes = libcuda.native().identify(HELD["driver"])
+    identity: bytes = native.cuda.identify(HELD["driver"])
     return identity
 
 
 def why_not(peer: bytes, device: int) -> str:
-    found: str = libcuda.native().why_no_ipc(identify(), peer, device)
+    found: str = native.cuda.why_no_ipc(identify(), peer, device)
     return found
 
 
@@ -373,15 +373,13 @@ def test_a_trial_reads_what_only_the_peer_can_know(processes: tuple[Worker, Work
 
 
 def offer(nonce: int) -> bytes:
-    HELD["trial"] = libcuda.native().Trial(HELD["driver"], 0, nonce)
+    HELD["trial"] = native.cuda.Trial(HELD["driver"], 0, nonce)
     exported: bytes = HELD["trial"].exported
     return exported
 
 
 def attempt(exported: bytes, nonce: int) -> str:
-    found: str = libcuda.native().attempt(
-        HELD["driver"], HELD["importer"], PEER, 0, exported, nonce
-    )
+    found: str = native.cuda.attempt(HELD["driver"], HELD["importer"], PEER, 0, exported, nonce)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -162,8 +163,13 @@ def raise_at(event: WorkerEvent) -> None:
     raise ValueError(f"at {event.worker}")
 
 
+def exit_at(event: WorkerEvent) -> None:
+    sys.exit(f"at {event.worker}")
+
+
 def subscribe_in_turn() -> None:
     torch_rpc_ext.on_worker_event(raise_at)
+    torch_rpc_ext.on_worker_event(exit_at)
     removed = torch_rpc_ext.on_worker_event(lambda _: _order.append("removed"))
     with torch_rpc_ext.on_worker_event(lambda _: _order.append("block")):
         pass
@@ -184,7 +190,8 @@ def test_callbacks_that_raise_and_that_are_removed() -> None:
         group[2].kill()
         assert group[0].run(heard, 2)[1:] == [("worker2", "lost")]
         assert group[0].run(order) == []
-        assert "ValueError: at worker1" in group[0].child.output()
+        output = group[0].child.output()
+        assert "ValueError: at worker1" in output and "SystemExit: at worker1" in output
 
 
 def call_in_a_callback(to: str) -> str:

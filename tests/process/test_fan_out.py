@@ -3,6 +3,7 @@ torch_rpc_ext.scripting."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -251,6 +252,12 @@ def fail_on(name: str, text: str, _: Tensor) -> str:
     return f.name_here()
 
 
+def cannot_be_built_on(name: str, _: Tensor) -> str:
+    if f.name_here() == name:
+        f.raise_cannot_be_built()
+    return f.name_here()
+
+
 def name_and_sum(tensor: Tensor) -> tuple[str, float]:
     return f.name_here(), float(tensor.double().sum())
 
@@ -263,6 +270,14 @@ def check_errors_of_passed_on_calls() -> None:
         futures[1].wait()
     with pytest.raises(RuntimeError, match="set timeout"):
         wait_all(torch_rpc_ext.rpc_async_all(THERE, f.sleep, args=(20.0, x), timeout=1.0))
+    for timeout in (-5.0, math.nan):
+        with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+            torch_rpc_ext.rpc_async_all(THERE, f.nothing, args=(x,), timeout=timeout)
+    # An error that pickle cannot build is that of one call only.
+    futures = torch_rpc_ext.rpc_async_all(THERE, cannot_be_built_on, args=("worker3", x))
+    assert futures[0].wait() == "worker1" and futures[2].wait() == "worker5"
+    with pytest.raises(RuntimeError, match="code 7 at here"):
+        futures[1].wait()
 
 
 @needs_ucx("sends a copy to each")
@@ -276,6 +291,30 @@ def test_workers_that_do_not_pass_calls_on(hosts: Hosts) -> None:
     allowed = [__name__]
     with group_on(hosts, hosts[0].ipv4, size=6, allow_list=allowed) as group:
         group[0].run(check_sums)
+
+
+def keep_and_return_owned(tensor: Tensor) -> f.Owned:
+    kept.append(tensor)
+    return f.Owned()
+
+
+def count_kept() -> int:
+    return len(kept)
+
+
+def check_refused_answers() -> None:
+    x = torch.ones(LARGE // 4)
+    for future in torch_rpc_ext.rpc_async_all(THERE, keep_and_return_owned, args=(x,)):
+        with pytest.raises(RuntimeError, match='"worker0" refused tests.process.functions.Owned'):
+            future.wait()
+    assert [rpc.rpc_sync(name, count_kept) for name in THERE] == [1, 1, 1]
+
+
+@needs_ucx("has no allow-list")
+def test_answers_that_the_caller_refuses(hosts: Hosts) -> None:
+    each: list[dict[str, Any]] = [{"allow_list": ["torch.add"]}, *({} for _ in range(5))]
+    with group_on(hosts, hosts[0].ipv4, size=6, each=each) as group:
+        group[0].run(check_refused_answers)
 
 
 def check_sums() -> None:

@@ -57,6 +57,12 @@ def test_small_tensors_need_no_lane() -> None:
         assert len(listening_ports(group[1].child.pid)) == len(before) + 1
 
 
+@pytest.mark.parametrize("seconds", [1e5, 1e10])
+def test_a_keepalive_longer_than_linux_allows(seconds: float) -> None:
+    with Group(2, options={**APART, "keepalive": seconds}) as group:
+        assert group[0].run(echo, 1_000_000)
+
+
 def log_to(path: str) -> None:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
 

@@ -173,6 +173,17 @@ def test_graceful_shutdown_waits_for_work() -> None:
     assert not rpc.api._is_current_rpc_agent_set()
 
 
+def shut_down_within_centuries() -> None:
+    rpc.shutdown(timeout=threading.TIMEOUT_MAX)
+
+
+@needs_ucx("may take so long a time-out for a negative one")
+def test_graceful_shutdown_with_the_longest_timeout() -> None:
+    """Added to a clock that counts ns in 64 bits, that many seconds overflow."""
+    with Group(2) as group:
+        group.run_all(shut_down_within_centuries)
+
+
 def leave_at_once() -> float:
     start = time.monotonic()
     rpc.rpc_async("worker1", f.sleep, args=(3.0,))

@@ -212,6 +212,21 @@ def test_wrong_places_are_named() -> None:
         metrics.serve(address="192.0.2.1")
 
 
+@workers(1)
+def test_a_group_that_ends_during_a_scrape() -> None:
+    from torch_rpc_ext import metrics, monitoring
+
+    snapshot = monitoring.snapshot
+
+    def snapshot_after_shutdown() -> dict[str, Any]:
+        rpc.shutdown()
+        return snapshot()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monitoring, "snapshot", snapshot_after_shutdown)
+        assert metrics.text() == ""
+
+
 def test_without_a_group_there_is_nothing() -> None:
     ended = script.python("from torch_rpc_ext import metrics; print(repr(metrics.text()))")
     assert ended.out.strip() == "''", ended

@@ -172,6 +172,10 @@ def test_args_without_the_comma(how: str) -> None:
 @needs_ucx("takes them for what they are not")
 @pytest.mark.parametrize("seconds", [-5.0, -0.5, math.nan, -math.inf], ids=str)
 def test_a_timeout_that_is_none(seconds: float) -> None:
+    import torch_rpc_ext
+    from torch_rpc_ext import scripting
+
+    to = ["worker1"]
     rref = rpc.remote("worker1", f.identity, args=(1,))
     assert rref.to_here() == 1
     adds = (torch.ones(2), 1)
@@ -183,6 +187,10 @@ def test_a_timeout_that_is_none(seconds: float) -> None:
         lambda: rpc.remote("worker1", torch.add, args=adds, timeout=seconds),
         lambda: rref.to_here(timeout=seconds),
         lambda: rref.rpc_sync(timeout=seconds).bit_length(),
+        lambda: torch_rpc_ext.rpc_async_all(to, f.nothing, timeout=seconds),
+        lambda: scripting.gather(to, f.nothing, timeout=seconds),
+        lambda: scripting.first_of(to, f.nothing, timeout=seconds),
+        lambda: scripting.map_reduce(to, torch.neg, [1], torch.add, timeout=seconds),
     ]
     for number, way in enumerate(ways):
         with pytest.raises(ValueError, match=r"timeout must be a number of seconds") as raised:
@@ -197,6 +205,18 @@ def test_a_timeout_that_is_none(seconds: float) -> None:
         assert rpc.rpc_sync("worker1", f.identity, args=(1,), timeout=fine) == 1
     rpc._set_rpc_timeout(0)
     assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+@workers(2, options={"rpc_timeout": 1e10})
+@needs_ucx("is over at once")
+def test_a_timeout_of_centuries() -> None:
+    """It ends no call: 292 years are the most that a clock of C++ counts."""
+    assert rpc.get_rpc_timeout() > 3e9
+    assert rpc.rpc_sync("worker1", f.sleep, args=(0.2,)) == 0.2
+    for seconds in (1e10, 1e38, math.inf):
+        assert rpc.rpc_sync("worker1", f.sleep, args=(0.2,), timeout=seconds) == 0.2
+        rref = rpc.remote("worker1", f.sleep, args=(0.2,), timeout=seconds)
+        assert rref.to_here(timeout=seconds) == 0.2
 
 
 def lock() -> Any:

@@ -34,15 +34,23 @@ Hosts = tuple[netns.Host, netns.Host]
 
 
 def group_on(
-    hosts: Hosts, address: str, env: dict[str, str] | None = None, size: int = 2, **options: Any
+    hosts: Hosts,
+    address: str,
+    env: dict[str, str] | None = None,
+    size: int = 2,
+    each: list[dict[str, Any]] | None = None,
+    **options: Any,
 ) -> Group:
-    """Start a group with its even ranks on the first host and its odd ranks on the second."""
+    """Start a group with its even ranks on the first host and its odd ranks on the second.
+
+    ``options`` are for all workers; or ``each`` has those of each worker.
+    """
     if not on_ucx():  # TENSORPIPE takes the loopback interface otherwise
         env = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0", **(env or {})}
     return Group(
         size,
         hosts=[hosts[rank % 2] for rank in range(size)],
-        options=options,
+        options=each or options,
         init_method=f"tcp://{address}:{STORE_PORT}",
         env={"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": str(STORE_PORT), **(env or {})},
     )

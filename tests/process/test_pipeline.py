@@ -4,6 +4,7 @@ hold."""
 from __future__ import annotations
 
 import gc
+import math
 import time
 import weakref
 from collections.abc import Iterator
@@ -197,6 +198,8 @@ def check_bad_input() -> None:
     for options, text in [
         ({"n_microbatches": 0}, "n_microbatches must be at least 1, got 0"),
         ({"schedule": "zb"}, "schedule must be one of gpipe, 1f1b, got 'zb'"),
+        ({"timeout": -1}, "timeout must be 0 s or more, got -1"),
+        ({"timeout": math.nan}, "timeout must be 0 s or more, got nan"),
     ]:
         with pytest.raises(ValueError, match=text):
             pipeline(model, mse, **options)

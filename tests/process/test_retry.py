@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import sys
 import threading
 import time
 from typing import Any
@@ -186,6 +188,34 @@ def check_deadline() -> None:
         future = patient.rpc_async("worker1", f.sleep, (4.0,), timeout=timeout)
         with pytest.raises(CallTimeoutError):
             future.wait()
+    for timeout in (-5.0, math.nan):
+        with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+            patient.rpc_sync("worker1", f.nothing, timeout=timeout)
+        with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+            patient.rpc_async("worker1", f.nothing, timeout=timeout).wait()
+
+
+class ExitsInARetry:
+    """Raises SystemExit where it is pickled for an attempt after a pause."""
+
+    def __reduce__(self) -> Any:
+        if threading.current_thread().name == "rpc-retry":
+            sys.exit(3)
+        return ExitsInARetry, ()
+
+
+def be_overloaded(_: Any) -> None:
+    from torch_rpc_ext.errors import OverloadedError
+
+    raise OverloadedError("not yet")
+
+
+def check_attempts_that_exit() -> None:
+    future = policy().rpc_async("worker1", be_overloaded, (ExitsInARetry(),))
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        future.wait()
+    # The pauses of other calls still end.
+    assert policy().rpc_async("worker1", fail_first, (1, "OverloadedError")).wait() == 2
 
 
 def test_attempts(pair: Group) -> None:
@@ -202,6 +232,10 @@ def test_calls_have_no_threads(pair: Group) -> None:
 
 def test_kinds_of_errors(pair: Group) -> None:
     pair.run(check_kinds)
+
+
+def test_attempts_that_exit(pair: Group) -> None:
+    pair.run(check_attempts_that_exit)
 
 
 def test_each_attempt_times_out(pair: Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -321,6 +322,8 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("order of the layers: 0, 2, 1", THREE, {"partition": [["0"], ["2", "1"], ["3", "4"]]}),
     ("balance must be 'parameters' or 'time', got 'size'", THREE, {"balance": "size"}),
     ("balance='time' needs example=", THREE, {"balance": "time"}),
+    ("timeout must be 0 s or more, got -1", THREE, {"timeout": -1}),
+    ("timeout must be 0 s or more, got nan", THREE, {"timeout": math.nan}),
 ]
 
 

@@ -38,7 +38,14 @@ PROGRAMS = {
     for name, sources in _NEEDS.items()
 }
 #: Those that need UCX: the transport as a whole.
-_UCX_FOLDERS = ("base", "crypto", "memory", "transport/ucx", "transport/ucx/bulk")
+_UCX_FOLDERS = (
+    "base",
+    "crypto",
+    "memory",
+    "transport/ucx",
+    "transport/ucx/bulk",
+    "transport/ucx/lanes",
+)
 UCX_PROGRAMS = {
     "stops": [
         HERE / "stops.cpp",

@@ -156,10 +156,3 @@ def read(address: int, size: int) -> bytes:
 def write(address: int, data: bytes) -> None:
     """Write to device memory now, without waiting for streams."""
     ctypes.memmove(address, data, len(data))
-
-
-def native() -> Any:
-    """Return _C.cuda."""
-    from torch_rpc_ext._native import loader
-
-    return loader.load().cuda

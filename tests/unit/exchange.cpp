@@ -1,12 +1,19 @@
-// bulk::Exchange with its ways, over a Link that only notes what it is told.
+// bulk::Exchange with its ways, over a Link that only notes what it is told;
+// and how sends and fetches end that fail early.
 
 #include "transport/ucx/bulk/exchange.h"
 #include "sanitize/stress.h"
+#include "transport/fault/fault.h"
+#include "transport/loopback/loopback.h"
+#include "transport/ucx/bulk/chunks.h"
+#include "unit/no_descriptors.h"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +23,23 @@ using namespace torch_rpc_ext::transport;
 using namespace torch_rpc_ext::transport::ucx;
 using memory::SharedMap;
 using stress::require;
+using unit::NoDescriptors;
+
+namespace {
+
+bool nextCipherThrows = false;
+
+} // namespace
+
+// Is called by crypto::Cipher, and replaces libcrypto's in this program.
+extern "C" void* EVP_CIPHER_CTX_new() {
+  if (std::exchange(nextCipherThrows, false)) {
+    throw std::runtime_error("no cipher");
+  }
+  static const auto original =
+      reinterpret_cast<void* (*)()>(dlsym(RTLD_NEXT, "EVP_CIPHER_CTX_new"));
+  return original();
+}
 
 namespace {
 
@@ -105,6 +129,9 @@ struct Scene {
         .pid = getpid(),
         .mayReadHere = sameHost,
         .whyUnreadable = sameHost ? "" : "another host"};
+    if (!sameHost) {
+      peer.reachesUsAt = {"127.0.0.1"};
+    }
     link->exchange =
         std::make_unique<bulk::Exchange>(*link, resources, std::move(peer));
     return *link->exchange;
@@ -329,6 +356,127 @@ void testAnotherHost() {
       "and the peer hears why");
 }
 
+void testASenderWithoutDescriptors() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string bytes(kSize, 'b');
+  const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
+  const base::Buffer data = encode(
+      PullRequest{
+          .spanCount = 1,
+          .channel = ChannelKind::kLanes,
+          .bulkAddress = "somewhere"});
+  const NoDescriptors none;
+  scene.hear(
+      {.kind = FrameKind::kPull, .transfer = id},
+      {reinterpret_cast<const char*>(data.data()), data.size()});
+  require(
+      answer.times == 1 && answer.error.kind == base::ErrorKind::kSystem,
+      "the message fails");
+  require(
+      scene.link->told.back().first.kind == FrameKind::kAbort,
+      "and the peer hears why");
+}
+
+void testAReceiverWithoutDescriptors() {
+  Scene scene(/*sameHost=*/false);
+  require(scene.resources.channel(ChannelKind::kUcx).ok(), "UCX needs no more");
+  std::string into(1u << 20, ' ');
+  Answer answer;
+  {
+    const NoDescriptors none;
+    scene.exchange.fetch(
+        {.transfer = 1,
+         .from = {BulkEntry{.size = into.size()}},
+         .into = {{into.data(), into.size()}},
+         .callback = answer.callback()});
+  }
+  const auto& [header, data] = scene.link->told.back();
+  auto request = parsePullRequest({data.data(), data.size()});
+  require(
+      header.kind == FrameKind::kPull && request.ok() &&
+          request.value().channel == ChannelKind::kUcx,
+      "the bulk comes through UCX");
+  scene.locked([&](Locked& held) {
+    scene.exchange.end(held, {base::ErrorKind::kPeerLost, "it died"}, nullptr);
+  });
+  scene.resources.close();
+  scene.resources.stop();
+  require(answer.times == 1, "the fetch ends");
+}
+
+void testNothingToFetch() {
+  Scene scene(/*sameHost=*/false);
+  char byte = 0;
+  require(!scene.fetch({BulkEntry{}, BulkEntry{}}, &byte), "empty spans");
+  require(scene.link->told.empty(), "the peer is not asked");
+}
+
+// Moves everything at once.
+class AtOnceChannel final : public bulk::Channel {
+ public:
+  base::Result<std::string> addressFor(const bulk::Peer&) override {
+    return std::string("here");
+  }
+  uint64_t receive(
+      uint64_t,
+      std::vector<base::MutableSpan>,
+      Callback callback,
+      Incoming::Arrived) override {
+    callback({});
+    return 1;
+  }
+  void cancel(uint64_t, base::Error) override {}
+  void send(
+      const std::string&,
+      uint64_t,
+      std::vector<base::ConstSpan>,
+      Callback callback) override {
+    callback({});
+  }
+  void stop() override {}
+};
+
+void testCiphersThatThrow() {
+  AtOnce runner;
+  const std::string key(32, 'k');
+  const auto chunks = bulk::sealedChunks(runner, key, key);
+  const auto channel = std::make_shared<AtOnceChannel>();
+  std::string bytes(3u << 20, 'b');
+  Answer sent;
+  nextCipherThrows = true;
+  chunks->send(
+      channel,
+      {.bulkAddress = "here"},
+      {plain(bytes)},
+      [] { return false; },
+      sent.callback());
+  require(sent.times == 1 && sent.error.message == "no cipher", "a send ends");
+  Answer received;
+  nextCipherThrows = true;
+  chunks->receive(
+      *channel,
+      /*firstTag=*/1,
+      {{bytes.data(), bytes.size()}},
+      received.callback(),
+      /*arrived=*/nullptr);
+  require(
+      received.times == 1 && received.error.message == "no cipher",
+      "a fetch ends");
+}
+
+void testADelayedSendAfterTheEnd() {
+  const auto context = fault::wrap(
+      loopback::makeContext(),
+      [](base::ConstSpan) { return fault::Fault{.delaySeconds = 60}; });
+  const auto connection = context->connect(context->address(), "");
+  context->stop();
+  Answer answer;
+  connection->send(base::Buffer(1), {}, answer.callback());
+  require(answer.times == 1 && answer.error, "it fails at once");
+}
+
 void testAcknowledgements() {
   Scene scene;
   const auto last = [&] { return scene.link->told.back().first; };
@@ -392,6 +540,11 @@ int main() {
   testWhatIsReturned();
   testPeerReadsMemory();
   testAnotherHost();
+  testASenderWithoutDescriptors();
+  testAReceiverWithoutDescriptors();
+  testNothingToFetch();
+  testCiphersThatThrow();
+  testADelayedSendAfterTheEnd();
   testAcknowledgements();
   testBigFrame();
   return 0;

@@ -178,6 +178,15 @@ void testSuccessorEndsFormerLife() {
       "its former life is no member any more");
 }
 
+void testIsRemovedWhileItComesBack() {
+  Fixture f;
+  uint32_t life = 0;
+  stress::Crowd crowd;
+  crowd.add(1, [&](auto&) { f.group.add("b", 1, "another address", ++life); });
+  crowd.add(1, [&](auto&) { f.group.remove("b"); });
+  require(crowd.run(/*seconds=*/0.1) > 100, "no crash");
+}
+
 void testStrangersAreRefused() {
   Fixture f;
   const auto connection = std::make_shared<FakeConnection>();
@@ -208,6 +217,7 @@ int main() {
   testBrokenWayIsNoExit();
   testAnOpenConnectionServesBeforeOneThatConnects();
   testSuccessorEndsFormerLife();
+  testIsRemovedWhileItComesBack();
   testStrangersAreRefused();
   testLeaves();
   return 0;

@@ -3,16 +3,21 @@
 #include "sanitize/stress.h"
 #include "transport/ucx/lanes/bulk_receiver.h"
 #include "transport/ucx/lanes/bulk_sender.h"
+#include "unit/no_descriptors.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
 #include <future>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -20,6 +25,24 @@ using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
 namespace lanes = ucx::lanes;
 using stress::require;
+using unit::NoDescriptors;
+
+namespace {
+
+// Whether epoll_ctl() takes no more descriptors from this thread.
+thread_local bool epollIsFull = false;
+
+} // namespace
+
+// Replaces the C library's in this program.
+extern "C" int
+epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
+  if (epollIsFull && operation == EPOLL_CTL_ADD) {
+    errno = ENOSPC;
+    return -1;
+  }
+  return static_cast<int>(syscall(SYS_epoll_ctl, epoll, operation, fd, event));
+}
 
 namespace {
 
@@ -161,29 +184,6 @@ void testCancelledReceive() {
     f.receiver.cancel(id, {base::ErrorKind::kRefused, "again"});
   }
   f.move({kPiece}, 9);
-}
-
-void testCancelledSend() {
-  Fixture f;
-  for (int round = 0; round < 20; ++round) {
-    auto from = std::make_unique<Bytes>(numbered(64 * kPiece, 1));
-    Bytes to(from->size());
-    const uint64_t tag = reserveTags(1);
-    End received;
-    End sent;
-    const uint64_t receive = f.receiver.receive(
-        tag, {{to.data(), to.size()}}, received.callback(), nullptr);
-    const uint64_t send = f.sender.send(
-        f.address, tag, {{from->data(), from->size()}}, sent.callback());
-    std::this_thread::sleep_for(std::chrono::microseconds(300 * round));
-    f.sender.cancel(send, {base::ErrorKind::kPeerLost, "gone"});
-    const base::Error end = sent.wait();
-    from.reset(); // AddressSanitizer sees a later read
-    require(!end || end.message == "gone", "its own reason");
-    f.receiver.cancel(receive, {base::ErrorKind::kPeerLost, "aborted"});
-    (void)received.wait();
-  }
-  f.move({5 * kPiece}, 9);
 }
 
 void testNobodyThere() {
@@ -340,6 +340,46 @@ void testManySilentStrangers() {
   f.move({9 * kPiece}, 5);
 }
 
+void testNoDescriptorIsLeft() {
+  const auto gate = std::make_shared<base::Gate>();
+  Fixture f;
+  f.move({kPiece}, 6); // opens a lane
+  {
+    NoDescriptors none;
+    none.giveOneBack();
+    for (int i = 0; i < 2; ++i) {
+      Stranger stranger(f.address); // takes the one
+      require(stranger.isClosed(), "it does not wait for a descriptor");
+    }
+    f.move({kPiece}, 7);
+    while (none.takeOne()) {
+    }
+    none.giveOneBack();
+    try {
+      const lanes::BulkSender sender(2.0, gate);
+      require(false, "a sender needs more than one descriptor");
+    } catch (const std::system_error&) {
+    }
+    require(none.takeOne(), "what it had is closed");
+  }
+  f.move({9 * kPiece}, 8);
+}
+
+void testSocketsThatCannotBeServed() {
+  Fixture f;
+  const Bytes from = numbered(kPiece, 1);
+  End sent;
+  epollIsFull = true;
+  f.sender.send(f.address, 7, {{from.data(), from.size()}}, sent.callback());
+  const bool listens = f.receiver.addressAt({"127.0.0.2"}).ok();
+  epollIsFull = false;
+  require(sent.fired(), "a send without a lane ends");
+  require(sent.wait().kind == base::ErrorKind::kSystem, "with the reason");
+  require(!listens, "nobody would accept");
+  require(f.receiver.addressAt({"127.0.0.2"}).ok(), "now somebody does");
+  f.move({9 * kPiece}, 9);
+}
+
 void testAddresses() {
   Fixture f;
   require(lanes::parseAddress(f.address).ok(), "its own");
@@ -372,10 +412,11 @@ int main() {
   testSizes();
   testManyAtOnce();
   testCancelledReceive();
-  testCancelledSend();
   testNobodyThere();
   testAReceiverThatEnds();
   testStrangers();
   testManySilentStrangers();
+  testNoDescriptorIsLeft();
+  testSocketsThatCannotBeServed();
   return 0;
 }

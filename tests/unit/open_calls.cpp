@@ -6,6 +6,7 @@
 #include "sanitize/stress.h"
 
 #include <chrono>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -108,9 +109,31 @@ void testAnErrorAfterTheTimeOutIsTheTimeOut() {
   require(f.counters.callsTimedOut.load() == 1, "one time-out");
 }
 
+// More than 292 years do not fit into a time point.
+void testTimeOutsOfCenturies() {
+  using Clock = agent::PendingCall::Clock;
+  Fixture f;
+  f.throws = false;
+  for (const float seconds :
+       {1e10F, 1e30F, std::numeric_limits<float>::infinity()}) {
+    agent::PendingCall call = f.call();
+    const auto future = call.future;
+    call.timeout = agent::toMilliseconds(seconds);
+    call.sentAt = Clock::now();
+    require(
+        call.sentAt + call.timeout > call.sentAt + std::chrono::years(90),
+        "a long time, but one that a clock can count");
+    f.calls.finish(call, answer(rpc::MessageType::EXCEPTION));
+    require(
+        future->tryRetrieveErrorMessage().find("timeout") == std::string::npos,
+        "no time-out");
+  }
+}
+
 } // namespace
 
 int main() {
+  testTimeOutsOfCenturies();
   testAnErrorAfterTheTimeOutIsTheTimeOut();
   testAnAnswerThatCannotBeTaken();
   testWhatThrowsBeforeAFailure();

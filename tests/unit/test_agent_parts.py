@@ -32,6 +32,7 @@ POLLER = (*BASE, "poller", "timer")
 #: name -> (files of agent/, of base/, of memory/)
 PROGRAMS = {
     "group": (GROUP, BASE, ()),
+    "mailbox": (("mailbox",), (), ()),
     "open_calls": (OPEN_CALLS, (*POLLER, "busy_poll"), ()),
     "lender": (
         ("lender", "one_copy"),

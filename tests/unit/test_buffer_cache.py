@@ -12,26 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_rpc_ext._native import loader
+from tests.support import native
 
-wire = loader.load().wire
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def cache_of(mib: int) -> wire.BufferCache:
-    return wire.BufferCache(max_idle_bytes=mib * MIB)
+def cache_of(mib: int) -> native.memory.BufferCache:
+    return native.memory.BufferCache(max_idle_bytes=mib * MIB)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 1 << 50))
 def test_size_class_wastes_at_most_an_eighth(size: int) -> None:
-    size_class = wire.size_class(size)
+    size_class = native.memory.size_class(size)
     assert size_class >= max(size, MIB)
     assert size_class - max(size, MIB) <= max(size, MIB) // 8
     assert size_class % 4096 == 0
-    assert wire.size_class(size_class) == size_class
+    assert native.memory.size_class(size_class) == size_class
 
 
 def test_block_is_aligned_and_writable() -> None:

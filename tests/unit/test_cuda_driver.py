@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import libcuda
+from tests.support import libcuda, native
 from tests.support.backend import ROOT
 from tests.support.libcuda import FakeCuda
 
@@ -82,7 +82,7 @@ def test_declarations_are_nvidias() -> None:
 
 @pytest.fixture
 def driver(cuda: FakeCuda) -> Any:
-    return libcuda.native().load()
+    return native.cuda.load()
 
 
 def test_devices(driver: Any) -> None:
@@ -94,7 +94,7 @@ def test_devices(driver: Any) -> None:
 
 def test_no_context_is_made_before_it_is_needed(cuda: FakeCuda, driver: Any) -> None:
     assert cuda.calls("cuDevicePrimaryCtxRetain") == []
-    exporter = libcuda.native().MemoryExporter(driver)
+    exporter = native.cuda.MemoryExporter(driver)
     with pytest.raises(ValueError, match="CUDA_ERROR"):
         exporter.export(1, 0, 1)
     assert cuda.calls("cuDevicePrimaryCtxRetain") == ["cuDevicePrimaryCtxRetain 1"]
@@ -102,11 +102,11 @@ def test_no_context_is_made_before_it_is_needed(cuda: FakeCuda, driver: Any) -> 
 
 
 def test_contexts_are_given_back(cuda: FakeCuda) -> None:
-    driver = libcuda.native().load()
+    driver = native.cuda.load()
     address = cuda.allocate(64)
     cuda.forget_calls()
-    libcuda.native().copy(driver, 0, address, address + 32, 32, 0)
-    libcuda.native().copy(driver, 0, address, address + 32, 32, 0)
+    native.cuda.copy(driver, 0, address, address + 32, 32, 0)
+    native.cuda.copy(driver, 0, address, address + 32, 32, 0)
     assert cuda.calls("cuDevicePrimaryCtxRetain") == ["cuDevicePrimaryCtxRetain 0"]
     del driver
     assert cuda.calls("cuDevicePrimaryCtxRelease") == ["cuDevicePrimaryCtxRelease 0"]
@@ -117,7 +117,7 @@ def test_a_copy_goes_to_its_stream(cuda: FakeCuda, driver: Any) -> None:
     source, target = cuda.allocate(1 << 20, 1), cuda.allocate(1 << 20, 1)
     cuda.fill(source, 7, 1 << 20, stream, 1)
     cuda.forget_calls()
-    libcuda.native().copy(driver, 1, target, source, 1 << 20, stream)
+    native.cuda.copy(driver, 1, target, source, 1 << 20, stream)
     assert not [call for call in cuda.calls() if "ynchronize" in call]
     cuda.synchronize(stream, 1)
     assert libcuda.read(target, 1 << 20) == b"\x07" * (1 << 20)
@@ -135,19 +135,19 @@ def test_an_error_has_its_name(cuda: FakeCuda, driver: Any, status: int, text: s
     address = cuda.allocate(64)
     cuda.fail("cuMemcpyAsync", status)
     with pytest.raises(ValueError, match=text):
-        libcuda.native().copy(driver, 0, address, address, 8, 0)
-    libcuda.native().copy(driver, 0, address, address, 8, 0)
+        native.cuda.copy(driver, 0, address, address, 8, 0)
+    native.cuda.copy(driver, 0, address, address, 8, 0)
 
 
 def test_a_device_that_is_not_there(driver: Any) -> None:
     with pytest.raises(ValueError, match=r"there is no cuda:2 here, only 2 device"):
-        libcuda.native().copy(driver, 2, 0, 0, 0, 0)
+        native.cuda.copy(driver, 2, 0, 0, 0, 0)
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_RPC_EXT_LIBCUDA", "libno_such_cuda.so.1")
     with pytest.raises(ValueError, match="unsupported: there is no CUDA driver here: libno_such"):
-        libcuda.native().load()
+        native.cuda.load()
 
 
 def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_driver_that_is_too_old(tmp_path: Path) -> None:
     command = ["cc", "-shared", "-x", "c", "-", "-o", str(old)]
     subprocess.run(command, input="int cuInit(unsigned f) { return 0; }", text=True, check=True)
     with pytest.raises(ValueError, match=r"unsupported: .* lacks cuDriverGetVersion: update"):
-        libcuda.native().load(str(old))
+        native.cuda.load(str(old))
 
 
 def test_no_gpu(cuda: FakeCuda) -> None:
     cuda.fail("cuInit", 100)
     with pytest.raises(ValueError, match="unsupported: cuInit: CUDA_ERROR_NO_DEVICE"):
-        libcuda.native().load()
+        native.cuda.load()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import libcuda
+from tests.support import libcuda, native
 from tests.support.kernel_inputs import LAYOUTS, random_bits, start_random
 from tests.support.libcuda import FakeCuda
 from torch_rpc_ext.kernels import plan, ptx, reference
@@ -28,7 +28,7 @@ def _compiler() -> None:
 
 @pytest.fixture
 def kernels(cuda: FakeCuda) -> Any:
-    return libcuda.native().Kernels(libcuda.native().load())
+    return native.cuda.Kernels(native.cuda.load())
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -193,7 +193,7 @@ def test_a_failed_launch_is_told(cuda: FakeCuda, kernels: Any) -> None:
     place, stream = cuda.allocate(64), cuda.stream()
     for function in ("cuLaunchKernel", "cuMemcpyAsync", "cuMemHostAlloc"):
         cuda.fail(function, 700)
-        fresh = libcuda.native().Kernels(libcuda.native().load())
+        fresh = native.cuda.Kernels(native.cuda.load())
         with pytest.raises(ValueError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
             fresh.segments(0, stream, [(place, place + 32, 32)])
         fresh.segments(0, stream, [(place, place + 32, 32)])
@@ -233,9 +233,9 @@ def test_plans_are_those_of_python() -> None:
         if wanted is None:
             refused += 1
             with pytest.raises(ValueError, match="unsupported: .* dimensions"):
-                libcuda.native().plan_strided(*arguments)
+                native.cuda.plan_strided(*arguments)
             continue
-        elements, sizes, sources, targets, width = libcuda.native().plan_strided(*arguments)
+        elements, sizes, sources, targets, width = native.cuda.plan_strided(*arguments)
         assert (elements, tuple(sizes), width) == (
             wanted.elements,
             wanted.sizes,
@@ -257,4 +257,4 @@ def test_plans_are_those_of_python() -> None:
 )
 def test_bad_layouts(source: Any, target: Any, cast: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        libcuda.native().plan_strided(source, target, cast)
+        native.cuda.plan_strided(source, target, cast)

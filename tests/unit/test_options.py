@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import ipaddress
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ def test_defaults_are_upstreams() -> None:
         assert getattr(options, name) == getattr(theirs, name)
     assert option_checks.DEFAULT_NUM_WORKER_THREADS == constants.DEFAULT_NUM_WORKER_THREADS
     assert option_checks.DEFAULT_RPC_TIMEOUT == constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert option_checks.UNSET_RPC_TIMEOUT == constants.UNSET_RPC_TIMEOUT
     assert option_checks.DEFAULT_INIT_METHOD == constants.DEFAULT_INIT_METHOD
     assert 0 < options.receive_cache_bytes <= 4 << 30
 
@@ -136,6 +138,11 @@ def test_interface_forms() -> None:
     assert UcxRpcBackendOptions(interface="eth0").interface == ("eth0",)
     assert UcxRpcBackendOptions(interface="eth0, ::1").interface == ("eth0", "::1")
     assert UcxRpcBackendOptions(interface=["eth0", "eth1"]).interface == ("eth0", "eth1")
+    address = ipaddress.ip_address("10.0.0.1")
+    assert UcxRpcBackendOptions(interface=address).interface == ("10.0.0.1",)
+    assert UcxRpcBackendOptions(interface=[address, "eth0"]).interface == ("10.0.0.1", "eth0")
+    link_local = ipaddress.ip_address("fe80::1%eth0")
+    assert UcxRpcBackendOptions(interface=link_local).interface == ("fe80::1%eth0",)
 
 
 def test_device_maps() -> None:

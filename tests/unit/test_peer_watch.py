@@ -7,9 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from torch_rpc_ext._native import loader
-
-wire = loader.load().wire
+from tests.support import native
 
 #: What may be said of a worker that was connected to.
 WORDS = (
@@ -32,7 +30,7 @@ def orders() -> Iterator[tuple[str, ...]]:
 
 def states(*words: str, watched: bool = True) -> list[str]:
     """What the peer is after each of the words; it is open before."""
-    return list(wire.peer_states(["established", *words], watched))[1:]
+    return native.transport.peer_states(["established", *words], watched)[1:]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +99,9 @@ def test_nothing_is_doubted_that_nobody_will_see_end() -> None:
 
 def test_connecting() -> None:
     for word, expected in (("path lost", "broken"), ("closed here", "closed")):
-        assert wire.peer_states([word], False)[-1] == expected
+        assert native.transport.peer_states([word], False)[-1] == expected
 
 
 def test_a_word_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="no word"):
-        wire.peer_states(["hello"], True)
+        native.transport.peer_states(["hello"], True)

@@ -6,16 +6,18 @@ import random
 
 import pytest
 
-from torch_rpc_ext._native import loader
-
-wire = loader.load().wire
+from tests.support import native
 
 SHARED = b"s" * 32
 WINDOW = 4096
 
 
-def pair() -> tuple[wire.SecureChannel, wire.SecureChannel]:
-    return wire.SecureChannel(SHARED, True), wire.SecureChannel(SHARED, False)
+def channel(shared: bytes, opener: bool) -> native.transport.SecureChannel:
+    return native.transport.SecureChannel(shared, opener)
+
+
+def pair() -> tuple[native.transport.SecureChannel, native.transport.SecureChannel]:
+    return channel(SHARED, True), channel(SHARED, False)
 
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 100_000])
@@ -78,4 +80,4 @@ def test_back_to_the_sender_and_other_keys() -> None:
     with pytest.raises(ValueError, match="changed"):
         sender.open(number, sealed)
     with pytest.raises(ValueError, match="changed"):
-        wire.SecureChannel(b"t" * 32, False).open(number, sealed)
+        channel(b"t" * 32, False).open(number, sealed)

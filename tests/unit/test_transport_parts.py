@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.sanitize.programs import compiler
-from tests.support import cxx
-from torch_rpc_ext._native import build, loader
+from tests.support import core, cxx
 
 HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "unit_transport"
-CORE = Path(loader.__file__).resolve().parents[1] / build.CORE_LIBRARY
 #: Of what needs no UCX: what else the program is built from.
 ALONE = {
     "handshake_session": (
@@ -54,22 +51,11 @@ def test_a_part_without_ucx(name: str) -> None:
 def test_a_part_with_ucx(name: str) -> None:
     """exchange: how bulk is offered, taken, acknowledged and returned. goodbye: a worker that
     leaves while another connects to it is heard to leave."""
-    ucx = build.ucx_root()
-    assert ucx is not None
-    found = [CORE.parent, ucx / "lib", *ucx.parent.glob("libucx*.libs")]
-    built = cxx.build(
+    built, environment = core.build(
         BUILD,
         {
             name: [HERE / f"{name}.cpp", *(cxx.CSRC / source for source in sources)]
             for name, sources in WITH_UCX.items()
         },
-        compiler=compiler(),
-        flags=("-O1", "-pthread", f"-isystem {ucx / 'include'}"),
-        libraries=(
-            str(CORE),
-            *(f"-L{path} -Wl,-rpath-link,{path}" for path in found),
-            "-l:libucp.so.0 -l:libuct.so.0 -l:libucs.so.0",
-        ),
     )
-    # Also for what these libraries need themselves, which an rpath is not.
-    run(built[name], {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, found))})
+    run(built[name], environment)

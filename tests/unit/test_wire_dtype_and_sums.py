@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 
+from tests.support import native
 from torch_rpc_ext._native import loader
 from torch_rpc_ext.kernels import reference
 
@@ -116,11 +117,11 @@ def test_memory_for_both_is_counted() -> None:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64, 65, 1000, 100_003])
 def test_the_checksum_is_that_of_the_kernels(size: int) -> None:
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    here = wire.checksum(data.numpy())
+    here = native.base.checksum(data.numpy())
     assert here == int(reference.checksum(data)) % (1 << 64)
     # At any alignment.
     shifted = torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]
-    assert wire.checksum(shifted.numpy()) == here
+    assert native.base.checksum(shifted.numpy()) == here
 
 
 @THRESHOLDS
@@ -168,7 +169,8 @@ def test_what_changed_is_named() -> None:
     names = ["the payload", "tensor 0", "tensor 1", "tensor 1", "tensor 2"]
     for i, name in enumerate(names):
         changed = [*bulk[:i], flipped(bulk[i], 0), *bulk[i + 1 :]]
-        sums = f"0x{wire.checksum(changed[i]):016x} here and had 0x{wire.checksum(bulk[i]):016x}"
+        here, there = native.base.checksum(changed[i]), native.base.checksum(bulk[i])
+        sums = f"0x{here:016x} here and had 0x{there:016x}"
         with pytest.raises(ValueError, match=f"{name} of the message .*{sums}"):
             decode(head, changed)
 
@@ -178,7 +180,7 @@ def beside(head: bytes, note: bytes, inline_bytes: int) -> bytes:
     head = with_word(head, word_of(head) | BESIDE_BIT | 1 << 48)
     payload = head[-inline_bytes - len(b"payload") : -inline_bytes]
     description = head[: -inline_bytes - len(payload) - 8]
-    sums = [struct.pack("<Q", wire.checksum(part)) for part in (description, note)]
+    sums = [struct.pack("<Q", native.base.checksum(part)) for part in (description, note)]
     return description + sums[0] + payload + struct.pack("<Q", len(note)) + note + sums[1]
 
 

@@ -22,6 +22,7 @@ import attrs
 # because reading torch's constants would import torch; a test compares them with torch's.
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_RPC_TIMEOUT = 60.0
+UNSET_RPC_TIMEOUT = -1.0  # of a call: the options' rpc_timeout counts
 DEFAULT_INIT_METHOD = "env://"
 # More calls than a program makes on purpose; a call under way costs its caller about a kilobyte.
 DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
@@ -86,6 +87,19 @@ def require_rpc_timeout(value: Any) -> None:
     _seconds("rpc_timeout", value)
     if value < 0:
         raise ValueError(f"RPC Timeout must be non-negative, got rpc_timeout={value}")
+
+
+def require_call_timeout(seconds: float) -> None:
+    """Raise for a call's time-out that is negative or NaN, as csrc/agent/ucx_agent.cpp does.
+
+    Raises:
+        ValueError: the value is neither 0 or more nor UNSET_RPC_TIMEOUT.
+    """
+    if not seconds >= 0 and seconds != UNSET_RPC_TIMEOUT:
+        raise ValueError(
+            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
+            f"options, got {seconds:g}"
+        )
 
 
 def duration(_: object, option: Attribute[float], value: Any) -> None:
@@ -195,6 +209,8 @@ def interface(
     """
     if value is None:
         return ()
+    if isinstance(value, (ipaddress.IPv4Address, ipaddress.IPv6Address)):
+        value = str(value)
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, Iterable):
         raise TypeError(

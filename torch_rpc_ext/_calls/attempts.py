@@ -60,7 +60,7 @@ class _Attempts:
                 return
             if isinstance(step, tenacity.DoSleep):
                 self._state.prepare_for_next_attempt()
-                _pauses.end_after(float(step), self.go_on)
+                _pauses.end_after(float(step), self._go_on_elsewhere)
                 return
             if not isinstance(step, tenacity.DoAttempt):
                 self.future.set_result(step)
@@ -80,7 +80,17 @@ class _Attempts:
             self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
         else:
             self._state.set_result(result)
-        self.go_on()
+        self._go_on_elsewhere()
+
+    def _go_on_elsewhere(self) -> None:
+        """Go on in a thread that is not the caller's: raise nothing, and let the future raise.
+
+        An error that is no Exception, such as SystemExit, arrives as RuntimeError.
+        """
+        try:
+            self.go_on()
+        except BaseException as error:  # noqa: BLE001  the end of these attempts, not of the thread
+            self.future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class _Pauses:
@@ -93,7 +103,8 @@ class _Pauses:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._order = itertools.count()
-        # (when, on time.monotonic(); a number, so that two callables are never compared; what)
+        # (end of the pause on time.monotonic(), serial number, callable). By the serial numbers
+        # heapq never compares two callables.
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._thread: threading.Thread | None = None
 

@@ -1,5 +1,5 @@
 """The same call to several workers: large tensors are copied once for all receivers of this host,
-and cross to each other host once, where a worker passes them on.
+and sent once to every other host, where one of the receivers passes them on.
 
 rpc_async_all() is public; gather() and broadcast() of torch_rpc_ext.scripting use it.
 """
@@ -17,18 +17,19 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._native import loader
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# Stands for the time-out of the back end's options, as in upstream.
-DEFAULT_TIMEOUT = -1.0
+# Stands for the options' rpc_timeout, as in upstream.
+DEFAULT_TIMEOUT = UNSET_RPC_TIMEOUT
 # Smaller tensors are sent to each worker by itself: a worker that passes them on costs the delay of
 # a second call.
 _LEAST_BYTES = 1 << 20
-# The caller waits a little longer for the worker that passes a call on than that worker waits for
-# the others: its answer says which of them was late.
-_SLACK = 1.0  # s
+# The caller waits this much longer for the worker that passes a call on than that worker waits for
+# the others, s: the answer of that worker says which of the others was late.
+_SLACK = 1.0
 
 _host_of: Callable[[str], str] = lambda name: ""  # noqa: E731
 
@@ -43,13 +44,13 @@ def set_host_of(function: Callable[[str], str]) -> None:
 def one_copy(common: Any = None, only: Any = None) -> Iterator[Any]:
     """Let the calls that this thread begins in the block share the copies of their tensors.
 
-    The value of a tensor is that of the first call. The tensors must not be written to before the
-    last of these blocks has ended.
+    All calls send the value that a tensor had at the first call. The tensors must not be written to
+    before the last of these blocks has ended.
 
     Args:
         common: what the block of earlier calls gave, to share their copies too.
-        only: a value of tuples, lists and dictionaries; the copies of its tensors are shared, and
-            of no others. By default of all tensors.
+        only: a value of tuples, lists and dictionaries: only copies of its tensors are shared. By
+            default the copies of all tensors are.
     """
     if type(rpc.api._get_current_rpc_agent()).__name__ != "UcxAgent":
         yield None  # another back end
@@ -95,14 +96,16 @@ def rpc_async_all(
         func: what rpc.rpc_async() takes.
         args: the function's arguments.
         kwargs: the function's keyword arguments.
-        timeout: of each call, s; 0 for none, -1 for the back end's default.
+        timeout: of each call, s; 0 for none, -1 for the options' rpc_timeout.
 
     Returns:
         A future for each worker, in the order of `to`.
 
     Raises:
-        What rpc.rpc_async() raises: a worker is not in the group, for example.
+        ValueError: the time-out is negative or NaN.
+        Exception: what rpc.rpc_async() raises: a worker is not in the group, for example.
     """
+    require_call_timeout(timeout)
     calls = begin_all(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
     futures = []
     for call in calls:
@@ -119,7 +122,7 @@ def begin_all(
     kwargs: dict[str, Any],
     timeout: float,
 ) -> list[Future[Any] | Exception]:
-    """Begin the calls of rpc_async_all(); an exception is in the place of a call that could not
+    """Begin the calls of rpc_async_all(); return an exception in place of each call that could not
     begin."""
     begun: dict[int, Future[Any] | Exception] = {}
     names: dict[int, str] = {}
@@ -194,7 +197,7 @@ class _PassedOn:
 
     def start(self) -> list[Future[Any]]:
         """Begin the call; return a future for each worker."""
-        inner = rpc.get_rpc_timeout() if self.timeout < 0 else self.timeout
+        inner = rpc.get_rpc_timeout() if self.timeout == DEFAULT_TIMEOUT else self.timeout
         outer = inner + _SLACK if inner > 0 else 0.0
         call = (self.names, self.func, self.args, self.kwargs, inner)
         begun = _begin(self.names[0], pass_on, call, {}, outer)
@@ -207,14 +210,19 @@ class _PassedOn:
     def _answered(self, done: Future[Any]) -> None:
         try:
             outcomes: list[tuple[bool, Any]] = done.wait()
-        except errors.RefusedError:
-            self._call_each()  # it has not begun
-            return
-        except Exception as error:  # noqa: BLE001  whatever it is, it is the futures'
+        except Exception as error:  # noqa: BLE001  the outcome of all these calls
+            if isinstance(error, errors.RefusedError) and error.worker == self.names[0]:
+                # That worker does not pass calls on, so no worker has begun the call. A refusal by
+                # this worker is about the answer: the workers have run the function.
+                self._call_each()
+                return
             error.add_note(f"The calls went to their host by way of worker {self.names[0]!r}.")
             outcomes = [(False, error)] * len(self.names)
-        for future, outcome in zip(self.futures, outcomes, strict=True):
-            _complete(future, outcome)
+        for future, (succeeded, value) in zip(self.futures, outcomes, strict=True):
+            if succeeded:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
 
     def _call_each(self) -> None:
         for future, name in zip(self.futures, self.names, strict=True):
@@ -254,7 +262,7 @@ def pass_on(
 
 
 def _outcome(done: Future[Any]) -> tuple[bool, Any]:
-    """Return what has become of a call, as a value that can be sent."""
+    """Return the outcome of a call as pass_on() sends it."""
     try:
         return True, done.wait()
     except Exception as error:  # noqa: BLE001  the function may raise anything
@@ -263,19 +271,17 @@ def _outcome(done: Future[Any]) -> tuple[bool, Any]:
 
 def _sendable(error: Exception) -> tuple[bool, Any]:
     try:
-        pickle.dumps(error)
+        # Also read, because pickle calls the constructor, which may take other arguments.
+        pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
         return False, RuntimeError(f"{type(error).__name__}: {error}")
     return False, error
 
 
 def _copy_end(future: Future[Any], done: Future[Any]) -> None:
-    _complete(future, _outcome(done))
-
-
-def _complete(future: Future[Any], outcome: tuple[bool, Any]) -> None:
-    succeeded, value = outcome
-    if succeeded:
-        future.set_result(value)
+    try:
+        result = done.wait()
+    except Exception as error:  # noqa: BLE001  the function may raise anything
+        future.set_exception(error)
     else:
-        future.set_exception(value)
+        future.set_result(result)

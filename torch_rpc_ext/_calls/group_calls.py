@@ -15,7 +15,9 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.option_checks import require_call_timeout
 from torch_rpc_ext._calls import fan_out
+from torch_rpc_ext._calls.fan_out import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import WorkerInfo
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 T = TypeVar("T")
-
-_DEFAULT_TIMEOUT = fan_out.DEFAULT_TIMEOUT
 
 
 class Remote(Protocol[T]):
@@ -68,8 +68,7 @@ class GroupError(errors.RpcError):
         super().__init__(message, worker=next(iter(self.errors)) if len(self.errors) == 1 else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only the text is pickled: the errors and results that this object holds may be of classes
-        # that cannot be.
+        # Only the text is pickled, because pickle may refuse the errors and results.
         return type(self), (str(self),)
 
 
@@ -82,6 +81,7 @@ class _Calls:
     def __init__(self, what: str, function: Any, workers: Sequence[To], timeout: float) -> None:
         if isinstance(workers, str) or not workers:
             raise ValueError(f"{what} needs a list of one worker or more, got {workers!r}")
+        require_call_timeout(timeout)
         self.what, self.function, self.timeout = what, function, timeout
         self.names = [str(getattr(worker, "name", worker)) for worker in workers]
         self.workers = workers
@@ -99,7 +99,7 @@ class _Calls:
         Args:
             args: the function's arguments.
             kwargs: the function's keyword arguments.
-            apart: the calls to another host end one by one: none of its workers passes them on.
+            apart: call each worker of another host directly, so that each call ends by itself.
         """
         if apart or hasattr(self.function, "async_"):
             with fan_out.one_copy():
@@ -173,7 +173,7 @@ class _Calls:
 
 def _in_short(error: BaseException) -> str:
     """Return one line that says what an error is; its text may be a remote traceback."""
-    # Not str(error): of a KeyError that is the repr() of its text.
+    # Not str(error), because str() of a KeyError is the repr() of its text.
     whole = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
     # TENSORPIPE adds a traceback of this process behind "At:".
     lines = whole.split("\n\nAt:\n")[0].strip().splitlines() or [""]
@@ -205,7 +205,7 @@ def gather(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = _DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Any]:
     """Call a function on all workers at once, with the same arguments.
 
@@ -218,7 +218,7 @@ def gather(
         function: what rpc.rpc_async() takes, or a remote function of this package.
         args: the function's arguments.
         kwargs: the function's keyword arguments.
-        timeout: of each call, s; 0 for none, -1 for the back end's default.
+        timeout: of each call, s; 0 for none, -1 for the options' rpc_timeout.
 
     Returns:
         What the function returned on each worker, in the order of `workers`.
@@ -226,7 +226,7 @@ def gather(
     Raises:
         GroupError: some calls failed. Raised when all calls have ended; names the workers that
             failed and holds the results of the others.
-        ValueError: no workers.
+        ValueError: no workers, or a time-out that is negative or NaN.
     """
     calls = _Calls("gather", function, workers, timeout)
     calls.start_all(args, kwargs, apart=False)
@@ -245,7 +245,7 @@ def broadcast(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = _DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
     """Call a function on all workers at once, as gather() does, and wait until all have run it.
 
@@ -279,7 +279,7 @@ def first_of(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = _DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Any:
     """Call a function on all workers at once, as gather() does, and return the first result.
 
@@ -287,7 +287,7 @@ def first_of(
 
     Raises:
         GroupError: all calls failed.
-        ValueError: no workers.
+        ValueError: no workers, or a time-out that is negative or NaN.
     """
     calls = _Calls("first_of", function, workers, timeout)
     calls.start_all(args, kwargs, apart=True)
@@ -329,7 +329,7 @@ def map_reduce(
     reduce: Callable[[Any, Any], Any],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = _DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT,
 ) -> Any:
     """Call a function with each item, on whichever worker is free, and reduce the results to one.
 
@@ -344,14 +344,14 @@ def map_reduce(
             whichever result came first: reduce(reduce(first, second), third) and so on.
         args: the function's further arguments.
         kwargs: the function's keyword arguments.
-        timeout: of each call, s; 0 for none, -1 for the back end's default.
+        timeout: of each call, s; 0 for none, -1 for the options' rpc_timeout.
 
     Returns:
         The reduced result; with one item, the result of its call.
 
     Raises:
         GroupError: a call failed; no further calls were started.
-        ValueError: no workers, or no items.
+        ValueError: no workers, no items, or a time-out that is negative or NaN.
     """
     calls = _Calls("map_reduce", function, workers, timeout)
     if not len(items):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext._calls import group_calls
+from torch_rpc_ext._calls import fan_out, group_calls
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import RRef
@@ -26,8 +26,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Stands for the time-out of the back end's options, as in upstream.
-DEFAULT_TIMEOUT = -1.0
+DEFAULT_TIMEOUT = fan_out.DEFAULT_TIMEOUT
 #: The one argument that the methods take for themselves. It is not called `timeout`, because the
 #: function's own arguments stand beside it, and one of these may be called so.
 RESERVED = "rpc_timeout"
@@ -47,8 +46,8 @@ class RemoteFunction(Generic[P, T]):
         length("four")  # runs here
 
     Only the function's name travels: callees import the module. All methods take the function's
-    arguments and `rpc_timeout`, the time-out of each call: s, 0 for none, -1 for the back end's
-    default. `to` is a name, a rank or a WorkerInfo.
+    arguments and `rpc_timeout`, the time-out of each call: s, 0 for none, -1 for the options'
+    rpc_timeout. `to` is a name, a rank or a WorkerInfo.
 
     Args:
         function: a function at the top level of its module.

@@ -39,6 +39,14 @@ class InterfaceChoice(NamedTuple):
         """Whether the first address is an IPv6 one."""
         return bool(self.addresses) and ":" in self.addresses[0]
 
+    def described(self) -> dict[str, list[str] | str]:
+        """Return the choice in a form that JSON can hold."""
+        return {
+            "names": list(self.names),
+            "addresses": list(self.addresses),
+            "reason": self.reason,
+        }
+
 
 def choose(
     wanted: Sequence[str], init_method: str, *, environment: Mapping[str, str] | None = None

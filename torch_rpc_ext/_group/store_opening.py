@@ -89,7 +89,7 @@ def _look_at_rank_0(host: str, port: int) -> None:
             except errors.RefusedError as error:
                 found.append(error)
 
-    # That program may never answer: then this thread is left behind.
+    # Another program may never answer: then this thread is left behind.
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(1.0)

@@ -63,7 +63,7 @@ def patient(store: Any, seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # The store may be gone by now; that error would hide the first one.
+        # The store may be gone by now; an error about that would hide the error of the block.
         with contextlib.suppress(RuntimeError):
             store.set_timeout(before)
 

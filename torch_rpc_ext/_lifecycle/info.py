@@ -30,7 +30,7 @@ def info() -> dict[str, Any]:
         "versions": versions(),
         "ucx": describe_ucx(),
         "environment": environment.in_force(),
-        "takeover": _takeover(),
+        "takeover": tensorpipe.is_active(),
         "agent": _agent(),
     }
 
@@ -69,10 +69,6 @@ def describe_ucx() -> dict[str, Any]:
     }
 
 
-def _takeover() -> bool:
-    return tensorpipe.is_active()
-
-
 def _agent() -> dict[str, Any] | None:
     if "torch_rpc_ext._group.sessions" not in sys.modules:
         return None  # no session has begun; importing the module may fail: a torch without RPC
@@ -90,11 +86,7 @@ def _agent() -> dict[str, Any] | None:
         "group": "static" if session.directory is None else "dynamic",
         "members": members,
         "store": stores.describe(session.store),
-        "interface": {
-            "names": list(session.interface.names),
-            "addresses": list(session.interface.addresses),
-            "reason": session.interface.reason,
-        },
-        "transport": dict(session.agent.describe()) if hasattr(session.agent, "describe") else {},
+        "interface": session.interface.described(),
+        "transport": dict(session.agent.get_metrics()),
         "peers": [dict(peer) for peer in session.agent.describe_peers()],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -19,22 +20,17 @@ from torch_rpc_ext._upstream import hooks
 rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
-_watching = False
 
-
-def watch() -> None:
+@functools.cache
+def _watch() -> None:
     """Install the hooks for exit and fork, once, when the first agent starts."""
-    global _watching
-    if _watching:
-        return
-    _watching = True
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def open_session(session: sessions.Session) -> None:
     """Set this process's session, and install the hooks in upstream's Python."""
-    watch()
+    _watch()
     sessions.set_current(session)
     fan_out.set_host_of(_host_of)
     hooks.install(session.agent, wait_all_workers, session.allowed)

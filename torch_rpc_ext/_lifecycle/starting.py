@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from collections.abc import Callable, Iterable
@@ -49,7 +50,7 @@ def prepare(rank: int, world_size: int | None) -> None:
     native = loader.load()
     if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
-        native.prepare_reinit(rank)
+        native.prepare_reinit()
 
 
 def _check_rank(rank: int, world_size: int | None) -> None:
@@ -172,7 +173,7 @@ def _open(
         device_count=torch.cuda.device_count(),
         device_maps=options.device_maps,
         devices=options.devices,
-        wire=int(getattr(native, "WIRE_VERSION", 0)),
+        wire=int(native.WIRE_VERSION),
         incarnation=secrets.token_hex(8),
         host=host_identity(),
         pid=os.getpid(),
@@ -270,15 +271,11 @@ SERVED = (
     returning.may_return,
     returning.member_returned,
 )
-_attached = False
 
 
+@functools.cache
 def _attach(native: Any) -> None:
     """Give the C++ agent class the methods that upstream's Python calls, once."""
-    global _attached
-    if _attached:
-        return
-    _attached = True
     agent_class = native.UcxAgent
     native_shutdown = agent_class.shutdown
 

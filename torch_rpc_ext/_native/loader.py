@@ -181,10 +181,9 @@ def _reinstall_wheel(requirement: str = "") -> str:
     from importlib import metadata
 
     name = "libucx-cu13"
-    for other in ("libucx-cu12",):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.distribution(other)
-            name = other
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        metadata.distribution("libucx-cu12")
+        name = "libucx-cu12"
     what = f"'{name}{requirement}'" if requirement else name
     return f"{sys.executable} -m pip install --force-reinstall --no-deps {what}"
 

@@ -31,7 +31,7 @@ from torch.jit import _builtins as _untyped_builtins
 from torch_rpc_ext import errors
 from torch_rpc_ext._security import protocol
 from torch_rpc_ext._security.entries import Entry, Request
-from torch_rpc_ext._security.unpickling import Reader, attribute_of
+from torch_rpc_ext._security.unpickling import Reader, attribute_of, full_name
 from torch_rpc_ext._upstream import exceptions, payloads
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ _NOT_ALLOWED = "is not in its allow_list (an option of UcxRpcBackendOptions)"
 
 # DistributedOptimizer calls this TorchScript function, so it is allowed with any entries.
 _SCRIPTED_STEP = "torch.distributed.optim.optimizer._script_local_optimizer_step"
+
+# The profiler sends a function as an object of this class.
+_TRACED = "torch_rpc_ext.profiler.recorder.Traced"
 
 # At most so many refused names are logged, each once, so that a peer cannot fill the disk.
 _LOGGED = 100
@@ -128,15 +131,15 @@ class AllowList:
         if isinstance(target, torch.jit.ScriptFunction):
             name = str(_qualified_name(target)).removeprefix("__torch__.")
             self.names.add(name if "." in name else f"__main__.{name}")
-        elif _full_name(target):
-            self._add_named(_full_name(target), target)
+        elif full_name(target):
+            self._add_named(full_name(target), target)
         if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
             # DistributedOptimizer sends a functional class in place of the optimizer's.
             from torch.distributed.optim.utils import functional_optim_map
 
             if target in functional_optim_map:
                 functional = functional_optim_map[target]
-                self._add_named(_full_name(functional), functional)
+                self._add_named(full_name(functional), functional)
 
     def _add_module(self, module: ModuleType) -> None:
         """Enter everything that a module defines, but nothing that it imports."""
@@ -147,7 +150,7 @@ class AllowList:
                 self._add_operator(function)
         for name, target in list(vars(module).items()):
             full = f"{module.__name__}.{name}"
-            if callable(target) and _full_name(target) == full:
+            if callable(target) and full_name(target) == full:
                 self._add_named(full, target)
 
     def _add_named(self, name: str, target: Any) -> None:
@@ -161,9 +164,9 @@ class AllowList:
         self._entries[name] = protocol.of_class(target, serve=target)
         self._classes[id(target)] = target
         for inner in list(vars(target).values()):
-            full = f"{_full_name(target)}.{getattr(inner, '__name__', '')}"
+            full = f"{full_name(target)}.{getattr(inner, '__name__', '')}"
             public = isinstance(inner, type) and not inner.__name__.startswith("_")
-            if public and _full_name(inner) == full and full not in self._entries:
+            if public and full_name(inner) == full and full not in self._entries:
                 self._add_named(full, inner)
 
     def _add_operator(self, function: Any) -> None:
@@ -213,7 +216,8 @@ class AllowList:
     def may_have_state(self, cls: type) -> bool:
         """Return whether a pickle may set attributes of instances of the class.
 
-        It may not set those of classes and functions: that would change the service itself.
+        A pickle may not set attributes of classes and functions: that would change the service
+        itself.
         """
         return id(cls) in self._classes or any(cls is known for known in protocol.STATEFUL)
 
@@ -224,13 +228,13 @@ class AllowList:
             RefusedError: no entry names the function.
         """
         if id(function) not in self._listed:
-            raise self.refusal(_full_name(function) or f"a {_full_name(type(function))}")
+            raise self.refusal(full_name(function) or f"a {full_name(type(function))}")
         return function
 
     def traced(self, function: Any, named: Mapping[int, Entry]) -> Any:
         """Return the profiler's wrapper around a named function; None if it is something else."""
         cls = type(function)
-        if not self.allows_class(cls) or _full_name(cls) != _TRACED:
+        if not self.allows_class(cls) or full_name(cls) != _TRACED:
             return None
         inner = named.get(id(function.function))
         if inner is None or inner.serve is None:
@@ -254,8 +258,8 @@ class AllowList:
         is_class = self.allows_class(owner)
         cls = owner if is_class else type(owner)
         if type(name) is not str or name.startswith("_") or not self.allows_class(cls):
-            raise self.refusal(f"{_full_name(cls)}.{name if type(name) is str else '?'}")
-        full = f"{_full_name(cls)}.{name}"
+            raise self.refusal(f"{full_name(cls)}.{name if type(name) is str else '?'}")
+        full = f"{full_name(cls)}.{name}"
         static = attribute_of(cls, name)
         if isinstance(static, (classmethod, staticmethod)):
             bound: Any = static.__get__(None, cls)
@@ -276,8 +280,8 @@ class AllowList:
 
     def _receiver(self, name: Any) -> Entry:
         """Return the Entry of a method of upstream's pickler: for tensors, RRefs, TorchScript."""
-        build = {
-            "_tensor_receiver": protocol.receiver,
+        build: Callable[..., Any] | None = {
+            "_tensor_receiver": payloads._restore_tensor,
             "_py_rref_receiver": protocol.fork,
         }.get(name if type(name) is str else "")
         # Loading a TorchScript module may run its code, so its class must be listed.
@@ -333,13 +337,3 @@ class AllowList:
         if type(request) not in (Request, exceptions.Refused, AttributeError):
             request = exceptions.Refused(self.refusal("a request that is no call"))
         return exceptions.run_function(request)
-
-
-_TRACED = "torch_rpc_ext.profiler.recorder.Traced"
-
-
-def _full_name(target: Any) -> str:
-    """Return "module.qualname" of an object; '' where it has no such attributes."""
-    module = getattr(target, "__module__", None)
-    name = getattr(target, "__qualname__", None)
-    return f"{module}.{name}" if type(module) is str and type(name) is str else ""

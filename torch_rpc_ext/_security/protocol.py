@@ -92,10 +92,7 @@ def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str
         "torch._C._distributed_rpc.WorkerInfo": (native_rpc.WorkerInfo, _worker_info),
         f"{payloads.__name__}._restore_tensor": (None, payloads._restore_tensor),
         f"{payloads.__name__}._restore_parameter": (None, payloads._restore_parameter),
-        f"{payloads.__name__}._restore_compressed": (
-            None,
-            payloads._restore_compressed,
-        ),
+        f"{payloads.__name__}._restore_compressed": (None, payloads._restore_compressed),
         f"{_REMOTE_MODULE}._remote_module_receiver": (None, _remote_module),
     }
     for name, (value, build) in builders.items():
@@ -183,11 +180,6 @@ def fork(data: Any) -> Any:
     return rpc.PyRRef._deserialize(data)
 
 
-def receiver(index: Any) -> Any:
-    """Return a tensor of the message, for upstream's pickles."""
-    return payloads._restore_tensor(index)
-
-
 def script_module(data: Any) -> Any:
     """Load a TorchScript module."""
     if type(data) is not bytes:
@@ -226,7 +218,7 @@ def _remote_type(parts: Any) -> Any:
 def _check_parts(parts: Any, most_nested: int) -> None:
     """Raise TypeError unless `parts` is plain data in the form of exception_parts.Parts.
 
-    The pickles in it are read later, with the same checks as any pickle.
+    The pickles within `parts` are read later, with the same checks as any pickle.
     """
     if most_nested and type(parts) is tuple and len(parts) == 6:
         classes, whole, args, attributes, fields, inner = parts
@@ -271,16 +263,23 @@ def _serving(allowed: Allowed) -> dict[str, Callable[..., Any]]:
         f"{_REMOTE_MODULE}._create_module_with_interface": _create_with_interface,
         f"{_REMOTE_MODULE}._instantiate_template": _instantiate_template,
         f"{_REMOTE_MODULE}._param_rrefs": _param_rrefs,
-        f"{_OPTIMIZER}._new_local_optimizer": _new_optimizer,
-        f"{_OPTIMIZER}._new_script_local_optimizer": _new_script_optimizer,
-        f"{_OPTIMIZER}._new_functional_local_optimizer": _new_functional_optimizer,
-        f"{_OPTIMIZER}._local_optimizer_step": _optimizer_step,
-        f"{_OPTIMIZER}._functional_local_optimizer_step": _functional_optimizer_step,
         "torch.distributed.rpc.api._gather_to_leader": _gather,
         "torch_rpc_ext.aio._server.cancel": _cancel_async,
         "torch_rpc_ext.aio._server.run": _run_async,
         "torch_rpc_ext.aio._batch.enqueue": _enqueue,
     }
+    # From torch 2.14 on the functional optimizers are used in place of the scripted ones.
+    for name, base in (
+        ("_new_local_optimizer", torch.optim.Optimizer),
+        ("_new_script_local_optimizer", object),
+        ("_new_functional_local_optimizer", object),
+    ):
+        guarded[f"{_OPTIMIZER}.{name}"] = functools.partial(_new_optimizer, name, base)
+    for name, kind in (
+        ("_local_optimizer_step", "_LocalOptimizer"),
+        ("_functional_local_optimizer_step", "_FunctionalLocalOptimizer"),
+    ):
+        guarded[f"{_OPTIMIZER}.{name}"] = functools.partial(_optimizer_step, name, kind)
     serving: dict[str, Callable[..., Any]] = {
         name: functools.partial(serve, allowed) for name, serve in guarded.items()
     }
@@ -342,7 +341,8 @@ def _create_with_interface(
 
 
 def _instantiate_template(allowed: Allowed, interface: Any, moving: Any) -> None:
-    """Do what upstream does. It writes the interface's name into code, so that must be listed."""
+    """Do what upstream does. Upstream writes the interface's name into code, so the interface must
+    be listed."""
     from torch.distributed.nn.api import remote_module
 
     instantiate: Any = remote_module._instantiate_template
@@ -377,51 +377,21 @@ def _check_rrefs(rrefs: Any) -> None:
         _value(rref)
 
 
-def _new_optimizer(allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any) -> Any:
-    from torch.distributed.optim import optimizer
-
-    _check_rrefs(rrefs)
-    make: Any = optimizer._new_local_optimizer
-    return make(_listed_class(allowed, cls, torch.optim.Optimizer), rrefs, *args, **kwargs)
-
-
-def _new_script_optimizer(
-    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
+def _new_optimizer(
+    name: str, base: type, allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    from torch.distributed.optim import optimizer
-
-    _check_rrefs(rrefs)
-    make: Any = optimizer._new_script_local_optimizer
-    return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
-
-
-def _new_functional_optimizer(
-    allowed: Allowed, cls: Any, rrefs: Any, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Serve what torch 2.14 and later call in place of _new_script_optimizer()."""
     optimizer: Any = importlib.import_module(_OPTIMIZER)
     _check_rrefs(rrefs)
-    make = optimizer._new_functional_local_optimizer
-    return make(_listed_class(allowed, cls, object), rrefs, *args, **kwargs)
+    make = getattr(optimizer, name)
+    return make(_listed_class(allowed, cls, base), rrefs, *args, **kwargs)
 
 
-def _optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
-    from torch.distributed.optim import optimizer
-
-    _check_step(rref, optimizer._LocalOptimizer, context)
-    step: Any = optimizer._local_optimizer_step
-    return step(rref, context)
-
-
-def _functional_optimizer_step(allowed: Allowed, rref: Any, context: Any) -> Any:
+def _optimizer_step(name: str, kind: str, allowed: Allowed, rref: Any, context: Any) -> Any:
+    del allowed
     optimizer: Any = importlib.import_module(_OPTIMIZER)
-    _check_step(rref, optimizer._FunctionalLocalOptimizer, context)
-    return optimizer._functional_local_optimizer_step(rref, context)
-
-
-def _check_step(rref: Any, kind: type, context: Any) -> None:
-    if type(_value(rref)) is not kind or type(context) is not int:
+    if type(_value(rref)) is not getattr(optimizer, kind) or type(context) is not int:
         raise TypeError("expected an RRef to a local optimizer, and the id of an autograd context")
+    return getattr(optimizer, name)(rref, context)
 
 
 def _gather(

@@ -213,16 +213,17 @@ class Reader:
 
     def _add_items(self) -> None:
         items = self._since_mark()
-        set.update(self._stack[-1], items) if self._base(self._stack[-1], (set,)) else None
+        target = self._stack[-1]
+        self._base(target, (set,)).update(target, items)
 
     def _base(self, target: Any, kinds: tuple[type[Any], ...]) -> Any:
-        """Return the class of `kinds` that a container derives from; methods of that class are
-        called, so that none of a derived, listed class run."""
+        """Return the class of `kinds` that a container derives from. Callers call the methods of
+        that class, so that no method of a derived, listed class runs."""
         cls = type(target)
         for kind in kinds:
             if cls is kind or (issubclass(cls, kind) and self._allowed.allows_class(cls)):
                 return kind
-        raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+        raise self._allowed.refusal(f"a change of a {full_name(cls)}")
 
     # ---- names and calls ---------------------------------------------------
 
@@ -294,7 +295,7 @@ class Reader:
         target = self._stack[-1]
         cls = type(target)
         if not self._allowed.may_have_state(cls):
-            raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+            raise self._allowed.refusal(f"a change of a {full_name(cls)}")
         attributes, slots = state, None
         if type(state) is tuple and len(state) == 2:
             attributes, slots = state
@@ -304,17 +305,17 @@ class Reader:
                     self._check_attribute(cls, name)
         setstate = attribute_of(cls, "__setstate__")
         if setstate is BaseException.__setstate__:
-            setstate = None  # it sets attributes one by one, which the code below does
+            setstate = None  # the code below sets attributes one by one too
         if setstate is not None:
             if type(setstate) is not FunctionType:
-                raise self._allowed.refusal(f"a change of a {_full_name(cls)}")
+                raise self._allowed.refusal(f"a change of a {full_name(cls)}")
             setstate(target, state)
             return
         for each in (attributes, slots):
             if each is None:
                 continue
             if type(each) is not dict:
-                raise self._allowed.refusal(f"a change of a {_full_name(cls)} by no dict")
+                raise self._allowed.refusal(f"a change of a {full_name(cls)} by no dict")
             for name, value in each.items():
                 _set_attribute(target, name, value)
 
@@ -332,7 +333,7 @@ class Reader:
                 return
         elif name == "__notes__" and issubclass(cls, BaseException):
             return
-        raise self._allowed.refusal(f"a change of {_full_name(cls)}.{name}")
+        raise self._allowed.refusal(f"a change of {full_name(cls)}.{name}")
 
 
 # Descriptors that are places for values in an instance, not code.
@@ -342,7 +343,7 @@ _FIELDS = (MemberDescriptorType, GetSetDescriptorType)
 def check_arguments(args: Any, kwargs: Any) -> None:
     """Raise TypeError unless `*args` and `**kwargs` can be unpacked without running any code."""
     if type(args) not in (tuple, list):
-        raise TypeError(f"arguments must be a tuple, got a {_full_name(type(args))}")
+        raise TypeError(f"arguments must be a tuple, got a {full_name(type(args))}")
     if type(kwargs) is not dict or not all(type(name) is str for name in kwargs):
         raise TypeError("keyword arguments must be a dict with names")
 
@@ -363,7 +364,7 @@ def _set_attribute(target: Any, name: str, value: Any) -> None:
         target.__dict__[name] = value
 
 
-def _full_name(target: Any) -> str:
+def full_name(target: Any) -> str:
     """Return "module.qualname" of an object; '' where it has no such attributes."""
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", None)
@@ -371,8 +372,8 @@ def _full_name(target: Any) -> str:
 
 
 def _described(target: Any) -> str:
-    return (_full_name(target) if isinstance(target, _CODE) else "") or (
-        f"a call of a {_full_name(type(target))}"
+    return (full_name(target) if isinstance(target, _CODE) else "") or (
+        f"a call of a {full_name(type(target))}"
     )
 
 

@@ -23,7 +23,8 @@ internal: Any = _untyped_internal  # upstream's functions have no types
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
 # Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
 _LEFT_THERE = ("obj",)
-# Attributes that are not sent: the traceback's text has the notes, and the other one is ours.
+# Attributes that are not sent: the notes are in the traceback's text, and also_runtime_error() of
+# exceptions.py sets the other attribute.
 _OURS = ("__notes__", "_remote_original")
 
 

@@ -49,14 +49,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.nn.jit import instantiator as _untyped_instantiator
 from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import require_rpc_timeout
+from torch_rpc_ext._base.option_checks import require_call_timeout, require_rpc_timeout
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
 
@@ -66,7 +65,6 @@ api: Any = _untyped_api
 internal: Any = _untyped_internal
 instantiator: Any = _untyped_instantiator
 rpc: Any = _untyped_rpc
-native_rpc: Any = _untyped_native_rpc
 
 _SYNC = api.RPCExecMode.SYNC
 _UNSET: float = api.UNSET_RPC_TIMEOUT
@@ -74,18 +72,12 @@ _find_builtin: Any = torch.jit._builtins._find_builtin
 # torch.ops.name.op and torch.ops.name.op.overload.
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
-# Function of api -> index of the time-out among its arguments.
-_REMOTES = {
-    "_invoke_remote_builtin": 2,
-    "_invoke_remote_torchscript": 2,
-    "_invoke_remote_python_udf": 3,
-}
-
 # Held while functions of a RemoteModule are generated. An RLock, because that imports the module of
 # the interface, which may do anything.
 _generating = threading.RLock()
 
-_originals: dict[str, Callable[..., Any]] = {}
+# Name of a function that is replaced -> (upstream's module, upstream's function).
+_originals: dict[str, tuple[Any, Callable[..., Any]]] = {}
 # The agent of the running session.
 _agent: Any = None
 
@@ -105,40 +97,27 @@ def install(
     if _originals:
         return
     _agent = agent
-    _originals["wait_all_workers"] = api._wait_all_workers
-    _originals["invoke_rpc"] = api._invoke_rpc
-    _originals["run_function"] = internal._run_function
-    _originals["handle_exception"] = internal._handle_exception
-    api._wait_all_workers = _waiting_by(wait_all_workers, api._wait_all_workers)
-    api._invoke_rpc = functools.wraps(api._invoke_rpc)(_invoke_rpc)
-    _originals["invoke_rpc_builtin"] = api._invoke_rpc_builtin
-    api._invoke_rpc_builtin = _invoke_rpc_builtin
-    _originals["invoke_rpc_torchscript"] = api._invoke_rpc_torchscript
-    api._invoke_rpc_torchscript = _invoke_rpc_torchscript
-    _originals["invoke_rpc_python_udf"] = api._invoke_rpc_python_udf
-    api._invoke_rpc_python_udf = loader.load().invoke_function
-    _originals["remote"] = api.remote
-    api.remote = rpc.remote = functools.wraps(api.remote)(_remote)
-    _originals["set_rpc_timeout"] = rpc._set_rpc_timeout
-    rpc._set_rpc_timeout = functools.wraps(rpc._set_rpc_timeout)(_set_rpc_timeout)
-    for name, place in _REMOTES.items():
-        _originals[name] = getattr(api, name)
-        setattr(api, name, _typed(_originals[name], place))
-    api._invoke_remote_torchscript = _typed(
-        _invoke_remote_torchscript, _REMOTES["_invoke_remote_torchscript"]
-    )
+    _replace(api, "_wait_all_workers", _waiting_by(wait_all_workers, api._wait_all_workers))
+    _replace(api, "_invoke_rpc", functools.wraps(api._invoke_rpc)(_invoke_rpc))
+    _replace(api, "_invoke_rpc_builtin", _invoke_rpc_builtin)
+    _replace(api, "_invoke_rpc_torchscript", _invoke_rpc_torchscript)
+    _replace(api, "_invoke_rpc_python_udf", loader.load().invoke_function)
+    _replace(api, "remote", functools.wraps(api.remote)(_remote))
+    rpc.remote = api.remote
+    _replace(rpc, "_set_rpc_timeout", functools.wraps(rpc._set_rpc_timeout)(_set_rpc_timeout))
+    _replace(api, "_invoke_remote_builtin", _typed(api._invoke_remote_builtin, 2))
+    _replace(api, "_invoke_remote_torchscript", _typed(_invoke_remote_torchscript, 2))
+    _replace(api, "_invoke_remote_python_udf", _typed(api._invoke_remote_python_udf, 3))
     rpc.RRef.__init__ = _make_rref
-    _originals["instantiate"] = instantiator._do_instantiate_remote_module_template
-    instantiator._do_instantiate_remote_module_template = _one_at_a_time(_originals["instantiate"])
+    template = "_do_instantiate_remote_module_template"
+    _replace(instantiator, template, _one_at_a_time(getattr(instantiator, template)))
     # torch's C++ looks these two up by name when a session first needs them.
-    internal._run_function = exceptions.run_function
-    internal._handle_exception = exceptions.handle_exception
+    run_function = exceptions.run_function if allowed is None else allowed.run_function
+    _replace(internal, "_run_function", run_function)
+    _replace(internal, "_handle_exception", exceptions.handle_exception)
     if allowed is not None:
-        _originals["unpickler"] = internal._unpickler
-        _originals["deserialize"] = internal.deserialize
-        internal._unpickler = allowed.unpickler
-        internal.deserialize = allowed.deserialize
-        internal._run_function = allowed.run_function
+        _replace(internal, "_unpickler", allowed.unpickler)
+        _replace(internal, "deserialize", allowed.deserialize)
     payloads.install(agent)
 
 
@@ -148,23 +127,23 @@ def uninstall() -> None:
     if not _originals:
         return
     _agent = None
-    api._wait_all_workers = _originals.pop("wait_all_workers")
-    api._invoke_rpc = _originals.pop("invoke_rpc")
-    api._invoke_rpc_builtin = _originals.pop("invoke_rpc_builtin")
-    api._invoke_rpc_torchscript = _originals.pop("invoke_rpc_torchscript")
-    api._invoke_rpc_python_udf = _originals.pop("invoke_rpc_python_udf")
-    api.remote = rpc.remote = _originals.pop("remote")
-    rpc._set_rpc_timeout = _originals.pop("set_rpc_timeout")
-    for name in _REMOTES:
-        setattr(api, name, _originals.pop(name))
-    instantiator._do_instantiate_remote_module_template = _originals.pop("instantiate")
+    for name, (module, original) in _originals.items():
+        setattr(module, name, original)
+    _originals.clear()
+    rpc.remote = api.remote
     del rpc.RRef.__init__  # so that PyRRef's is found again
-    internal._run_function = _originals.pop("run_function")
-    internal._handle_exception = _originals.pop("handle_exception")
-    if "unpickler" in _originals:
-        internal._unpickler = _originals.pop("unpickler")
-        internal.deserialize = _originals.pop("deserialize")
     payloads.uninstall()
+
+
+def _replace(module: Any, name: str, hook: Callable[..., Any]) -> None:
+    _originals[name] = (module, getattr(module, name))
+    setattr(module, name, hook)
+
+
+def _original(module: Any, name: str) -> Callable[..., Any]:
+    """Return upstream's function, whether a hook replaces it or not."""
+    found: Callable[..., Any] = _originals.get(name, (module, getattr(module, name)))[1]
+    return found
 
 
 def _waiting_by(
@@ -188,7 +167,9 @@ def _invoke_rpc(
     if type(args) is not tuple:
         args = _checked(args)
     if rpc_timeout != _UNSET:
-        _check_timeout(rpc_timeout)
+        # csrc checks the time-out too, but later, when RRefs among the arguments have been pickled:
+        # such an RRef would wait for the call for ever.
+        require_call_timeout(rpc_timeout)
     set_synchronous = loader.load().set_synchronous
     before = False
     try:
@@ -197,7 +178,7 @@ def _invoke_rpc(
         # may raise between any two lines.
         before = set_synchronous(rpc_type is _SYNC)
         if api._get_should_profile() and not isinstance(func, _OPERATORS):
-            invoke = _originals.get("invoke_rpc", api._invoke_rpc)
+            invoke = _original(api, "_invoke_rpc")
             future = invoke(to, func, rpc_type, args, kwargs, rpc_timeout)
         else:
             future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
@@ -220,19 +201,6 @@ def _checked(args: Any) -> Any:
     return args
 
 
-def _check_timeout(seconds: float) -> None:
-    """Refuse a time-out that is negative or NaN, as csrc/agent/call_timeout.cpp does.
-
-    Checked here too, because here no RRef has been made or pickled for the call yet: such an RRef
-    would wait for the call for ever.
-    """
-    if not seconds >= 0 and seconds != _UNSET:
-        raise ValueError(
-            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
-            f"options, got {seconds:g}"
-        )
-
-
 def _remote(
     to: Any,
     func: Any,
@@ -242,12 +210,12 @@ def _remote(
 ) -> Any:
     if type(args) is not tuple:
         args = _checked(args)
-    return _originals.get("remote", api.remote)(to, func, args, kwargs, timeout)
+    return _original(api, "remote")(to, func, args, kwargs, timeout)
 
 
 def _set_rpc_timeout(seconds: float) -> None:
     require_rpc_timeout(seconds)
-    _originals.get("set_rpc_timeout", native_rpc._set_rpc_timeout)(seconds)
+    _original(rpc, "_set_rpc_timeout")(seconds)
 
 
 def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
@@ -278,7 +246,7 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
 
 
 def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    invoke = _originals.get("invoke_rpc_builtin", api._invoke_rpc_builtin)
+    invoke = _original(api, "_invoke_rpc_builtin")
     future = loader.load().invoke_builtin(to, name, timeout, *args, **kwargs)
     return invoke(to, name, timeout, *args, **kwargs) if future is None else future
 
@@ -291,7 +259,7 @@ def _invoke_rpc_torchscript(
         if future is not None:
             return future
         function = torch._jit_internal._qualified_name(function)
-    invoke = _originals.get("invoke_rpc_torchscript", api._invoke_rpc_torchscript)
+    invoke = _original(api, "_invoke_rpc_torchscript")
     return invoke(to, function, args, kwargs, timeout, is_async)
 
 
@@ -313,12 +281,20 @@ def _invoke_remote_torchscript(
     to: Any, name: str, timeout: float, is_async: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     loader.load().require_script_arguments(args, kwargs)
-    return _originals["_invoke_remote_torchscript"](to, name, timeout, is_async, *args, **kwargs)
+    invoke = _original(api, "_invoke_remote_torchscript")
+    return invoke(to, name, timeout, is_async, *args, **kwargs)
 
 
 def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Return a function that makes an RRef as `invoke` does; an error keeps its class.
+
+    Args:
+        invoke: a function of api that makes an RRef.
+        place: index of the time-out among its arguments.
+    """
+
     def invoke_typed(*args: Any, **kwargs: Any) -> Any:
-        _check_timeout(args[place])
+        require_call_timeout(args[place])  # before the RRef is made, as in _invoke_rpc()
         native = loader.load()
         native.forget_creation_failure()
         try:

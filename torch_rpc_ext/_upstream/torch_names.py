@@ -31,7 +31,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._distributed_rpc._get_current_rpc_agent",
         "torch._C._distributed_rpc._is_current_rpc_agent_set",
         "torch._C._distributed_rpc._reset_current_rpc_agent",
-        "torch._C._distributed_rpc._set_rpc_timeout",
         "torch._jit_internal._qualified_name",
         "torch.distributed.nn.jit.instantiator._do_instantiate_remote_module_template",
         "torch.distributed.rpc._init_counter",

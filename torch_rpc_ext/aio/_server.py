@@ -104,7 +104,8 @@ class _Host:
             fail(future, _cancellation(function))
             return
         if call in self._running:
-            # Names are random numbers. A peer that repeats one means to cancel another's call.
+            # A call's id has a random number, so no other call gets the same id by chance: a peer
+            # that repeats an id means to cancel another caller's call.
             fail(future, ValueError(f"the call {call} of {function.__qualname__} runs already"))
             return
         try:

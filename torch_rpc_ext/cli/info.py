@@ -59,23 +59,17 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
     from torch_rpc_ext._base import option_checks
     from torch_rpc_ext._group import interfaces
     from torch_rpc_ext._lifecycle.info import info
-    from torch_rpc_ext._upstream import tensorpipe
     from torch_rpc_ext.cli import probes, selftest
 
     data = info()
     try:
         wanted = option_checks.interface(interface, "--interface")
         choice = interfaces.choose(wanted, option_checks.DEFAULT_INIT_METHOD)
-        data["interface"] = {
-            "names": list(choice.names),
-            "addresses": list(choice.addresses),
-            "reason": choice.reason,
-        }
+        data["interface"] = choice.described()
     except ValueError as error:
         data["interface"] = {"error": str(error)}
     except ImportError:
         data["interface"] = {"error": "unknown, because UCX cannot be used"}
-    data["takeover"] = tensorpipe.is_active()
     data["findings"] = [vars(finding) for finding in probes.findings()]
     if not self_test:
         data["self_test"] = {"skipped": "--no-self-test"}
@@ -94,7 +88,7 @@ def _show(data: dict[str, Any]) -> None:
     for name, version in data["versions"].items():
         _line(name, version)
     _show_ucx(data["ucx"])
-    _show_interface(data["interface"])
+    _line("network interface", data["interface"].get("error") or data["interface"]["reason"])
     for finding in data["findings"]:
         _line(finding["name"], f"{'yes' if finding['usable'] else 'no'}: {finding['why']}")
     _line("takeover", "on" if data["takeover"] else "off (TORCH_RPC_BACKEND=ucx turns it on)")
@@ -116,10 +110,6 @@ def _show_ucx(ucx: dict[str, Any]) -> None:
         by_transport.setdefault(entry["transport"], []).append(entry["device"])
     for transport, devices in by_transport.items():
         _line(f"  {transport}", ", ".join(devices))
-
-
-def _show_interface(interface: dict[str, Any]) -> None:
-    _line("network interface", interface.get("error") or interface["reason"])
 
 
 def _show_self_test(result: dict[str, Any]) -> None:

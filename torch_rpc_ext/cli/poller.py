@@ -151,16 +151,17 @@ def _kind(problem: RuntimeError) -> str:
 def quantile(
     before: Sequence[int], now: Sequence[int], bounds: Sequence[int], share: float
 ) -> float:
-    """Return a quantile of what has come to a histogram.
+    """Return a quantile of the values that have come to a histogram since an earlier look.
 
     Args:
-        before: counts at an earlier look.
-        now: counts; one more than bounds.
+        before: counts at the earlier look.
+        now: counts; there is one more than there are bounds.
         bounds: upper ends of the buckets but the last, rising.
         share: which quantile, 0 to 1.
 
     Returns:
-        It, evenly spread within its bucket; in the bounds' unit. NaN where nothing has come.
+        The quantile, as if values were spread evenly within their bucket; in the unit of the
+        bounds. NaN where no value has come.
     """
     counts = [new - old for new, old in zip(now, before, strict=True)]
     left = share * sum(counts)

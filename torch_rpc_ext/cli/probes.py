@@ -25,7 +25,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SMALL_SHARED_MEMORY = 64 << 20  # bytes; the 64 MB of a container's default are already tight
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
-# A program that prints its pid and the address of a buffer, then waits while that is read.
+# A program that prints its pid and the address of a buffer, then waits while the buffer is read.
 _TARGET = (
     "import ctypes, os, sys; buffer = ctypes.create_string_buffer(b'torch_rpc_ext');"
     "print(os.getpid(), ctypes.addressof(buffer), flush=True); sys.stdin.read()"

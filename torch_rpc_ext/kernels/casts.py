@@ -2,7 +2,7 @@
 
 Round to nearest, ties to even; subnormal numbers are kept; too large becomes infinity. A NaN stays
 a NaN with its sign and the upper bits of its payload. torch itself promises no bits for a NaN: its
-scalar and its vectorised code, and CUDA's instruction, give three different ones.
+scalar code, its vectorised code and CUDA's instruction give three different results.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _widening(convert: Callable[[int], int]) -> Cast:
     return Cast(2, 4, one, four)
 
 
-#: By name; the names are those of the kernels, after an underscore.
+#: By name. The name of a kernel that casts ends with an underscore and the name of its cast.
 CASTS = {
     "float32_to_bfloat16": _narrowing(float32_to_bfloat16),
     "float32_to_float16": _narrowing(float32_to_float16),

@@ -1,15 +1,15 @@
 """A 64-bit checksum of bytes, the same for every grid and every order of the threads.
 
-The bytes are read as little-endian 64-bit words, the last one filled up with zeros. With
-mix() the finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-generators, 2014), modulo 2**64::
+The bytes are read as little-endian 64-bit words, the last one filled up with zeros. mix() is the
+finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+All arithmetic is modulo 2**64::
 
     checksum = mix(length in bytes) + sum over i of mix(word[i] + (i + 1) * 0x9E3779B97F4A7C15)
 
 A sum may be taken in any order, so that threads need not wait for each other. Its terms depend on
 the position, so that two words that changed places are noticed; mix() is a bijection, so that one
 word that differs always is, and other differences are missed once in about 2**64. The length tells
-a tail of zeros from no tail. It is no protection against someone who wants to forge data.
+a tail of zeros from no tail. The checksum does not protect against someone who forges data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _mix(value: int) -> int:
 
 @device
 def _word(address: int, size: int) -> int:
-    """Return the word at an address; of the last one only `size` bytes are there."""
+    """Return the word at an address where `size` bytes are left; missing bytes count as zeros."""
     if size >= 8 and address & 7 == 0:
         return load8(address)
     word = 0

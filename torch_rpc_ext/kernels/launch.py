@@ -22,10 +22,11 @@ __all__ = ["checksum", "segments", "strided"]
 
 cuda: Any = _untyped_cuda
 
-# The simulator's threads are the system's. So few that loops over grids and blocks are entered.
+# The simulator makes a thread of the system for each thread of a block, so there are few here. That
+# also lets small tensors go through the kernels' loops more than once.
 _THREADS = 8 if SIMULATED else CHECKSUM_THREADS
 _MAX_BLOCKS = 3 if SIMULATED else 4096
-# Of 64 KiB, the work of a block is long beside the search for its segment.
+# So large that a block spends little of its time on the search for its segment.
 _CHUNK = 32 if SIMULATED else 1 << 16
 
 

@@ -23,9 +23,6 @@ else:
 __all__ = [
     "COPY",
     "SIMULATED",
-    "Function",
-    "Load",
-    "Store",
     "atomic_add8",
     "device",
     "divide",

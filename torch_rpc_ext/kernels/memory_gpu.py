@@ -156,7 +156,7 @@ def device(function: Function) -> Any:
         return returns(*taken), lower
 
     call.__name__ = function.__name__
-    # Numba matches the arguments of a call against this one.
+    # Numba matches the arguments of a call against this signature.
     itself = next(iter(inspect.signature(call).parameters.values()))
     own = inspect.signature(function).parameters.values()
     call.__signature__ = inspect.Signature([itself, *own])  # type: ignore[attr-defined]

@@ -24,7 +24,8 @@ __all__ = [
     "segment_table",
 ]
 
-#: Tensors begin in a block at multiples of this, which every access of the kernels divides.
+#: Tensors begin in a block at multiples of so many bytes, to which every access of the kernels is
+#: aligned.
 BLOCK_ALIGNMENT = 16
 
 #: (from, to) -> the name of the cast, which ends the names of its kernels.
@@ -40,9 +41,9 @@ class Layout(NamedTuple):
     """Where the elements of a tensor are.
 
     Attributes:
-        address: of the first one.
-        dtype: theirs.
-        shape: the tensor's.
+        address: of the first element.
+        dtype: of the elements.
+        shape: of the tensor.
         strides: bytes.
     """
 
@@ -101,7 +102,7 @@ def segment_table(segments: Sequence[Segment], chunk_elements: int) -> tuple[tor
     Args:
         segments: what to copy or cast, in any order.
         chunk_elements: of one chunk; a multiple of 16, so that all chunks of a segment are
-            aligned as it is.
+            aligned as the segment is.
 
     Returns:
         The table, int64, shape (segments, 4), in the host's memory; and the number of chunks.
@@ -220,7 +221,8 @@ def _merge(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 def _widen(source: Layout, destination: Layout, dims: list[_Dim]) -> tuple[int, list[_Dim]]:
-    """Cut a copy into pieces of the largest power of two, up to 16 bytes, that divides them all.
+    """Cut a copy into pieces of the largest power of two, up to 16 bytes, that divides both
+    addresses, all strides, and the length of the innermost contiguous run.
 
     Returns:
         The bytes of a piece, and the dimensions in such pieces.

@@ -1,7 +1,7 @@
 """Kernels as PTX, compiled once per compute capability and kept on disk.
 
-PTX of a capability runs on every GPU of that one or a later one; the driver compiles it further.
-The argument of a capability is (major, minor), as torch.cuda.get_device_capability() returns it.
+PTX for a capability runs on every GPU of that capability or a later one; the driver compiles it
+further. A capability is (major, minor), as torch.cuda.get_device_capability() returns it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = [
 Capability = tuple[int, int]
 
 #: Capabilities that we compile for -> the first version of the PTX language that knows them.
-#: NVVM writes its own latest version, which a driver older than NVVM refuses, whatever the code
-#: uses. Ours uses nothing that these do not have; ptxas and the driver would name what is missing.
+#: We write this version into the PTX, because NVVM writes its own latest one, which a driver older
+#: than NVVM refuses whatever the code uses. Our kernels need no later version; if they did, ptxas
+#: and the driver would say so.
 PTX_VERSIONS: dict[Capability, str] = {
     (7, 0): "6.0",
     (7, 5): "6.3",
@@ -70,10 +71,10 @@ class CompiledKernel:
 
 
 def target_for(capability: Capability) -> Capability:
-    """Return the capability to compile for, so that the PTX runs on a GPU of this one.
+    """Return the capability to compile for, so that the PTX runs on a GPU of the given capability.
 
     Raises:
-        ValueError: the GPU is older than all that we compile for.
+        ValueError: the GPU is older than all capabilities that we compile for.
     """
     targets = [target for target in PTX_VERSIONS if target <= capability]
     if not targets:
@@ -102,8 +103,8 @@ def compile_kernel(name: str, capability: Capability, folder: Path | None = None
     Args:
         name: a key of registry.KERNELS.
         capability: of the GPU.
-        folder: where PTX is kept; cache_folder() if None. One that cannot be written to costs
-            the time of compiling, nothing else.
+        folder: where PTX is kept; cache_folder() if None. If nothing can be written there, the
+            kernel is compiled each time.
 
     Returns:
         What to load and launch.
@@ -155,11 +156,11 @@ def _compile(kernel: Any, target: Capability) -> str:
             f"kernel {kernel.name} cannot be compiled for compute capability "
             f"{target[0]}.{target[1]}: {problem}"
         ) from problem
-    # Numba's name holds a number that counts what was compiled: it is not the same each time.
+    # Numba's name contains a number that counts compilations, so it differs from run to run.
     entry = re.search(r"\.visible \.entry (\S+)\(", ptx)
     assert entry is not None, "numba-cuda has compiled something that is no kernel"
     ptx = ptx.replace(entry[1], _PREFIX + kernel.name)
-    # Neither are those of variables that numba makes for each function, and kernels do not use.
+    # So do the names of variables that numba makes for each function. Kernels do not use them.
     ptx = re.sub(r"(?m)^\.common .*NumbaEnv.*\n", "", ptx)
     return re.sub(r"(?m)^\.version .*$", f".version {PTX_VERSIONS[target]}", ptx)
 

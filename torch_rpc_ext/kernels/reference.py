@@ -34,7 +34,7 @@ def scatter(
     """As torch_rpc_ext.kernels.scatter()."""
     for tensor, offset in zip(tensors, offsets, strict=True):
         sent = dtype or tensor.dtype
-        # A clone begins at an address at which any dtype may.
+        # The clone's address is aligned for every dtype.
         raw = block[offset : offset + tensor.numel() * sent.itemsize].clone()
         copy(raw.view(sent).reshape(tensor.shape), tensor)
 

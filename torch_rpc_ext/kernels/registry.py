@@ -21,9 +21,9 @@ class Kernel:
     """One kernel.
 
     Attributes:
-        name: what it is asked for by.
+        name: the key in KERNELS.
         function: the Python function that numba compiles or simulates.
-        arguments: names and counts, in order: each is that many int64.
+        arguments: (name, count) of each, in order: an argument is `count` int64.
     """
 
     name: str

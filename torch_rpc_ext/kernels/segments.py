@@ -31,7 +31,7 @@ _FIRST_CHUNK = ROW_BYTES - 8  # where it is in a row
 
 @device
 def _find_row(table: int, rows: int, chunk: int) -> int:
-    """Return the last row whose first chunk is not after this chunk: the one that it belongs to."""
+    """Return the row to which a chunk belongs: the last whose first chunk is not after it."""
     low = 0
     high = rows
     while high - low > 1:

@@ -10,7 +10,7 @@ from numba import cuda as _untyped_cuda
 from torch_rpc_ext.kernels.memory import device, divide
 from torch_rpc_ext.kernels.table import MAX_DIMS
 
-__all__ = ["Dims", "copy_strided"]
+__all__ = ["copy_strided"]
 
 cuda: Any = _untyped_cuda
 
@@ -25,7 +25,7 @@ def _offsets(
     source = 0
     destination = 0
     for dim in range(MAX_DIMS):
-        # Dimensions that are not in use lie outside of the others: nothing is left for them.
+        # Unused dimensions come last: index is 0 when the loop reaches them.
         if index != 0:
             outer = divide(index, sizes[dim])
             position = index - outer * sizes[dim]

@@ -10,12 +10,12 @@ ROW_BYTES = 32
 #: Dimensions that copy_strided takes, after those that can be merged have been.
 MAX_DIMS = 8
 
-#: Threads of a block at most, for the kernel `checksum`: its shared memory holds so many.
+#: The most threads that a block of the kernel `checksum` has: each has a place in shared memory.
 CHECKSUM_THREADS = 256
 
 
 def _signed(value: int) -> int:
-    # Numba would make an unsigned constant of a value above 2**63, and a float of its sum.
+    # Numba gives a value above 2**63 an unsigned type, and a sum of that and an int64 type float64.
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -120,7 +120,13 @@ class WorkerGroup:
         return len(self.names)
 
     def __getitem__(self, which: int | str) -> Worker:
-        """Return the worker with a name, or with an index into the list of names."""
+        """Return the worker with a name, or with an index into the list of names.
+
+        Raises:
+            KeyError: there is no worker with this name.
+            IndexError: there is no worker with this index.
+            RuntimeError: the group is not started.
+        """
         return self._started()[which if isinstance(which, int) else self._place(which)]
 
     def __repr__(self) -> str:

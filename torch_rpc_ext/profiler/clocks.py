@@ -1,8 +1,9 @@
 """The clocks of other workers, compared over RPC.
 
-Cristian's algorithm: the other clock is read once during a round trip, at some moment of it; taken
-for its middle, that is wrong by half of the round trip at most. The shortest of many round trips
-counts. Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989).
+Cristian's algorithm: the other clock is read once during a round trip. The reading counts as that
+of the middle of the round trip, so it is wrong by half of the round trip at most. The shortest of
+many round trips counts.
+Source: F. Cristian, Probabilistic clock synchronization, Distributed Computing 3 (1989).
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Recorder:
             self.last_number = self._agent.last_call_id
             self._agent.begin_call_log(max_entries)
         self.began = time.monotonic()
-        self._timer = threading.Timer(limit, _expire, (session,))
+        self._timer = threading.Timer(limit, stop, (session,))
         self._timer.daemon = True
         self._timer.start()
 
@@ -179,7 +179,7 @@ class Recorder:
         self._await_callbacks()
         for key in list(self._open):
             _, entry = self._open.pop(key, (None, None))
-            if entry is not None:  # None: it has ended in this moment
+            if entry is not None:  # None for one that has just ended
                 self._keep(self._calls if isinstance(entry, Call) else self._executions, entry)
         sent, served = self._agent.end_call_log() if self._logs else ((), ())
         operators = b"" if self._profiler is None else _stop_operators(self._profiler)
@@ -288,10 +288,6 @@ def stop(session: str) -> tuple[Any, ...] | None:
         hooks.remove()
         _active = None
     return recorder.finish().to_plain()
-
-
-def _expire(session: str) -> None:
-    stop(session)
 
 
 def _since_epoch_ns() -> int:

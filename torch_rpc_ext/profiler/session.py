@@ -201,6 +201,9 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
 
         Args:
             path: a file to save the picture to, such as "trace.png"; None for no file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
         """
         from torch_rpc_ext.profiler import picture
 

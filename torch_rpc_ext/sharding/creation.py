@@ -58,7 +58,7 @@ def shard(
     Raises:
         ValueError: a worker that is not in the group, more workers than layers, a partition that
             does not cover the module or overlaps, a tensor that two stages would share, a module
-            that is no chain.
+            that is no chain, a time-out that is negative or NaN.
         StageError: a part could not be put on its worker.
         RuntimeError: within a distributed autograd context.
     """
@@ -67,6 +67,8 @@ def shard(
     where = places(workers)
     names = cutting.cut(module, len(where), partition, balance, example)
     seconds = float(rpc.get_rpc_timeout()) if timeout is None else timeout
+    if not seconds >= 0:
+        raise ValueError(f"timeout must be 0 s or more, got {timeout!r}")
     seed = torch.initial_seed() if seed is None else seed
     before = [None, *(place.worker for place in where)]  # of each stage
     specs = [

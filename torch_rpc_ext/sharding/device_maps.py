@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc as _untyped_rpc
 
-__all__ = ["arriving", "mapped", "name_here"]
+__all__ = ["arriving", "mapped"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -29,8 +29,3 @@ def arriving(worker: str) -> list[str]:
     A result comes back by the reverse of the map of the request.
     """
     return [str(device) for device in mapped(worker).values()]
-
-
-def name_here() -> str:
-    """Return the name of this worker."""
-    return str(rpc.get_worker_info().name)

@@ -53,10 +53,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale: those of the distributed autograd context in which
-        this is called, outside of one the .grad of the parameters.
+        this is called, outside of a context the .grad of the parameters.
 
         Raises:
-            RuntimeError: it has been called since the last update(), or step() has.
+            RuntimeError: unscale_() or step() has been called since the last update().
             ValueError: a gradient is float16.
             StageError: a stage raised, or its worker is lost.
         """
@@ -67,7 +67,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if outcome is None:
             outcome = _Outcome(optimizer, optimizer.unscale(1.0 / self.get_scale()))
             self._outcomes[optimizer] = outcome
-        # Raises where there was one already.
+        # Raises where unscale_() or step() has been called since the last update().
         super().unscale_(outcome)  # type: ignore[arg-type]
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -75,7 +75,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         stage is infinite or NaN.
 
         Raises:
-            RuntimeError: it has been called since the last update().
+            RuntimeError: step() has been called since the last update().
             StageError: a stage raised, or its worker is lost.
         """
         if not self.is_enabled() or not isinstance(optimizer, ShardedOptimizer):

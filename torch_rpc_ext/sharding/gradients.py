@@ -1,5 +1,5 @@
-"""Gradients of a stage: where its autograd graph begins, where backward() leaves them, where an
-optimizer finds them.
+"""Gradients of a stage: where its autograd graph begins, where backward() leaves the gradients,
+where an optimizer finds the gradients.
 
 They are in a distributed autograd context, or, without one, in the .grad of the parameters.
 """
@@ -15,7 +15,6 @@ import torch
 from torch.distributed import autograd as _untyped_autograd
 
 __all__ = [
-    "as_grad",
     "collected_in",
     "context_id",
     "deliver",
@@ -29,8 +28,8 @@ __all__ = [
 
 dist_autograd: Any = _untyped_autograd  # upstream's functions have no types
 
-# Distributed autograd allows one backward at a time per context and process. Two stages of one
-# worker have both in common.
+# Distributed autograd allows one backward at a time per context and process, and two stages of one
+# worker share context and process.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -95,7 +94,8 @@ def into_context(
 def collected_in(
     totals: list[torch.Tensor | None], parameters: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Let backward() within the block add to `totals` and leave .grad as it was.
+    """Have `totals` in place of .grad within the block: backward() adds to them, and an optimizer
+    steps by them. Afterwards .grad is as it was.
 
     torch.autograd.grad() would return gradients and change no .grad, but a layer that computes its
     activations again by torch.utils.checkpoint with use_reentrant=True refuses it.
@@ -108,15 +108,6 @@ def collected_in(
     finally:
         for place, (parameter, own) in enumerate(zip(parameters, before, strict=True)):
             totals[place], parameter.grad = parameter.grad, own
-
-
-@contextlib.contextmanager
-def as_grad(
-    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
-) -> Iterator[None]:
-    """Let an optimizer find the gradients as .grad within the block."""
-    with collected_in(list(gradients), parameters):
-        yield
 
 
 def find(parameters: Sequence[torch.Tensor], context: int | None) -> list[torch.Tensor | None]:
@@ -136,10 +127,10 @@ def find(parameters: Sequence[torch.Tensor], context: int | None) -> list[torch.
 
 
 def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch.utils.checkpoint with use_reentrant=True has a part in computing them.
+    """Return whether the outputs were computed with torch.utils.checkpoint, use_reentrant=True.
 
-    Its backward is one of its own within the backward, which leaves the gradients of parameters in
-    .grad, also where the outer one is of a distributed autograd context.
+    Such a checkpoint runs a backward of its own within the outer backward. The inner one leaves the
+    gradients of parameters in .grad, even if the outer one is of a distributed autograd context.
     """
     left = [one.grad_fn for one in outputs if one.grad_fn is not None]
     seen = set(left)

@@ -135,7 +135,7 @@ def _rows(target: Any) -> float:
 def _by_classes(
     target: torch.Tensor, *, weight: torch.Tensor | None, ignore_index: int
 ) -> float | torch.Tensor:
-    """Over what the mean of cross_entropy() and nll_loss() goes."""
+    """Return what the mean of cross_entropy() and nll_loss() divides the sum by."""
     if target.is_floating_point():  # probabilities of all classes
         return float(target.shape[0])
     kept = target[target != ignore_index]

@@ -42,6 +42,9 @@ class ShardedModule(nn.Module, SavedByStages):
     where the later worker's device map names the device, else as CPU tensors, and each stage moves
     them to its device. The stages compute under the caller's autocast.
 
+    Methods that call the stages raise StageError when a stage raises or its worker is lost;
+    load_state_dict() raises a RuntimeError that says so.
+
     Thread Safety: forward() from any number of threads, as far as the submodules allow it.
     """
 
@@ -118,7 +121,7 @@ class ShardedModule(nn.Module, SavedByStages):
 
         As torch.nn.utils.clip_grad_norm_() does with the parameters of the local model. The
         gradients are those of the distributed autograd context in which this is called, outside of
-        one the .grad of the parameters.
+        a context the .grad of the parameters.
 
         Args:
             max_norm: the norm that the gradients have at most, afterwards.
@@ -169,7 +172,7 @@ class ShardedModule(nn.Module, SavedByStages):
         """Take what get_rng_state() has returned, with as many stages.
 
         Raises:
-            ValueError: it has been returned by a model with another number of stages.
+            ValueError: `states` are those of another number of stages.
         """
         if len(states) != len(self._stages):
             raise ValueError(
@@ -207,15 +210,15 @@ class ShardedModule(nn.Module, SavedByStages):
         return destination
 
     def save_checkpoint(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write a checkpoint of the model alone; for one with the optimizer see save_checkpoint().
+        """Write a checkpoint of the model alone; sharding.save_checkpoint() takes an optimizer too.
 
-        It is one of torch.distributed.checkpoint with the names of the whole module, and dcp.load()
-        reads it. Each stage writes its own part. No process group is needed.
+        The checkpoint is one of torch.distributed.checkpoint with the names of the whole module,
+        and dcp.load() reads it. Each stage writes its own part. No process group is needed.
 
         Args:
             path: a folder that all workers and the caller share.
-            overwrite: whether a checkpoint that is there may be replaced; it is gone then, also if
-                writing fails.
+            overwrite: whether to replace a checkpoint that is there. The old one is gone then, even
+                if writing fails.
 
         Raises:
             StageError: a stage could not write, or there is a checkpoint already.
@@ -231,8 +234,8 @@ class ShardedModule(nn.Module, SavedByStages):
                 whole module.
 
         Raises:
-            StageError: there is none, or a name is missing, or a size differs. Other stages may
-                have been loaded.
+            StageError: there is no checkpoint, a name is missing in it, or a size differs. Other
+                stages may have been loaded.
         """
         self._stages.each("read_checkpoint", os.fspath(path), "")
 
@@ -254,7 +257,7 @@ class ShardedModule(nn.Module, SavedByStages):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the .grad of all parameters.
 
-        Gradients in a distributed autograd context end with it.
+        Gradients in a distributed autograd context end with the context.
         """
         self._stages.each("zero_grad", set_to_none)
 

@@ -42,8 +42,9 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         sharding.save_checkpoint({"model": model, "optimizer": optimizer}, folder)
 
     The caller has the options: ``param_groups`` are those of the local optimizer, except that
-    ``params`` are stand-ins of the right shape without values. What changes in them, a learning
-    rate for one, goes to the stages at the next step().
+    ``params`` are stand-ins of the right shape without values. What changes in the groups, a
+    learning rate for example, goes to the stages at the next step(). Methods that call the stages
+    raise StageError when a stage raises or its worker is lost.
 
     Thread Safety: one thread at a time.
 
@@ -99,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         Args:
             context_id: of the distributed autograd context that has the gradients, as
                 DistributedOptimizer.step() takes it. None for the context in which this is called;
-                outside of one for the .grad of the parameters.
+                outside of a context for the .grad of the parameters.
 
         Raises:
             RuntimeError: there is no such context.
@@ -131,8 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what state_dict() has returned, also with another partition, or what that of the
-        local optimizer has."""
+        """Take a state that state_dict() has returned, also for another partition of the model, or
+        the state_dict() of the local optimizer."""
         super().load_state_dict(state_dict)
         try:
             names: dict[Any, str] = {one: name for name, one in self._placeholders.items()}
@@ -156,8 +157,10 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         super().add_param_group(param_group)
 
     def unscale(self, factor: float) -> bool:
-        """Multiply all gradients by a number in place; return whether all were finite before. For
-        ShardedGradScaler."""
+        """Multiply all gradients by a number in place; return whether all were finite before.
+
+        ShardedGradScaler calls this.
+        """
         return all(self._parts.each("unscale", gradients.context_id(), factor))
 
     def checkpoint_handles(self) -> Handles[Handle]:

@@ -26,7 +26,8 @@ __all__ = ["Pipeline"]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# How long a stage may take to notice that its batch is over, s. One that does not is named.
+# How long a stage may take to notice that its batch is over, s. The error names a stage that takes
+# longer.
 _GRACE = 2.0
 
 
@@ -44,8 +45,8 @@ class Pipeline:
 
     Gradients are added to the .grad of the parameters, as backward() adds them; or, within a
     distributed autograd context, to those of the context, where DistributedOptimizer looks for
-    them. They are those of the local module run on the same micro-batches one after another, to the
-    last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
+    them. The local module, run on the same micro-batches one after another, has the same gradients,
+    to the last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
     micro-batches. The stages compute under the caller's autocast, the loss included.
 
     Thread Safety: one batch at a time; others wait.
@@ -57,9 +58,9 @@ class Pipeline:
             one number. A function of a module or a picklable object. None for a pipeline that only
             runs forward().
         schedule: "gpipe" or "1f1b", which holds fewer activations.
-        reduction: "mean" or "sum", what ``loss_fn`` is over a micro-batch, so that the whole is
-            what it would be for the batch. None where ``loss_fn`` is one of torch's losses, which
-            are known; "mean" of any other says that each row of a batch counts the same.
+        reduction: "mean" or "sum": how ``loss_fn`` goes over a micro-batch, so that the loss is
+            what it would be for the whole batch. None where ``loss_fn`` is one of torch's losses,
+            which are known. For any other loss "mean" says that each row counts the same.
         count: for a mean that goes over something else than rows: a function that returns, for the
             target of a micro-batch, over how many terms the mean goes. Called on the caller with
             CPU tensors; 0 for a micro-batch that does not count.
@@ -67,7 +68,7 @@ class Pipeline:
 
     Raises:
         ValueError: an argument out of range; a loss that cannot be pickled; a loss of which nobody
-            knows whether it is a mean or a sum, or of which something else was said than it is.
+            knows whether it is a mean or a sum; a `reduction` or `count` that contradicts the loss.
         StageError: a stage cannot be reached.
     """
 
@@ -93,6 +94,8 @@ class Pipeline:
         self._model, self._stages = model, model.stages
         self._count = n_microbatches
         self._timeout = float(rpc.get_rpc_timeout()) if timeout is None else timeout
+        if not self._timeout >= 0:
+            raise ValueError(f"timeout must be 0 s or more, got {timeout!r}")
         self._steps = [
             SCHEDULES[schedule](stage, len(self._stages), n_microbatches)
             for stage in range(len(self._stages))
@@ -114,14 +117,14 @@ class Pipeline:
         """Run a batch; its gradients are then in the distributed autograd context in which this is
         called, or, outside of one, in the .grad of the parameters.
 
-        They add up over several batches. After an error there may be those of some of the stages:
-        call zero_grad(), or leave the context.
+        Gradients add up over several batches. After an error the gradients of some stages may be
+        there: call zero_grad(), or leave the context.
 
         Args:
             inputs: of the module, batch along dimension 0 of each tensor; must not require
                 gradients.
             target: for the loss; batch along dimension 0 as well.
-            scaler: the loss is multiplied by its scale before backward.
+            scaler: backward begins with the loss multiplied by the scaler's scale.
 
         Returns:
             The loss of the batch, shape (), on the CPU, without history and not scaled; NaN if
@@ -167,8 +170,8 @@ class Pipeline:
         self, inputs: Any, target: Any, metric: Callable[[Any, Any], Any] | None = None
     ) -> Any:
         """Compute the loss or a metric of a batch on the last stage, several micro-batches at a
-        time, without autograd. Outputs do not travel. Whether layers are in evaluation mode, is
-        for model.eval() to say.
+        time, without autograd. Outputs do not travel. Layers stay in the mode that model.train() or
+        model.eval() has set.
 
         Args:
             inputs: as those of forward().
@@ -249,7 +252,7 @@ class Pipeline:
         return runners
 
     def _longest(self) -> float:
-        """After how long a stage is taken for lost that does not answer; s, 0 for never."""
+        """Return after how long a stage that does not answer counts as lost, s; 0 for never."""
         return self._timeout + _GRACE if self._timeout > 0 else 0.0
 
     def _run(self, jobs: list[Job]) -> list[Result]:
@@ -268,8 +271,8 @@ class Pipeline:
         return outcomes
 
     def _collect(self, futures: list[Any], ended: queue.SimpleQueue[int]) -> list[Any]:
-        """Return the outcome of each stage; after the first failure, or in the end, the others
-        are told to stop, and then soon answer."""
+        """Return the outcome of each stage. After the first failure, or at the end of the time,
+        all stages are told to stop, so that they answer soon."""
         outcomes: list[Any] = [None] * len(futures)
         end = time.monotonic() + self._timeout if self._timeout > 0 else math.inf
         stopped = False

@@ -19,7 +19,7 @@ __all__ = ["RandomNumbers", "seed_of"]
 # Held while the generators of this process have the state of a stage. Reentrant, because a layer
 # may run another stage of this worker by a call to itself.
 _TURN = threading.RLock()
-_PATIENCE = 0.1  # s between two looks at whether to go on waiting
+_PATIENCE = 0.1  # time between two calls of `check` while a stage waits for its turn, s
 
 
 class RandomNumbers:

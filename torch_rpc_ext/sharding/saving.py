@@ -48,7 +48,7 @@ def save_checkpoint(
     Args:
         state: what to save.
         path: a folder that all workers and the caller share.
-        overwrite: whether a checkpoint that is there may be replaced; it is gone then, also if
+        overwrite: whether to replace a checkpoint that is there. The old one is gone then, even if
             writing fails.
 
     Raises:

@@ -93,7 +93,7 @@ class Stage(Saved):
         self.device = spec.place.device
         self.module = spec.module.to(self.device)
         self._random = RandomNumbers(self.device, spec.seed)
-        #: Held by who puts other gradients into .grad for a while.
+        #: Held while other gradients are in .grad (gradients.collected_in()).
         self.grads = threading.Lock()
         self._is_checked = False
 

@@ -86,19 +86,19 @@ class StageOptimizer(Saved):
                 return
             parameters = list(self._named.values())
             found = gradients.find(parameters, context)
-            with self._stage.grads, gradients.as_grad(parameters, found):
+            with self._stage.grads, gradients.collected_in(found, parameters):
                 self._optimizer.step()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """As torch.optim.Optimizer.zero_grad."""
         if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none)
+            with self._lock:
+                self._optimizer.zero_grad(set_to_none)
 
     def unscale(self, context: int | None, factor: float) -> bool:
         """Multiply the gradients by a number in place; return whether all were finite."""
-        found = gradients.find(list(self._named.values()), context)
-        with torch.no_grad():
-            return gradients.unscale(found, factor)
+        with self._lock, torch.no_grad():
+            return gradients.unscale(gradients.find(list(self._named.values()), context), factor)
 
     def state(self) -> dict[str, Any]:
         """Return the state of each parameter that has one, by name, on the CPU."""
@@ -137,8 +137,9 @@ class StageOptimizer(Saved):
     def plan_checkpoint(self, path: str, key: str, options: Sequence[Options] = ()) -> Any:
         """As Saved.plan_checkpoint(), with the options of all groups as they are now."""
         if self._optimizer is not None:
-            for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                own.update(options[group.index])
+            with self._lock:
+                for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
+                    own.update(options[group.index])
         return super().plan_checkpoint(path, key)
 
     def read_checkpoint(self, path: str, key: str) -> list[tuple[int, str, Options]]:
@@ -190,8 +191,14 @@ def create(
     groups: Sequence[Group],
     options: Options,
 ) -> Any:
-    """Return an RRef of the part of an optimizer of a stage, given the stage's RRef, which this
-    worker owns; or a Failure."""
+    """Make a stage's part of an optimizer; return an RRef of it, or a Failure.
+
+    Args:
+        stage: RRef of the stage, owned by this worker.
+        optimizer_class: of the optimizer.
+        groups: the stage's parts of the parameter groups.
+        options: for `optimizer_class`.
+    """
     own: Stage = stage.local_value()
     try:
         return rpc.RRef(StageOptimizer(own, optimizer_class, groups, options))
@@ -211,7 +218,7 @@ def _flat(state: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
 
 
 def _nested(found: Mapping[str, Any], before: str) -> dict[str, Any]:
-    """Return nested dicts again, of the entries whose names begin so."""
+    """Undo _flat() for the entries whose names begin with `before`."""
     nested: dict[str, Any] = {}
     for name, value in found.items():
         if name.startswith(before):

@@ -24,9 +24,4 @@ at::Tensor viewOf(
     c10::IntArrayRef strides,
     c10::ScalarType dtype);
 
-inline at::Tensor
-bytesOf(const c10::Storage& storage, size_t offset, size_t size) {
-  return viewOf(storage, offset, size, c10::kByte);
-}
-
 } // namespace torch_rpc_ext::agent::device

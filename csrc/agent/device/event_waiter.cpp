@@ -52,11 +52,11 @@ EventWaiter::~EventWaiter() {
 
 void EventWaiter::whenComplete(Events events, Done done) {
   {
-    std::lock_guard lock(mutex_);
-    if (!stopped_) {
-      added_.push_back({std::move(events), std::move(done)});
-      if (!thread_.joinable()) {
-        thread_ = std::thread([this] { main(); });
+    auto state = state_.lock();
+    if (!state->stopped) {
+      state->added.push_back({std::move(events), std::move(done)});
+      if (!state->thread.joinable()) {
+        state->thread = std::thread([this] { main(); });
       }
       changed_.notify_one();
       return;
@@ -69,23 +69,24 @@ void EventWaiter::main() {
   List waiting;
   microseconds pause = kFirstPause;
   Clock::time_point end = Clock::time_point::max();
-  std::unique_lock lock(mutex_);
   while (true) {
+    auto state = state_.lock();
     if (waiting.empty()) {
-      changed_.wait(lock, [this] { return stopped_ || !added_.empty(); });
+      state.wait(
+          changed_, [&] { return state->stopped || !state->added.empty(); });
     } else {
-      changed_.wait_for(lock, pause, [this] { return !added_.empty(); });
+      state.waitFor(changed_, pause, [&] { return !state->added.empty(); });
       pause = std::min(pause * 2, kLongestPause);
     }
-    if (!added_.empty()) {
-      waiting.splice(waiting.end(), added_);
+    if (!state->added.empty()) {
+      waiting.splice(waiting.end(), state->added);
       pause = kFirstPause;
     }
-    if (stopped_ && end == Clock::time_point::max()) {
+    if (state->stopped && end == Clock::time_point::max()) {
       end = Clock::now() + kStopTime;
     }
-    const bool last = stopped_ && (waiting.empty() || Clock::now() > end);
-    lock.unlock();
+    const bool last = state->stopped && (waiting.empty() || Clock::now() > end);
+    state.unlock();
     for (auto it = waiting.begin(); it != waiting.end();) {
       auto result = outcome(it->events);
       if (!result && last) {
@@ -107,18 +108,19 @@ void EventWaiter::main() {
     if (last) {
       return;
     }
-    lock.lock();
   }
 }
 
 void EventWaiter::stop() {
+  std::thread thread;
   {
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
+    auto state = state_.lock();
+    state->stopped = true;
+    thread.swap(state->thread);
     changed_.notify_one();
   }
-  if (thread_.joinable()) {
-    thread_.join();
+  if (thread.joinable()) {
+    thread.join();
   }
 }
 

@@ -2,11 +2,11 @@
 
 #include "agent/device/streams.h"
 #include "base/error.h"
+#include "base/synchronized.h"
 
 #include <condition_variable>
 #include <functional>
 #include <list>
-#include <mutex>
 #include <thread>
 
 namespace torch_rpc_ext::agent::device {
@@ -45,11 +45,13 @@ class EventWaiter {
 
   void main();
 
-  std::mutex mutex_;
+  struct State {
+    List added;
+    bool stopped = false;
+    std::thread thread;
+  };
+  base::Synchronized<State> state_;
   std::condition_variable changed_;
-  List added_;
-  bool stopped_ = false;
-  std::thread thread_;
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -8,13 +8,13 @@ namespace torch_rpc_ext::agent::device {
 void FillLevel::whenFilled(uint64_t bytes, transport::Callback then) {
   base::Error error;
   {
-    const std::lock_guard lock(mutex_);
-    if (level_ < bytes) {
-      if (!error_) {
-        waiting_.emplace_back(bytes, std::move(then));
+    auto state = state_.lock();
+    if (state->level < bytes) {
+      if (!state->error) {
+        state->waiting.emplace_back(bytes, std::move(then));
         return;
       }
-      error = error_;
+      error = state->error;
     }
   }
   then(error);
@@ -23,16 +23,17 @@ void FillLevel::whenFilled(uint64_t bytes, transport::Callback then) {
 void FillLevel::reached(uint64_t bytes) {
   Waiting ready;
   {
-    const std::lock_guard lock(mutex_);
-    level_ = bytes;
+    auto state = state_.lock();
+    state->level = bytes;
+    Waiting& waiting = state->waiting;
     const auto still = std::stable_partition(
-        waiting_.begin(), waiting_.end(), [bytes](const auto& waiting) {
-          return waiting.first <= bytes;
+        waiting.begin(), waiting.end(), [bytes](const auto& one) {
+          return one.first <= bytes;
         });
     ready.assign(
-        std::make_move_iterator(waiting_.begin()),
+        std::make_move_iterator(waiting.begin()),
         std::make_move_iterator(still));
-    waiting_.erase(waiting_.begin(), still);
+    waiting.erase(waiting.begin(), still);
   }
   for (const auto& [level, then] : ready) {
     then({});
@@ -42,9 +43,9 @@ void FillLevel::reached(uint64_t bytes) {
 void FillLevel::failed(const base::Error& error) {
   Waiting ready;
   {
-    const std::lock_guard lock(mutex_);
-    error_ = error;
-    ready.swap(waiting_);
+    auto state = state_.lock();
+    state->error = error;
+    ready.swap(state->waiting);
   }
   for (const auto& [level, then] : ready) {
     then(error);

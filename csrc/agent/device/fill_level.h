@@ -1,9 +1,9 @@
 #pragma once
 
+#include "base/synchronized.h"
 #include "transport/transport.h"
 
 #include <cstdint>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -30,10 +30,12 @@ class FillLevel {
  private:
   using Waiting = std::vector<std::pair<uint64_t, transport::Callback>>;
 
-  std::mutex mutex_;
-  uint64_t level_ = 0;
-  base::Error error_;
-  Waiting waiting_;
+  struct State {
+    uint64_t level = 0;
+    base::Error error;
+    Waiting waiting;
+  };
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -11,19 +11,18 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Copies many regions of one device into one block of bytes on it (gather), and
-// back (scatter). Takes one kernel launch for each dtype, or a few launches of
-// torch's own kernels, and one more for each region with scattered elements.
-// Both functions queue their work on the current stream and may throw
-// c10::Error.
+// gather() copies many regions of one device into one block of bytes on that
+// device; scatter() copies them back. Either takes one kernel launch for each
+// dtype, or a few launches of torch's own kernels; gather() takes one more for
+// each region with scattered elements. Both queue their work on the current
+// stream, and may throw c10::Error.
 
 // Fewer regions than this are copied one by one.
 inline constexpr size_t kMinGathered = 4;
 
 // A region and its place in the block.
 struct Slice : Region {
-  // In the block. A multiple of 16, so that elements of any dtype are aligned.
-  size_t offset = 0;
+  size_t offset = 0; // in the block; from cuda::aligned()
   wire::WireDtype dtype = wire::WireDtype::kFloat32; // in the block
 
   bool narrowed() const {
@@ -33,11 +32,6 @@ struct Slice : Region {
     return bytes / wire::widening(dtype);
   }
 };
-
-// The offset of the slice that follows a slice that ends at `end`.
-constexpr size_t aligned(size_t end) {
-  return (end + 15) / 16 * 16;
-}
 
 // Copies all regions to their places in `block`. Without a launcher torch
 // copies, and then the block may be on another device than the regions.

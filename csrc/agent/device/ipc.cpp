@@ -4,7 +4,6 @@
 #include "agent/device/ipc_sending.h"
 #include "base/log.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace torch_rpc_ext::agent::device {
@@ -72,23 +71,22 @@ Ipc::Ipc(bool isEnabled, Links links)
 
 // ---- peers -----------------------------------------------------------------
 
-// The caller has locked mutex_. Null if `peer` is a former life of the worker.
-Ipc::Known* Ipc::find(const PeerLife& peer) {
-  const auto found = known_.find(peer.name);
-  if (found != known_.end() && found->second.life == peer.life) {
+Ipc::Known* Ipc::find(KnownPeers& peers, const PeerLife& peer) {
+  const auto found = peers.byName.find(peer.name);
+  if (found != peers.byName.end() && found->second.life == peer.life) {
     return &found->second;
   }
-  if (found != known_.end()) {
+  if (found != peers.byName.end()) {
     if (peer.life < found->second.life) {
       return nullptr;
     }
     forgetLater(found->second.key);
-    known_.erase(found);
+    peers.byName.erase(found);
   }
-  Known& known = known_[peer.name];
+  Known& known = peers.byName[peer.name];
   known.name = peer.name;
   known.life = peer.life;
-  known.key = ++lastKey_;
+  known.key = ++peers.lastKey;
   return &known;
 }
 
@@ -104,10 +102,11 @@ void Ipc::forgetLater(cuda::PeerKey key) {
 
 void Ipc::gone(const std::string& worker, bool hasEnded) {
   {
-    std::lock_guard lock(mutex_);
-    if (const auto found = known_.find(worker); found != known_.end()) {
+    auto peers = peers_.lock();
+    const auto found = peers->byName.find(worker);
+    if (found != peers->byName.end()) {
       forgetLater(found->second.key);
-      known_.erase(found);
+      peers->byName.erase(found);
     }
   }
   if (hasEnded) {
@@ -117,7 +116,6 @@ void Ipc::gone(const std::string& worker, bool hasEnded) {
   }
 }
 
-// The caller has locked mutex_. No other function changes a state.
 void Ipc::setState(Known& known, IpcState state) {
   const IpcState before = std::exchange(known.state, state);
   const std::string reasons = reasonsOf(known.why);
@@ -125,7 +123,8 @@ void Ipc::setState(Known& known, IpcState state) {
       "\": " + toString(before) + " -> " + toString(state);
   auto level = base::LogLevel::kDebug;
   if (state == IpcState::kWorks || state == IpcState::kStaged) {
-    level = known.isHindered ? base::LogLevel::kWarning : base::LogLevel::kInfo;
+    level = known.hindered.empty() ? base::LogLevel::kInfo
+                                   : base::LogLevel::kWarning;
     if (!reasons.empty()) {
       text += "; tensors are staged through the host from " + reasons;
     }
@@ -137,9 +136,10 @@ Ipc::Description Ipc::describe(const std::string& worker) const {
   if (!isEnabled_) {
     return {"staged", "the option use_cuda_ipc is off"};
   }
-  std::lock_guard lock(mutex_);
-  const auto found = known_.find(worker);
-  if (found == known_.end() || found->second.state == IpcState::kUnknown) {
+  const auto peers = peers_.lock();
+  const auto found = peers->byName.find(worker);
+  if (found == peers->byName.end() ||
+      found->second.state == IpcState::kUnknown) {
     return {};
   }
   const Known& known = found->second;
@@ -177,8 +177,8 @@ std::shared_ptr<SendingWay> Ipc::to(
   if (!isEnabled_ || stopped_.load()) {
     return nullptr;
   }
-  std::lock_guard lock(mutex_);
-  Known* const known = find(peer);
+  auto peers = peers_.lock();
+  Known* const known = find(*peers, peer);
   if (known == nullptr) {
     return nullptr;
   }
@@ -231,19 +231,22 @@ void Ipc::offer(
 
 void Ipc::settle(const PeerLife& peer, const IpcVerdict& verdict) {
   const auto loaded = driver();
-  std::lock_guard lock(mutex_);
-  Known* const known = find(peer);
+  auto peers = peers_.lock();
+  Known* const known = find(*peers, peer);
   if (known == nullptr || known->state == IpcState::kUnknown) {
     return; // a verdict without an offer
   }
   for (const auto& device : verdict.devices) {
+    known->hindered.erase(device.device);
     if (device.kind == Kind::kWorks) {
       known->works.insert(device.device);
       known->why.erase(device.device);
-    } else {
-      known->works.erase(device.device);
-      known->why[device.device] = device.why;
-      known->isHindered |= device.kind == Kind::kHindered;
+      continue;
+    }
+    known->works.erase(device.device);
+    known->why[device.device] = device.why;
+    if (device.kind == Kind::kHindered) {
+      known->hindered.insert(device.device);
     }
   }
   known->way = known->works.empty() || loaded == nullptr
@@ -281,8 +284,8 @@ IpcVerdict Ipc::judge(const PeerLife& peer, const IpcOffer& offer) {
   IpcDriver& driver = *loaded.value();
   cuda::PeerKey key = 0;
   {
-    std::lock_guard lock(mutex_);
-    Known* const known = find(peer);
+    auto peers = peers_.lock();
+    Known* const known = find(*peers, peer);
     if (known == nullptr) {
       return {};
     }
@@ -316,8 +319,8 @@ std::shared_ptr<ReceivingWay> Ipc::from(
   if (!token.ok()) {
     return nullptr;
   }
-  std::lock_guard lock(mutex_);
-  Known* const known = find(peer);
+  auto peers = peers_.lock();
+  Known* const known = find(*peers, peer);
   return known == nullptr
       ? nullptr
       : std::make_shared<IpcReceiving>(
@@ -375,7 +378,7 @@ Error Ipc::onMessage(
       if (!token.ok()) {
         return token.error();
       }
-      // Fails if the parcel is gone already, which is no error of the peer.
+      // No effect if the parcel is gone already, which is no error of the peer.
       parcels_->release(token.value(), peer.name);
       return {};
     }

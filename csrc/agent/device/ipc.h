@@ -5,9 +5,10 @@
 #include "agent/device/ipc_parcels.h"
 #include "agent/device/ipc_wire.h"
 #include "agent/device/launcher.h"
-#include "agent/device/tables.h"
+#include "agent/device/streams.h"
 #include "agent/device/way.h"
 #include "agent/peers.h"
+#include "base/synchronized.h"
 #include "transport/transport.h"
 
 #include <atomic>
@@ -16,7 +17,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -44,9 +44,10 @@ struct IpcPeer {
   std::shared_ptr<const cuda::Identity> identity;
 };
 
-// CUDA IPC with all workers of this host. The sender first offers the receiver
-// to try reading from its devices. Tensors are staged until the receiver has
-// said that this works, and from devices for which it does not.
+// CUDA IPC with all workers of this host. The sender first invites the receiver
+// to try to read from the sender's devices. Tensors are staged until the
+// receiver has said that this works, and always from devices that the receiver
+// cannot read.
 //
 //   sender                                       receiver
 //   kOffer: my identity, and trials        ->    compares, tries to read
@@ -132,7 +133,7 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   };
   Stats stats() const;
 
-  // For the ways.
+  // For IpcReceiving.
   void release(const transport::ConnectionPtr& connection, uint64_t token);
   void refuse(
       const transport::ConnectionPtr& connection,
@@ -157,11 +158,17 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
     std::weak_ptr<transport::Connection> offeredOn;
     std::set<int> works; // own devices that the peer can read from
     std::map<int, std::string> why; // own device -> why the peer cannot read it
-    bool isHindered = false; // a user could change what prevents it
+    std::set<int> hindered; // of these, those where a user could change that
     std::shared_ptr<SendingWay> way;
   };
 
-  Known* find(const PeerLife& peer);
+  struct KnownPeers {
+    cuda::PeerKey lastKey = 0;
+    std::map<std::string, Known> byName;
+  };
+
+  // Null if `peer` is a former life of the worker.
+  Known* find(KnownPeers& peers, const PeerLife& peer);
   void forgetLater(cuda::PeerKey key);
   void offer(
       const transport::ConnectionPtr& connection,
@@ -169,7 +176,8 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
       const std::vector<int>& devices);
   IpcVerdict judge(const PeerLife& peer, const IpcOffer& offer);
   void settle(const PeerLife& peer, const IpcVerdict& verdict);
-  void setState(Known& known, IpcState state);
+  // No other function changes a state.
+  static void setState(Known& known, IpcState state);
   void tell(
       const transport::ConnectionPtr& connection,
       IpcMessage kind,
@@ -183,9 +191,7 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   std::atomic<bool> stopped_{false};
 
   IpcLoader loader_;
-  mutable std::mutex mutex_;
-  cuda::PeerKey lastKey_ = 0;
-  std::map<std::string, Known> known_;
+  base::Synchronized<KnownPeers> peers_;
 };
 
 } // namespace torch_rpc_ext::agent::device

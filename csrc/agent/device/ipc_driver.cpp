@@ -14,32 +14,30 @@ uint64_t newNonce() {
 } // namespace
 
 std::shared_ptr<IpcDriver> IpcLoader::loaded() const {
-  std::lock_guard lock(mutex_);
-  return driver_;
+  return *driver_.lock();
 }
 
 base::Result<std::shared_ptr<IpcDriver>> IpcLoader::load() {
-  std::lock_guard working(workMutex_);
-  if (!isLoaded_) {
-    isLoaded_ = true;
+  auto work = work_.lock();
+  if (!work->isLoaded) {
+    work->isLoaded = true;
     auto driver = cuda::Driver::load();
     if (driver.ok()) {
       auto made = std::make_shared<IpcDriver>(driver.value());
-      std::lock_guard lock(mutex_);
-      driver_ = std::move(made);
+      *driver_.lock() = std::move(made);
     } else {
-      why_ = driver.error();
+      work->why = driver.error();
     }
   }
-  if (why_) {
-    return why_;
+  if (work->why) {
+    return work->why;
   }
   return loaded();
 }
 
 base::Result<IpcOffer::Trial> IpcLoader::trial(IpcDriver& driver, int device) {
-  std::lock_guard working(workMutex_);
-  OwnTrial& own = trials_[device];
+  auto work = work_.lock();
+  OwnTrial& own = work->trials[device];
   if (own.trial == nullptr) {
     const uint64_t nonce = newNonce();
     auto made = cuda::Trial::create(driver.driver, device, nonce);

@@ -2,18 +2,15 @@
 
 #include "agent/device/ipc_wire.h"
 #include "base/error.h"
-#include "compat/stream_handle.h"
+#include "base/synchronized.h"
 #include "cuda/driver.h"
 #include "cuda/ipc_export.h"
 #include "cuda/ipc_import.h"
 #include "cuda/probe.h"
 
-#include <c10/core/Stream.h>
-
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 namespace torch_rpc_ext::agent::device {
@@ -55,23 +52,13 @@ class IpcLoader {
     uint64_t nonce = 0;
   };
 
-  std::mutex workMutex_; // held during slow calls of the driver
-  bool isLoaded_ = false;
-  base::Error why_; // why there is no driver
-  std::map<int, OwnTrial> trials_; // by device
-  mutable std::mutex mutex_;
-  std::shared_ptr<IpcDriver> driver_;
+  struct Work {
+    bool isLoaded = false;
+    base::Error why; // why there is no driver
+    std::map<int, OwnTrial> trials; // by device
+  };
+  base::Synchronized<Work> work_; // locked during slow calls of the driver
+  base::Synchronized<std::shared_ptr<IpcDriver>> driver_;
 };
-
-// The driver's handle of a torch stream.
-inline base::Result<cuda::StreamHandle> handleOf(const c10::Stream& stream) {
-  const auto handle = compat::nativeHandle(stream);
-  if (!handle) {
-    return base::Error(
-        base::ErrorKind::kUnsupported,
-        "this version of torch does not tell the handles of its streams");
-  }
-  return static_cast<cuda::StreamHandle>(*handle);
-}
 
 } // namespace torch_rpc_ext::agent::device

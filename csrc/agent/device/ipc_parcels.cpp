@@ -13,12 +13,17 @@ constexpr auto kInterruptInterval = std::chrono::milliseconds(100);
 
 class IpcParcels::Ticket final : public Parcel {
  public:
-  Ticket(std::shared_ptr<IpcParcels> parcels, uint64_t token)
-      : parcels_(std::move(parcels)), token_(token) {}
+  Ticket(
+      std::shared_ptr<IpcParcels> parcels,
+      uint64_t token,
+      std::string receiver)
+      : parcels_(std::move(parcels)),
+        token_(token),
+        receiver_(std::move(receiver)) {}
 
   ~Ticket() override {
     if (!mayBeThere_) {
-      parcels_->drop(token_);
+      parcels_->release(token_, receiver_);
     }
   }
 
@@ -30,53 +35,39 @@ class IpcParcels::Ticket final : public Parcel {
  private:
   const std::shared_ptr<IpcParcels> parcels_;
   const uint64_t token_;
+  const std::string receiver_;
   bool mayBeThere_ = false;
 };
 
 uint64_t IpcParcels::newToken() {
-  std::lock_guard lock(mutex_);
-  return ++lastToken_;
+  return ++state_.lock()->lastToken;
 }
 
 std::shared_ptr<Parcel>
 IpcParcels::hold(uint64_t token, const std::string& receiver, Content content) {
-  {
-    std::lock_guard lock(mutex_);
-    held_[token] = {receiver, /*isAwaited=*/true, std::move(content)};
-  }
-  return std::make_shared<Ticket>(shared_from_this(), token);
+  state_.lock()->held[token] = {
+      receiver, /*isAwaited=*/true, std::move(content)};
+  return std::make_shared<Ticket>(shared_from_this(), token, receiver);
 }
 
-bool IpcParcels::release(uint64_t token, const std::string& receiver) {
+void IpcParcels::release(uint64_t token, const std::string& receiver) {
   Held freed; // destroyed after the lock is released
-  std::lock_guard lock(mutex_);
-  const auto found = held_.find(token);
-  if (found == held_.end() || found->second.receiver != receiver) {
-    return false;
-  }
-  freed = std::move(found->second);
-  held_.erase(found);
-  released_.notify_all();
-  return true;
-}
-
-void IpcParcels::drop(uint64_t token) {
-  Held freed;
-  std::lock_guard lock(mutex_);
-  if (const auto found = held_.find(token); found != held_.end()) {
+  auto state = state_.lock();
+  const auto found = state->held.find(token);
+  if (found != state->held.end() && found->second.receiver == receiver) {
     freed = std::move(found->second);
-    held_.erase(found);
+    state->held.erase(found);
     released_.notify_all();
   }
 }
 
 void IpcParcels::releaseAll(const std::string& receiver) {
   std::vector<Held> freed;
-  std::lock_guard lock(mutex_);
-  for (auto one = held_.begin(); one != held_.end();) {
+  auto state = state_.lock();
+  for (auto one = state->held.begin(); one != state->held.end();) {
     if (one->second.receiver == receiver) {
       freed.push_back(std::move(one->second));
-      one = held_.erase(one);
+      one = state->held.erase(one);
     } else {
       ++one;
     }
@@ -85,42 +76,40 @@ void IpcParcels::releaseAll(const std::string& receiver) {
 }
 
 void IpcParcels::abandon(const std::string& receiver) {
-  std::lock_guard lock(mutex_);
-  for (auto& [_, held] : held_) {
+  auto state = state_.lock();
+  for (auto& [_, held] : state->held) {
     held.isAwaited &= held.receiver != receiver;
   }
   released_.notify_all();
 }
 
-size_t IpcParcels::awaitedLocked() const {
+size_t IpcParcels::awaited(const State& state) {
   return static_cast<size_t>(
-      std::count_if(held_.begin(), held_.end(), [](const auto& one) {
+      std::count_if(state.held.begin(), state.held.end(), [](const auto& one) {
         return one.second.isAwaited;
       }));
 }
 
 size_t IpcParcels::awaited() const {
-  std::lock_guard lock(mutex_);
-  return awaitedLocked();
+  return awaited(*state_.lock());
 }
 
 size_t IpcParcels::held() const {
-  std::lock_guard lock(mutex_);
-  return held_.size();
+  return state_.lock()->held.size();
 }
 
 bool IpcParcels::waitUntilReleased(
     std::chrono::steady_clock::time_point deadline,
     const std::function<void()>& between) {
-  std::unique_lock lock(mutex_);
-  while (awaitedLocked() != 0) {
+  while (awaited() != 0) {
     if (std::chrono::steady_clock::now() > deadline) {
       return false;
     }
-    released_.wait_for(lock, kInterruptInterval);
-    lock.unlock();
+    auto state = state_.lock();
+    state.waitFor(
+        released_, kInterruptInterval, [&] { return awaited(*state) == 0; });
+    state.unlock();
     between();
-    lock.lock();
   }
   return true;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "agent/device/way.h"
+#include "base/synchronized.h"
 #include "cuda/ipc_export.h"
 
 #include <c10/core/Storage.h>
@@ -10,15 +11,15 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 namespace torch_rpc_ext::agent::device {
 
-// Holds what receivers are copying out of this process by CUDA IPC, until they
-// say that their copies are over, or are dead.
+// Holds what receivers are copying out of this process by CUDA IPC. Releases
+// what a receiver copies when the receiver says that its copies are over, or is
+// dead.
 //
 // Owns: the storages and events.
 // Thread: any.
@@ -32,13 +33,13 @@ class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
   // A number for a content that hold() will get later.
   uint64_t newToken();
 
-  // Holds the content from now on. It is released when the returned parcel dies
-  // and its frame cannot have reached the receiver.
+  // Holds the content from now on. Releases the content when the returned
+  // parcel dies, if the frame cannot have reached the receiver.
   std::shared_ptr<Parcel>
   hold(uint64_t token, const std::string& receiver, Content content);
 
-  // False if the receiver has no content with this token.
-  bool release(uint64_t token, const std::string& receiver);
+  // No effect if the receiver has no content with this token.
+  void release(uint64_t token, const std::string& receiver);
   // The receiver's process has ended: releases all its contents.
   void releaseAll(const std::string& receiver);
   // The receiver cannot be reached any more, but may still copy: keeps its
@@ -62,13 +63,15 @@ class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
     Content content;
   };
 
-  void drop(uint64_t token);
-  size_t awaitedLocked() const;
+  struct State {
+    uint64_t lastToken = 0;
+    std::unordered_map<uint64_t, Held> held;
+  };
 
-  mutable std::mutex mutex_;
+  static size_t awaited(const State& state);
+
+  base::Synchronized<State> state_;
   std::condition_variable released_;
-  uint64_t lastToken_ = 0;
-  std::unordered_map<uint64_t, Held> held_;
 };
 
 } // namespace torch_rpc_ext::agent::device

@@ -5,8 +5,6 @@
 #include "agent/device/staging.h"
 #include "agent/device/sums.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <exception>
 #include <utility>
@@ -16,6 +14,7 @@ namespace torch_rpc_ext::agent::device {
 using base::Error;
 using base::ErrorKind;
 using base::Result;
+
 namespace {
 
 cuda::Address addressOf(const c10::Storage& storage) {
@@ -41,13 +40,12 @@ class IpcReceiving::Copies {
     try {
       Streams streams;
       for (const c10::Device& target : targets_) {
-        streams.push_back(impl_.getStream(target));
+        streams.push_back(currentStream(target));
       }
       events_.whenComplete(
           record(streams),
           [owner = std::move(owner_),
-           mappings = std::move(mappings_),
-           ofSums = std::move(ofSums_)](const Error&) {});
+           mappings = std::move(mappings_)](const Error&) {});
     } catch (const std::exception&) {
       // The device has failed, so no copy is running any more.
     }
@@ -60,7 +58,7 @@ class IpcReceiving::Copies {
       return {};
     }
     targets_.push_back(target);
-    auto stream = handleOf(impl_.getStream(target));
+    auto stream = currentHandle(target);
     if (!stream.ok()) {
       return stream.error();
     }
@@ -88,7 +86,7 @@ class IpcReceiving::Copies {
       cuda::Address to,
       const MappingPtr& from,
       const cuda::MemoryExport& memory) {
-    auto stream = handleOf(impl_.getStream(device));
+    auto stream = currentHandle(device);
     if (!stream.ok()) {
       return stream.error();
     }
@@ -116,28 +114,24 @@ class IpcReceiving::Copies {
   IpcDriver& driver() {
     return *driver_;
   }
-  void add(MappingPtr mapping) {
-    mappings_.push_back(std::move(mapping));
+  // What one run is copied from.
+  struct Mappings {
+    MappingPtr memory;
+    MappingPtr sum; // where the checksum is; null without a checksum
+  };
+  void add(Mappings ofRun) {
+    mappings_.push_back(std::move(ofRun));
   }
-  void addOfSum(MappingPtr mapping) {
-    ofSums_.push_back(std::move(mapping));
-  }
-  const MappingPtr& mapping(size_t run) const {
+  const Mappings& mappings(size_t run) const {
     return mappings_[run];
-  }
-  const MappingPtr& ofSum(size_t run) const {
-    return ofSums_[run];
   }
 
  private:
   std::shared_ptr<IpcReceiving> owner_;
   const std::shared_ptr<IpcDriver> driver_;
   EventWaiter& events_;
-  const c10::impl::VirtualGuardImpl impl_{kType};
   std::vector<c10::Device> targets_;
-  std::vector<MappingPtr> mappings_; // one for each run
-  // Where the checksums are: one for each run, null without a checksum.
-  std::vector<MappingPtr> ofSums_;
+  std::vector<Mappings> mappings_; // of each run
 };
 
 IpcReceiving::IpcReceiving(
@@ -177,20 +171,16 @@ auto IpcReceiving::open(
 
 Error IpcReceiving::openAll(const IpcNote& note, Copies& copies) {
   for (const auto& run : note.runs) {
-    auto mapping = open(run.device, run.memory, copies);
-    if (!mapping.ok()) {
-      return mapping.error();
+    auto memory = open(run.device, run.memory, copies);
+    if (!memory.ok()) {
+      return memory.error();
     }
-    copies.add(std::move(mapping.value()));
-    if (!run.sum) {
-      copies.addOfSum(nullptr);
-      continue;
+    auto sum = run.sum ? open(run.device, *run.sum, copies)
+                       : Result<MappingPtr>(MappingPtr());
+    if (!sum.ok()) {
+      return sum.error();
     }
-    auto ofSum = open(run.device, *run.sum, copies);
-    if (!ofSum.ok()) {
-      return ofSum.error();
-    }
-    copies.addOfSum(std::move(ofSum.value()));
+    copies.add({std::move(memory.value()), std::move(sum.value())});
   }
   return {};
 }
@@ -221,7 +211,7 @@ class IpcReceiving::RunSums {
     if (auto error = copies.copy(
             device,
             reinterpret_cast<cuda::Address>(sent),
-            copies.ofSum(number),
+            copies.mappings(number).sum,
             *run.sum)) {
       return error;
     }
@@ -256,7 +246,10 @@ Error IpcReceiving::copyRun(
   }
   c10::Storage whole = allocate(target, run.memory.bytes);
   if (auto error = copies.copy(
-          target, addressOf(whole), copies.mapping(number), run.memory)) {
+          target,
+          addressOf(whole),
+          copies.mappings(number).memory,
+          run.memory)) {
     return error;
   }
   if (auto error = sums.add(note, number, whole, copies, arrived)) {
@@ -276,9 +269,10 @@ Error IpcReceiving::copyRun(
     }
     arrived.storages[storage] = allocate(target, one.sizeHere());
     if (one.size != 0) {
-      slices.push_back({arrived.storages[storage], aligned(end), one.dtype});
+      slices.push_back(
+          {arrived.storages[storage], cuda::aligned(end), one.dtype});
     }
-    end = aligned(end) + one.size;
+    end = cuda::aligned(end) + one.size;
   }
   if (!slices.empty()) {
     scatter(whole, slices, ipc_->launcher());

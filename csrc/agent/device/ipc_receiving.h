@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <vector>
 
 namespace torch_rpc_ext::agent::device {
@@ -16,11 +15,11 @@ class Ipc;
 struct IpcPeer;
 
 // Copies the tensors of one message from the devices of the worker that sent
-// it. The destructor tells the sender to release them. It runs after the
-// copies, or when the message is dropped.
+// it. The destructor, which runs after the copies or when the message is
+// dropped, tells the sender to release the tensors.
 //
-// Owns: itself and the mappings that are copied from, through the EventWaiter's
-//   callback, until the copies are over.
+// Owns: nothing. While copies run, a callback of the EventWaiter owns this
+//   object and the mappings that are copied from.
 class IpcReceiving final : public ReceivingWay,
                            public std::enable_shared_from_this<IpcReceiving> {
  public:

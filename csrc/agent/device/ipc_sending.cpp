@@ -4,9 +4,6 @@
 #include "agent/device/staging.h"
 #include "base/log.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -17,8 +14,8 @@ using base::Error;
 bool IpcSending::takes(const Departing& departing) const {
   // A storage without a deleter refers to memory that its owner may free right
   // after the call (from_blob), so it cannot be held until the peer has copied.
-  return departing.entry->place != wire::kHostPlace && !departing.isChecked &&
-      departing.bytes != 0 &&
+  return departing.entry->place != wire::kHostPlace &&
+      !departing.isReadOnHost && departing.bytes != 0 &&
       departing.storage.data_ptr().get_deleter() != nullptr &&
       devices_.contains(departing.device().index());
 }
@@ -55,19 +52,6 @@ void IpcSending::addAlone(
   }
 }
 
-void IpcSending::addGathered(
-    const Storages& storages,
-    const std::vector<size_t>& members,
-    std::vector<Run>& runs) {
-  if (members.size() < kMinGathered) {
-    for (const size_t index : members) {
-      addAlone(storages, index, runs);
-    }
-    return;
-  }
-  addBlock(storages, members, runs);
-}
-
 void IpcSending::addBlock(
     const Storages& storages,
     const std::vector<size_t>& members,
@@ -76,7 +60,7 @@ void IpcSending::addBlock(
   size_t end = 0;
   for (const size_t index : members) {
     const Departing& departing = storages[index];
-    slices.push_back({departing, aligned(end), departing.entry->dtype});
+    slices.push_back({departing, cuda::aligned(end), departing.entry->dtype});
     end = slices.back().offset + slices.back().size();
   }
   const c10::Device device = slices.front().device();
@@ -86,12 +70,9 @@ void IpcSending::addBlock(
     return;
   }
   gather(slices, block, launcher_);
-  // The caller may free the slices' storages right after the call. So torch's
-  // allocator must not reuse their memory until the gather is over.
-  const c10::impl::VirtualGuardImpl impl(kType);
+  // The caller may free the slices' storages before the gather is over.
   for (const Slice& slice : slices) {
-    impl.recordDataPtrOnStream(
-        slice.storage.data_ptr(), impl.getStream(device));
+    keepFor(slice.storage, device);
   }
   runs.push_back({members, std::move(block), *memory});
 }
@@ -112,7 +93,13 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
     }
   }
   for (const auto& [_, members] : small) {
-    addGathered(storages, members, runs);
+    if (members.size() >= kMinGathered) {
+      addBlock(storages, members, runs);
+      continue;
+    }
+    for (const size_t index : members) {
+      addAlone(storages, index, runs);
+    }
   }
   return runs;
 }
@@ -143,14 +130,13 @@ Error IpcSending::recordEvents(
     const std::vector<Run>& runs,
     IpcNote& note,
     IpcParcels::Content& content) {
-  const c10::impl::VirtualGuardImpl impl(kType);
   std::set<int> recorded;
   for (const Run& run : runs) {
     const c10::Device device = run.region.device();
     if (!recorded.insert(device.index()).second) {
       continue;
     }
-    auto stream = handleOf(impl.getStream(device));
+    auto stream = currentHandle(device);
     if (!stream.ok()) {
       return stream.error();
     }

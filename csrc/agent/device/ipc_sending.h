@@ -51,8 +51,8 @@ class IpcSending final : public SendingWay {
   // Storages that the peer copies together.
   struct Run {
     std::vector<size_t> members; // their indices
-    Region
-        region; // the member itself if it is alone and unchanged, else a block
+    // The member itself if it is alone and travels as it is, else a block.
+    Region region;
     cuda::MemoryExport memory;
     std::optional<cuda::MemoryExport> sum = std::nullopt;
   };
@@ -61,10 +61,6 @@ class IpcSending final : public SendingWay {
   bool takes(const Departing& departing) const;
   std::vector<Run> makeRuns(const Storages& storages);
   void addAlone(const Storages& storages, size_t index, std::vector<Run>& runs);
-  void addGathered(
-      const Storages& storages,
-      const std::vector<size_t>& members,
-      std::vector<Run>& runs);
   void addBlock(
       const Storages& storages,
       const std::vector<size_t>& members,

@@ -4,7 +4,6 @@
 #include "wire/limits.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace torch_rpc_ext::agent::device {
 
@@ -27,8 +26,8 @@ constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes + 1;
 constexpr size_t kTrialBytes = 1 + 8 + cuda::MemoryExport::kWireBytes;
 constexpr size_t kMaxWhyBytes = 400;
 
-// Fails if `count` is more than possible. To be called before anything is
-// allocated for them.
+// Fails if a peer claims more things than are possible. To be called before
+// memory is allocated for the things.
 Error checkCount(const char* what, uint64_t count, uint64_t most) {
   if (count <= most) {
     return {};
@@ -45,12 +44,6 @@ Error cutOff(const char* what) {
 
 bool atEnd(const ByteReader& reader) {
   return !reader.failed() && reader.remaining() == 0;
-}
-
-// Where the storage begins that follows one that ends at `end`, as in gather.h.
-uint64_t aligned(uint64_t end) {
-  constexpr uint64_t kTo = cuda::kBlockAlignment;
-  return (end + kTo - 1) / kTo * kTo;
 }
 
 std::string printable(ConstSpan bytes) {
@@ -112,7 +105,7 @@ Result<IpcNote::Run> readRun(
           std::to_string(sizes.size()) + " is not there, or there twice");
     }
     taken[storage] = true;
-    end = aligned(end) + sizes[storage];
+    end = cuda::aligned(end) + sizes[storage];
     if (end > run.memory.bytes) {
       break;
     }

@@ -34,16 +34,17 @@ Landing::~Landing() {
 void Landing::add(const c10::Storage& host, c10::Device device) {
   const StreamScope scope(streams_);
   try {
-    places_.push_back({host, allocate(device, host.nbytes()), {}});
+    c10::Storage onDevice = allocate(device, host.nbytes());
+    places_.lock()->push_back({host, std::move(onDevice), {}});
   } catch (const std::exception& error) {
     logFailure(error);
   }
 }
 
 void Landing::arrived(base::MutableSpan part) {
-  const std::lock_guard lock(mutex_);
+  auto places = places_.lock();
   const auto* const data = static_cast<const char*>(part.data);
-  for (Place& place : places_) {
+  for (Place& place : *places) {
     const auto* const begin = static_cast<const char*>(place.host.data());
     if (data < begin || data >= begin + place.host.nbytes() ||
         !place.onDevice) {
@@ -63,12 +64,12 @@ void Landing::arrived(base::MutableSpan part) {
 }
 
 c10::Storage Landing::take(const c10::Storage& host) {
-  const std::lock_guard lock(mutex_);
+  auto places = places_.lock();
   const auto place =
-      std::find_if(places_.begin(), places_.end(), [&](const Place& each) {
+      std::find_if(places->begin(), places->end(), [&](const Place& each) {
         return each.host.data() == host.data();
       });
-  if (place == places_.end()) {
+  if (place == places->end()) {
     return {};
   }
   c10::Storage taken = std::exchange(place->onDevice, c10::Storage());

@@ -2,6 +2,7 @@
 
 #include "agent/device/streams.h"
 #include "base/buffer.h"
+#include "base/synchronized.h"
 
 #include <c10/core/Storage.h>
 
@@ -9,7 +10,6 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace torch_rpc_ext::agent::device {
@@ -32,7 +32,7 @@ class Landing {
   // device has no memory for them: take() then returns an empty storage.
   void add(const c10::Storage& host, c10::Device device);
   bool empty() const {
-    return places_.empty();
+    return places_.lock()->empty();
   }
 
   // A part of a `host` has arrived.
@@ -52,8 +52,7 @@ class Landing {
 
   const Streams streams_;
   const std::shared_ptr<std::atomic<int>> count_;
-  std::mutex mutex_;
-  std::vector<Place> places_;
+  base::Synchronized<std::vector<Place>> places_;
 };
 
 } // namespace torch_rpc_ext::agent::device

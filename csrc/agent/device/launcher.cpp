@@ -1,24 +1,12 @@
 #include "agent/device/launcher.h"
 
 #include "base/log.h"
-#include "compat/stream_handle.h"
-
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace torch_rpc_ext::agent::device {
 
 namespace {
 
 constexpr const char* kChecksum = "checksum";
-
-std::optional<cuda::StreamHandle> currentHandle(c10::Device device) {
-  const auto handle = compat::nativeHandle(
-      c10::impl::VirtualGuardImpl(kType).getStream(device));
-  if (!handle) {
-    return std::nullopt;
-  }
-  return static_cast<cuda::StreamHandle>(*handle);
-}
 
 void logChoice(
     c10::Device device,
@@ -46,10 +34,11 @@ bool Launcher::segments(
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentHandle(device);
+  auto stream = currentHandle(device);
   // After an error here torch does the work: torch may have the memory that was
   // lacking here, or raises an error that says what is wrong with the device.
-  return stream && !kernels->segments(device.index(), *stream, runs, cast);
+  return stream.ok() &&
+      !kernels->segments(device.index(), stream.value(), runs, cast);
 }
 
 bool Launcher::strided(
@@ -66,9 +55,9 @@ bool Launcher::strided(
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentHandle(device);
-  return stream &&
-      !kernels->strided(device.index(), *stream, plan.value(), cast);
+  auto stream = currentHandle(device);
+  return stream.ok() &&
+      !kernels->strided(device.index(), stream.value(), plan.value(), cast);
 }
 
 bool Launcher::hasChecksum(c10::Device device) {
@@ -81,10 +70,10 @@ bool Launcher::checksum(const Region& region, cuda::Address sum) {
   if (kernels == nullptr) {
     return false;
   }
-  const auto stream = currentHandle(device);
-  return stream &&
+  auto stream = currentHandle(device);
+  return stream.ok() &&
       !kernels->checksum(
-          device.index(), *stream, region.address(), region.bytes, sum);
+          device.index(), stream.value(), region.address(), region.bytes, sum);
 }
 
 cuda::Kernels* Launcher::kernelsFor(
@@ -93,29 +82,45 @@ cuda::Kernels* Launcher::kernelsFor(
   if (!source_) {
     return nullptr;
   }
-  const std::pair key(device.index(), kernel);
+  const Key key(device.index(), kernel);
   {
-    std::lock_guard lock(mutex_);
-    const auto known = usable_.find(key);
-    if (known != usable_.end()) {
-      return known->second ? kernels_.get() : nullptr;
+    const auto state = state_.lock();
+    const auto known = state->outcomes.find(key);
+    // After kOverloaded there may be memory this time.
+    if (known != state->outcomes.end() &&
+        known->second != base::ErrorKind::kOverloaded) {
+      return known->second == base::ErrorKind::kNone ? state->kernels.get()
+                                                     : nullptr;
     }
   }
-  // Not under the mutex, because find() takes the GIL. Two threads may do this
-  // at once.
-  const bool usable = find(device, kernel);
-  std::lock_guard lock(mutex_);
-  usable_.emplace(key, usable);
-  return usable ? kernels_.get() : nullptr;
+  cuda::Kernels* const kernels = loaded();
+  if (kernels == nullptr) {
+    return nullptr;
+  }
+  // Not under the mutex, because prepare() takes the GIL. Two threads may do
+  // this at once.
+  const auto stream = currentHandle(device);
+  // kSystem, because logChoice() takes kUnsupported for the user's choice.
+  const base::Error why = stream.ok()
+      ? kernels->prepare(device.index(), kernel)
+      : base::Error(base::ErrorKind::kSystem, stream.error().message);
+  auto state = state_.lock();
+  const auto [outcome, isNew] = state->outcomes.try_emplace(key, why.kind);
+  const auto before = std::exchange(outcome->second, why.kind);
+  state.unlock();
+  if (isNew || before != why.kind) {
+    logChoice(device, kernel, why);
+  }
+  return why ? nullptr : kernels;
 }
 
 cuda::Kernels* Launcher::loaded() {
-  std::lock_guard lock(mutex_);
-  if (!tried_) {
-    tried_ = true;
+  auto state = state_.lock();
+  if (!state->tried) {
+    state->tried = true;
     auto driver = cuda::Driver::load();
     if (driver.ok()) {
-      kernels_ = std::make_unique<cuda::Kernels>(driver.value(), source_);
+      state->kernels = std::make_unique<cuda::Kernels>(driver.value(), source_);
     } else {
       base::log(
           base::LogLevel::kInfo,
@@ -123,24 +128,7 @@ cuda::Kernels* Launcher::loaded() {
               driver.error().message);
     }
   }
-  return kernels_.get();
-}
-
-bool Launcher::find(c10::Device device, const std::string& kernel) {
-  cuda::Kernels* const kernels = loaded();
-  if (kernels == nullptr) {
-    return false;
-  }
-  base::Error why;
-  if (!currentHandle(device)) {
-    why = {
-        base::ErrorKind::kSystem,
-        "this version of torch does not tell the handles of its streams"};
-  } else {
-    why = kernels->prepare(device.index(), kernel);
-  }
-  logChoice(device, kernel, why);
-  return !why;
+  return state->kernels.get();
 }
 
 } // namespace torch_rpc_ext::agent::device

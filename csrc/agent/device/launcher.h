@@ -2,15 +2,16 @@
 
 #include "agent/device/region.h"
 #include "agent/device/streams.h"
+#include "base/error.h"
+#include "base/synchronized.h"
 #include "cuda/kernels.h"
 
 #include <c10/core/Device.h>
 
-#include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
+#include <string>
 #include <utility>
 
 namespace torch_rpc_ext::agent::device {
@@ -53,16 +54,20 @@ class Launcher {
   bool hasChecksum(c10::Device device);
 
  private:
+  using Key = std::pair<c10::DeviceIndex, std::string>; // device, kernel
+  struct State {
+    bool tried = false; // whether loading the driver was tried
+    std::unique_ptr<cuda::Kernels> kernels;
+    // Why a kernel could not be loaded last time; kNone: it is loaded.
+    std::map<Key, base::ErrorKind> outcomes;
+  };
+
   // Null if this kernel cannot be launched on this device.
   cuda::Kernels* kernelsFor(c10::Device device, const std::string& kernel);
   cuda::Kernels* loaded();
-  bool find(c10::Device device, const std::string& kernel);
 
   cuda::PtxSource source_;
-  std::mutex mutex_;
-  bool tried_ = false; // whether loading the driver was tried
-  std::unique_ptr<cuda::Kernels> kernels_;
-  std::map<std::pair<c10::DeviceIndex, std::string>, bool> usable_;
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::agent::device

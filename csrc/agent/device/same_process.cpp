@@ -4,8 +4,6 @@
 #include "agent/device/staging.h"
 #include "agent/device/tables.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <string>
 
@@ -23,7 +21,6 @@ base::Error SameProcess::depart(
     Departure& departure) {
   auto copies = std::make_shared<Copies>();
   std::vector<c10::Device> devices;
-  const c10::impl::VirtualGuardImpl impl(kType);
   for (Departing& departing : storages) {
     const c10::Device target = deviceAt(departing.entry->place);
     if (target.is_cpu()) {
@@ -36,10 +33,8 @@ base::Error SameProcess::depart(
     } else if (size != 0) {
       gather({{departing}}, copy, &launcher_);
     }
-    // The source may be freed before the copy has run, so torch's allocator
-    // must not reuse its memory until then.
-    impl.recordDataPtrOnStream(
-        departing.storage.data_ptr(), impl.getStream(departing.device()));
+    // The source may be freed before the copy has run.
+    keepFor(departing.storage, departing.device());
     copies->storages.push_back(std::move(copy));
     departing.entry->beside = true;
     departing.entry->bulk = false;
@@ -55,12 +50,12 @@ base::Error SameProcess::depart(
   }
   Streams streams;
   for (const c10::Device& device : devices) {
-    streams.push_back(impl.getStream(device));
+    streams.push_back(currentStream(device));
   }
   copies->written = record(streams);
-  std::lock_guard lock(mutex_);
-  std::erase_if(copies_, [](const auto& one) { return one.second.expired(); });
-  copies_[key] = copies;
+  auto all = copies_.lock();
+  std::erase_if(*all, [](const auto& one) { return one.second.expired(); });
+  (*all)[key] = copies;
   departure.parcel = std::move(copies);
   return {};
 }
@@ -71,10 +66,10 @@ base::Result<Arrived> SameProcess::arrive(
     const std::vector<Expected>& expected) {
   std::shared_ptr<Copies> copies;
   {
-    std::lock_guard lock(mutex_);
-    if (const auto found = copies_.find(key); found != copies_.end()) {
+    auto all = copies_.lock();
+    if (const auto found = all->find(key); found != all->end()) {
       copies = found->second.lock();
-      copies_.erase(found);
+      all->erase(found);
     }
   }
   if (copies == nullptr || copies->storages.size() != expected.size()) {
@@ -84,10 +79,8 @@ base::Result<Arrived> SameProcess::arrive(
             std::to_string(key.callId));
   }
   blockCurrent(copies->written);
-  const c10::impl::VirtualGuardImpl impl(kType);
   for (const c10::Storage& storage : copies->storages) {
-    impl.recordDataPtrOnStream(
-        storage.data_ptr(), impl.getStream(storage.device()));
+    keepFor(storage, storage.device());
   }
   Arrived arrived;
   arrived.storages = std::move(copies->storages);

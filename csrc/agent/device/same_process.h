@@ -2,9 +2,9 @@
 
 #include "agent/device/launcher.h"
 #include "agent/device/way.h"
+#include "base/synchronized.h"
 
 #include <functional>
-#include <mutex>
 #include <unordered_map>
 
 namespace torch_rpc_ext::agent::device {
@@ -42,8 +42,9 @@ class SameProcess final : public SendingWay, public ReceivingWay {
   };
 
   Launcher& launcher_;
-  std::mutex mutex_;
-  std::unordered_map<MessageKey, std::weak_ptr<Copies>, Hash> copies_;
+  base::Synchronized<
+      std::unordered_map<MessageKey, std::weak_ptr<Copies>, Hash>>
+      copies_;
 };
 
 } // namespace torch_rpc_ext::agent::device

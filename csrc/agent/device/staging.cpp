@@ -27,12 +27,15 @@ c10::Storage pinned(size_t size) {
       at::getHostAllocator(kType)->allocate(size));
 }
 
-void keepFor(const c10::Storage& pinned, c10::Device device) {
-  const auto& memory = pinned.data_ptr();
-  at::getHostAllocator(kType)->record_event(
-      memory.get(),
-      memory.get_context(),
-      c10::impl::VirtualGuardImpl(kType).getStream(device));
+void keepFor(const c10::Storage& memory, c10::Device device) {
+  const at::DataPtr& data = memory.data_ptr();
+  const c10::Stream stream = currentStream(device);
+  if (memory.device().is_cpu()) {
+    at::getHostAllocator(kType)->record_event(
+        data.get(), data.get_context(), stream);
+  } else {
+    c10::impl::VirtualGuardImpl(kType).recordDataPtrOnStream(data, stream);
+  }
 }
 
 c10::Storage allocate(c10::Device device, size_t size) {
@@ -52,8 +55,8 @@ void copyBytes(
     return;
   }
   const c10::NoGradGuard noGrad;
-  bytesOf(to, toOffset, size)
-      .copy_(bytesOf(from, fromOffset, size), /*non_blocking=*/true);
+  viewOf(to, toOffset, size, c10::kByte)
+      .copy_(viewOf(from, fromOffset, size, c10::kByte), /*non_blocking=*/true);
 }
 
 namespace {
@@ -72,7 +75,7 @@ void append(
     std::vector<Slice>& slices,
     const Region& region,
     wire::WireDtype dtype) {
-  const size_t offset = slices.empty() ? 0 : aligned(blockSize(slices));
+  const size_t offset = slices.empty() ? 0 : cuda::aligned(blockSize(slices));
   slices.push_back({region, offset, dtype});
 }
 
@@ -138,10 +141,6 @@ Region asSent(const Departing& departing, size_t size, Launcher* launcher) {
   const c10::Storage block = allocate(departing.device(), size);
   gather({{departing, 0, dtype}}, block, launcher);
   return block;
-}
-
-c10::Stream currentStream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(kType).getStream(device);
 }
 
 using Large = std::vector<const Departing*>;

@@ -20,10 +20,10 @@ namespace torch_rpc_ext::agent::device {
 // next user before torch's queued copies with it are over.
 c10::Storage pinned(size_t size);
 
-// Makes torch's allocator keep the memory until all work that is queued now on
-// the current stream of `device` is over. For copies and kernels that torch
-// does not know of.
-void keepFor(const c10::Storage& pinned, c10::Device device);
+// Makes torch's allocator keep memory, pinned or on a device, until all work
+// that is queued now on the current stream of `device` is over. For work that
+// torch does not know of, or memory whose storage may die before.
+void keepFor(const c10::Storage& memory, c10::Device device);
 
 // Memory on a device, for use on its current stream.
 c10::Storage allocate(c10::Device device, size_t size);
@@ -91,7 +91,8 @@ struct Unstaged {
   // On their devices, in the order of the arguments.
   std::vector<c10::Storage> storages;
   // The checksum of memory that was copied to a device: of the storage `index`,
-  // or, without an index, of the block of all storages that were not pinned.
+  // or, without an index, of the block of all storages for this device that
+  // were not pinned.
   struct Sum {
     std::optional<size_t> index;
     c10::Device device;

@@ -1,10 +1,26 @@
 #include "agent/device/streams.h"
 
+#include "compat/stream_handle.h"
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace torch_rpc_ext::agent::device {
 
 using c10::impl::VirtualGuardImpl;
+
+c10::Stream currentStream(c10::Device device) {
+  return VirtualGuardImpl(kType).getStream(device);
+}
+
+base::Result<cuda::StreamHandle> currentHandle(c10::Device device) {
+  const auto handle = compat::nativeHandle(currentStream(device));
+  if (!handle) {
+    return base::Error(
+        base::ErrorKind::kUnsupported,
+        "this version of torch does not tell the handles of its streams");
+  }
+  return static_cast<cuda::StreamHandle>(*handle);
+}
 
 Streams poolStreams(Devices devices) {
   Streams streams;
@@ -22,7 +38,7 @@ Streams poolStreams(Devices devices) {
 void followCurrent(const Streams& streams) {
   for (const c10::Stream& stream : streams) {
     c10::Event event(kType);
-    event.record(VirtualGuardImpl(kType).getStream(stream.device()));
+    event.record(currentStream(stream.device()));
     event.block(stream);
   }
 }
@@ -39,7 +55,7 @@ Events record(const Streams& streams) {
 
 void blockCurrent(const Events& events) {
   for (const c10::Event& event : events) {
-    event.block(VirtualGuardImpl(kType).getStream(event.device()));
+    event.block(currentStream(event.device()));
   }
 }
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include "base/error.h"
+#include "cuda/driver_api.h"
+
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
@@ -11,13 +14,19 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// The only kind of device, besides the CPU, that device maps name; so do
-// upstream's.
+// Besides the CPU, device maps name only devices of this kind, here and
+// upstream.
 inline constexpr c10::DeviceType kType = c10::kCUDA;
 
 using Devices = c10::ArrayRef<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 using Events = std::vector<c10::Event>;
+
+// The calling thread's current stream of a device.
+c10::Stream currentStream(c10::Device device);
+// The driver's handle of that stream. Fails with kUnsupported where torch does
+// not tell it.
+base::Result<cuda::StreamHandle> currentHandle(c10::Device device);
 
 // One stream for each device, from torch's pool.
 Streams poolStreams(Devices devices);

@@ -34,9 +34,9 @@ Error notMapped(const Route& route, c10::Device device) {
   return {ErrorKind::kInvalid, text.str()};
 }
 
-// Tensors on any other device but the CPU are not the tables' concern: the
-// encoder describes those of the meta device, and refuses the rest.
-bool isOn(const at::Tensor& tensor) {
+// The encoder decides about devices of other kinds: it describes tensors of the
+// meta device, and refuses the rest.
+bool isOnCuda(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
@@ -82,14 +82,14 @@ c10::Device deviceAt(wire::DevicePlace place) {
 
 bool anyOn(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
-    return isOn(tensor);
+    return isOnCuda(tensor);
   });
 }
 
 std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices;
   for (const auto& tensor : tensors) {
-    if (isOn(tensor) &&
+    if (isOnCuda(tensor) &&
         std::find(devices.begin(), devices.end(), tensor.device()) ==
             devices.end()) {
       devices.push_back(tensor.device());
@@ -122,9 +122,9 @@ void Tables::set(
   table->maps = std::move(maps);
   table->reverseMaps = std::move(reverseMaps);
   table->devices = std::move(devices);
-  std::lock_guard lock(mutex_);
+  auto all = all_.lock();
   current_.store(table.get(), std::memory_order_release);
-  all_.push_back(std::move(table));
+  all->push_back(std::move(table));
 }
 
 const Map* Tables::mapTo(const std::string& worker) const {

@@ -2,6 +2,7 @@
 
 #include "agent/device/streams.h"
 #include "base/error.h"
+#include "base/synchronized.h"
 #include "wire/call_frame.h"
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +10,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -32,7 +32,7 @@ struct Route {
 // The device of this process that a place in a frame means.
 c10::Device deviceAt(wire::DevicePlace place);
 
-// Whether a tensor is on a CUDA device.
+// Whether any of the tensors is on a CUDA device.
 bool anyOn(const std::vector<at::Tensor>& tensors);
 // The CUDA devices that the tensors are on.
 std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors);
@@ -43,8 +43,8 @@ base::Error check(c10::Device device, Devices devices);
 
 // The device maps of this worker, and the devices that its RPC uses.
 //
-// Owns: all tables that were ever set, so that every reference that it returned
-//   stays valid: torch's futures keep references to lists of devices.
+// Owns: all tables that were ever set, so that every reference that a method
+//   has returned stays valid: torch's futures keep references to devices().
 // Thread: any.
 class Tables {
  public:
@@ -81,8 +81,7 @@ class Tables {
   }
 
   std::atomic<const Table*> current_{nullptr};
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<const Table>> all_;
+  base::Synchronized<std::vector<std::unique_ptr<const Table>>> all_;
 };
 
 } // namespace torch_rpc_ext::agent::device

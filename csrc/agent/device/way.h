@@ -17,8 +17,9 @@ namespace torch_rpc_ext::agent::device {
 // A region on a device that is sent, and its entry in the frame.
 struct Departing : Region {
   wire::StorageEntry* entry = nullptr;
-  // The receiver reads its bytes on the host (indices of sparse tensors).
-  bool isChecked = false;
+  // The receiver reads the bytes on its host, to check them, so they must come
+  // there: indices of sparse tensors.
+  bool isReadOnHost = false;
 };
 
 // Keeps alive what a way has taken, until the receiver has it. If the frame is
@@ -86,8 +87,8 @@ class SendingWay {
   virtual ~SendingWay() = default;
 
   // Takes the storages that it can take: sets `beside` of their entries and
-  // clears `bulk`. They travel in the dtype of their entries, which this may
-  // change. May throw c10::Error.
+  // clears `bulk`. They travel in the dtype of their entries; depart() may
+  // change that dtype. May throw c10::Error.
   virtual base::Error depart(
       const MessageKey& key,
       const DepartOptions& options,

@@ -1,6 +1,7 @@
 #include "transport/fault/fault.h"
 
 #include "base/boundary.h"
+#include "base/synchronized.h"
 #include "memory/shared_map.h"
 
 #include <unistd.h>
@@ -8,9 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <functional>
 #include <map>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -20,7 +19,7 @@ namespace torch_rpc_ext::transport::fault {
 namespace {
 
 // Runs tasks later, on a thread of its own. stop() runs the tasks that still
-// wait at once.
+// wait at once, and after() those that come after stop().
 class Delayer {
  public:
   ~Delayer() {
@@ -28,11 +27,16 @@ class Delayer {
   }
 
   void after(double seconds, base::TaskPtr task) {
-    std::lock_guard lock(mutex_);
-    if (!thread_.joinable() && !stopped_) {
-      thread_ = std::thread([this] { work(); });
+    auto state = state_.lock();
+    if (state->stopped) {
+      state.unlock();
+      task->run();
+      return;
     }
-    waiting_.emplace(
+    if (!state->thread.joinable()) {
+      state->thread = std::thread([this] { work(); });
+    }
+    state->waiting.emplace(
         Clock::now() +
             std::chrono::duration_cast<Clock::duration>(
                 std::chrono::duration<double>(seconds)),
@@ -41,45 +45,57 @@ class Delayer {
   }
 
   void stop() {
+    std::thread thread;
     {
-      std::lock_guard lock(mutex_);
-      stopped_ = true;
+      const auto state = state_.lock();
+      state->stopped = true;
+      thread.swap(state->thread);
       changed_.notify_all();
     }
-    if (thread_.joinable()) {
-      thread_.join();
+    if (thread.joinable()) {
+      thread.join();
     }
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
+  struct State {
+    std::multimap<Clock::time_point, base::TaskPtr> waiting;
+    bool stopped = false;
+    std::thread thread; // runs work()
+  };
+
   void work() {
-    std::unique_lock lock(mutex_);
-    while (!stopped_ || !waiting_.empty()) {
-      if (waiting_.empty()) {
-        changed_.wait(lock);
-        continue;
-      }
-      const auto due = waiting_.begin()->first;
-      if (!stopped_ && Clock::now() < due) {
-        changed_.wait_until(lock, due);
-        continue;
-      }
-      base::TaskPtr task = std::move(waiting_.begin()->second);
-      waiting_.erase(waiting_.begin());
-      lock.unlock();
+    while (const base::TaskPtr task = next()) {
       base::caughtHere(base::Boundary::kTask, [&] { task->run(); });
-      task.reset();
-      lock.lock();
     }
   }
 
-  std::mutex mutex_;
+  // Waits until a task is due, and takes it out. Null at the end.
+  base::TaskPtr next() {
+    auto state = state_.lock();
+    for (;;) {
+      state.wait(
+          changed_, [&] { return state->stopped || !state->waiting.empty(); });
+      const auto first = state->waiting.begin();
+      if (first == state->waiting.end()) {
+        return nullptr;
+      }
+      const auto due = first->first;
+      if (state->stopped || Clock::now() >= due) {
+        base::TaskPtr task = std::move(first->second);
+        state->waiting.erase(first);
+        return task;
+      }
+      state.waitUntil(changed_, due, [&] {
+        return state->stopped || state->waiting.begin()->first < due;
+      });
+    }
+  }
+
   std::condition_variable changed_;
-  std::multimap<Clock::time_point, base::TaskPtr> waiting_;
-  bool stopped_ = false;
-  std::thread thread_;
+  base::Synchronized<State> state_;
 };
 
 class FaultConnection final
@@ -134,19 +150,6 @@ class FaultConnection final
         inner_->send(std::move(head), std::move(bulk), std::move(callback));
         return;
       case Fault::Kind::kFail:
-        callback({base::ErrorKind::kPeerLost, fault.message});
-        return;
-      case Fault::Kind::kDrop:
-        callback({});
-        return;
-      case Fault::Kind::kTruncate: {
-        base::Buffer half(head.size() / 2);
-        std::memcpy(half.data(), head.data(), half.size());
-        inner_->send(std::move(half), std::move(bulk), std::move(callback));
-        return;
-      }
-      case Fault::Kind::kReset:
-        inner_->close();
         callback({base::ErrorKind::kPeerLost, fault.message});
         return;
       case Fault::Kind::kLose: // the connection breaks at this end only
@@ -250,14 +253,13 @@ class FaultContext final : public Context, public Handler {
   void onClosed(const ConnectionPtr& connection, const base::Error& error)
       override {
     handler_->onClosed(outer(connection), error);
-    std::lock_guard lock(mutex_);
-    outer_.erase(connection.get());
+    outer_.lock()->erase(connection.get());
   }
 
  private:
   ConnectionPtr outer(const ConnectionPtr& inner) {
-    std::lock_guard lock(mutex_);
-    ConnectionPtr& connection = outer_[inner.get()];
+    const auto all = outer_.lock();
+    ConnectionPtr& connection = (*all)[inner.get()];
     if (connection == nullptr) {
       connection = std::make_shared<FaultConnection>(inner, rule_, delayer_);
     }
@@ -268,8 +270,7 @@ class FaultContext final : public Context, public Handler {
   const Rule rule_;
   Delayer delayer_;
   Handler* handler_ = nullptr;
-  std::mutex mutex_;
-  std::unordered_map<Connection*, ConnectionPtr> outer_;
+  base::Synchronized<std::unordered_map<Connection*, ConnectionPtr>> outer_;
 };
 
 } // namespace

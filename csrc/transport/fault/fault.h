@@ -13,16 +13,13 @@ struct Fault {
   enum class Kind {
     kNone,
     kFail, // nothing is sent, the callback gets kPeerLost
-    kDrop, // nothing is sent, the callback gets no error
-    kTruncate, // only half of the head is sent
-    kReset, // close(), the callback gets kPeerLost
     kLose, // lose(), the callback gets kPeerLost
     kCorrupt, // one bit is changed
     kForge // bulk claims to be memory that the receiver has lent
   };
   Kind kind = Kind::kNone;
   double delaySeconds = 0;
-  std::string message = "failed by injection"; // for kFail, kReset and kLose
+  std::string message = "failed by injection"; // for kFail and kLose
 };
 
 // Is called for every frame that is sent, with the frame's head, from any

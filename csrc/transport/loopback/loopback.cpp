@@ -1,9 +1,9 @@
 #include "transport/loopback/loopback.h"
 #include "base/gate.h"
+#include "base/synchronized.h"
 
 #include <atomic>
 #include <cstring>
-#include <mutex>
 #include <unordered_set>
 
 namespace torch_rpc_ext::transport::loopback {
@@ -110,9 +110,8 @@ class LoopbackContext final
       base::Poller& /*poller*/,
       base::TaskRunner& runner,
       Handler& handler) override {
-    std::lock_guard lock(mutex_);
-    runner_ = &runner;
-    handler_ = &handler;
+    handler_.store(&handler);
+    state_.lock()->runner = &runner;
   }
   ConnectionPtr connect(const std::string& address, const std::string& hello)
       override;
@@ -122,9 +121,9 @@ class LoopbackContext final
   // has stopped by then.
   template <typename F>
   void later(F use) {
-    std::lock_guard lock(mutex_);
-    if (runner_ != nullptr) {
-      runner_->submit(
+    const auto state = state_.lock();
+    if (state->runner != nullptr) {
+      state->runner->submit(
           base::makeTask(
               [self = shared_from_this(), use = std::move(use)]() mutable {
                 self->withHandler(use);
@@ -136,28 +135,31 @@ class LoopbackContext final
   template <typename F>
   void withHandler(F&& use) {
     const base::Gate::Inside inside(gate_);
-    if (inside.counted() && handler_ != nullptr) { // null before start()
-      use(*handler_);
+    Handler* const handler = handler_.load();
+    if (inside.counted() && handler != nullptr) {
+      use(*handler);
     }
   }
   // Keeps the connection for stop() to end. Returns false once stop() has
   // begun.
   bool keep(const std::shared_ptr<LoopbackConnection>& connection) {
-    std::lock_guard lock(mutex_);
-    return !stopping_ && connections_.insert(connection).second;
+    const auto state = state_.lock();
+    return !state->stopping && state->connections.insert(connection).second;
   }
   void forget(const std::shared_ptr<LoopbackConnection>& connection) {
-    std::lock_guard lock(mutex_);
-    connections_.erase(connection);
+    state_.lock()->connections.erase(connection);
   }
 
  private:
+  struct State {
+    base::TaskRunner* runner = nullptr; // null before start() and after stop()
+    bool stopping = false;
+    std::unordered_set<std::shared_ptr<LoopbackConnection>> connections;
+  };
+
   base::Gate gate_; // entered for each call of the Handler
-  std::mutex mutex_;
-  base::TaskRunner* runner_ = nullptr; // null before start() and after stop()
-  Handler* handler_ = nullptr;
-  bool stopping_ = false;
-  std::unordered_set<std::shared_ptr<LoopbackConnection>> connections_;
+  std::atomic<Handler*> handler_{nullptr}; // null before start()
+  base::Synchronized<State> state_;
 };
 
 void LoopbackConnection::send(
@@ -212,17 +214,14 @@ ConnectionPtr LoopbackContext::connect(
 void LoopbackContext::stop() {
   std::unordered_set<std::shared_ptr<LoopbackConnection>> connections;
   {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-    connections.swap(connections_);
+    const auto state = state_.lock();
+    state->stopping = true;
+    connections.swap(state->connections);
   }
   for (const auto& connection : connections) {
     connection->close();
   }
-  {
-    std::lock_guard lock(mutex_);
-    runner_ = nullptr;
-  }
+  state_.lock()->runner = nullptr;
   gate_.close();
   gate_.wait();
 }

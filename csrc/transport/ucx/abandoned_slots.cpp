@@ -1,5 +1,6 @@
 #include "transport/ucx/abandoned_slots.h"
 
+#include "base/descriptor.h"
 #include "base/log.h"
 
 #include <fcntl.h>
@@ -79,26 +80,19 @@ uint8_t fullMark(uint64_t slot) {
 // time.
 class OwnMemory {
  public:
-  OwnMemory() : fd_(open("/proc/self/mem", O_RDWR | O_CLOEXEC)) {}
-  ~OwnMemory() {
-    if (fd_ >= 0) {
-      close(fd_);
-    }
-  }
-  OwnMemory(const OwnMemory&) = delete;
-  OwnMemory& operator=(const OwnMemory&) = delete;
+  OwnMemory() : file_(open("/proc/self/mem", O_RDWR | O_CLOEXEC)) {}
 
   bool read(uint64_t address, void* into, size_t bytes) const {
-    return pread(fd_, into, bytes, static_cast<off_t>(address)) ==
+    return pread(file_.fd(), into, bytes, static_cast<off_t>(address)) ==
         static_cast<ssize_t>(bytes);
   }
   bool write(uint64_t address, const void* from, size_t bytes) const {
-    return pwrite(fd_, from, bytes, static_cast<off_t>(address)) ==
+    return pwrite(file_.fd(), from, bytes, static_cast<off_t>(address)) ==
         static_cast<ssize_t>(bytes);
   }
 
  private:
-  const int fd_;
+  const base::Descriptor file_;
 };
 
 // The first slot that was taken and is not full.
@@ -153,18 +147,16 @@ bool hasWakeAddress(const Control& control) {
 // Wakes the receiver as a sender does; a needless wake-up does no harm. While
 // the receiver has no connection, a thread of UCX's own takes the wake-up.
 void wake(const Control& control) {
-  const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd >= 0) {
-    const char byte = 0;
-    (void)!sendto(
-        fd,
-        &byte,
-        sizeof(byte),
-        /*flags=*/0,
-        reinterpret_cast<const sockaddr*>(control.wakeAddress.data()),
-        control.wakeAddressLength);
-    close(fd);
-  }
+  const base::Descriptor own(
+      socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const char byte = 0;
+  (void)!sendto(
+      own.fd(),
+      &byte,
+      sizeof(byte),
+      /*flags=*/0,
+      reinterpret_cast<const sockaddr*>(control.wakeAddress.data()),
+      control.wakeAddressLength);
 }
 
 struct ThreadState {
@@ -272,13 +264,13 @@ std::vector<AbandonedSlots::Writer> AbandonedSlots::writersTo(
 }
 
 void AbandonedSlots::look() {
-  const std::lock_guard lock(mutex_);
+  const auto queues = queues_.lock();
   if (!searched_.exchange(true)) {
-    queues_ = queuesOfThisProcess();
+    *queues = queuesOfThisProcess();
   }
-  std::erase_if(queues_, [this](Queue& queue) { return !lookAt(queue); });
+  std::erase_if(*queues, [this](Queue& queue) { return !lookAt(queue); });
   const bool again = std::ranges::any_of(
-      queues_, [](const Queue& queue) { return queue.looks != 0; });
+      *queues, [](const Queue& queue) { return queue.looks != 0; });
   timer_.set(
       base::Timer::Clock::now() + (again ? kLookAgainAfter : kLookEvery));
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "base/poller.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 #include "base/timer.h"
 
@@ -9,7 +10,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -62,7 +62,7 @@ class AbandonedSlots {
     uint64_t address;
     std::string file; // device and inode, as in /proc/PID/maps
     uint64_t slot = 0; // the first that was taken and is not full
-    int looks = 0; // how many in a row have found this slot so
+    int looks = 0; // how many in a row have found `slot` like that
     std::vector<Writer> writers = {};
   };
 
@@ -77,8 +77,7 @@ class AbandonedSlots {
   base::TaskRunner& runner_;
   const std::function<void()> progress_;
   std::atomic<bool> searched_{false};
-  std::mutex mutex_;
-  std::vector<Queue> queues_;
+  base::Synchronized<std::vector<Queue>> queues_;
   base::Timer timer_;
 };
 

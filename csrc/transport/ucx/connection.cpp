@@ -6,7 +6,6 @@
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -38,7 +37,6 @@ std::shared_ptr<UcxConnection> UcxConnection::create(
   std::shared_ptr<UcxConnection> connection(
       new UcxConnection(std::move(context), localToken));
   connection->watch_ = std::make_shared<PeerWatch>(
-      connection->context_->sharedWorker(),
       "connection " + std::to_string(localToken & 0xffff),
       [weak = std::weak_ptr(connection)](Locked& locked, PeerState before) {
         if (const auto self = weak.lock()) {

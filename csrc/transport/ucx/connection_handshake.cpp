@@ -7,8 +7,6 @@
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
-#include <algorithm>
-#include <cstring>
 #include <system_error>
 #include <utility>
 

@@ -12,9 +12,10 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// How many milliseconds stop() waits for sent messages to leave. Bounded,
-// because a peer that does not read must not keep this process from ending.
-constexpr int kDrainMilliseconds = 1000;
+// How long stop() waits in each of its steps: for peers to finish reading, for
+// sent messages to leave, for the Handler to hear of the ends. Bounded, because
+// a peer that does not read must not keep this process from ending.
+constexpr std::chrono::milliseconds kDrainTime{1000};
 // The longest time between our reading a peer's memory and our telling the peer
 // that the memory is its own again.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
@@ -71,8 +72,6 @@ UcxContext::UcxContext(
           {options_.ports, options_.keepaliveSeconds},
           std::move(bulk)) {}
 
-UcxContext::~UcxContext() = default;
-
 std::string UcxContext::address() const {
   return encodeAddress({doorToken_, process(), workerAddress_});
 }
@@ -95,7 +94,10 @@ void UcxContext::start(
   control_->runLocked([&](Locked& locked) {
     ucp_worker_set_am_recv_handler(locked.get(), &params);
   });
-  slots_.emplace(poller, runner, [this] { progressSoon(); });
+  slots_.emplace(poller, runner, [this] {
+    control_->progressSoon();
+    bulk_.progressSoon();
+  });
   bulk_.start(poller, runner, [this] { slots_->workerAdded(); });
   openings_.emplace(
       poller,
@@ -132,8 +134,7 @@ ConnectionPtr UcxContext::connect(
       [&](Locked& locked) { connection = makeConnection(locked); });
   control_->post([this, connection, address, hello](Locked& locked) {
     if (stopped_.load()) {
-      connection->fail(
-          locked, {base::ErrorKind::kShutDown, "the transport has ended"});
+      connection->fail(locked, transportEnded());
       return;
     }
     auto parsed = parseAddress(address);
@@ -247,11 +248,6 @@ void UcxContext::onOpen(Locked& locked, const Message& message) {
   connection->accept(locked, std::move(opening.value()), introduction);
 }
 
-void UcxContext::progressSoon() {
-  control_->progressSoon();
-  bulk_.progressSoon();
-}
-
 void UcxContext::stop() {
   if (stopped_.exchange(true)) {
     // Another thread is stopping the context. It waits for this thread if this
@@ -285,7 +281,7 @@ void UcxContext::stop() {
               return entry.second->lends(locked);
             });
       },
-      kDrainMilliseconds);
+      kDrainTime);
   control_->progressUntil(
       [this](Locked& locked) {
         // In each round, because a peer may connect meanwhile.
@@ -295,7 +291,7 @@ void UcxContext::stop() {
         }
         return closing_ == 0;
       },
-      kDrainMilliseconds);
+      kDrainTime);
   bulk_.stop();
   control_->stop();
   control_->runLocked([this](Locked& locked) { ended_.unwatch(locked); });
@@ -307,10 +303,10 @@ void UcxContext::stop() {
 // Waits, because a task of the runner may still bring a frame to the Handler
 // and then tell the Handler of the end of the connection.
 void UcxContext::waitUntilTold() {
-  const int64_t deadline = monotonicMilliseconds() + kDrainMilliseconds;
+  const auto deadline = std::chrono::steady_clock::now() + kDrainTime;
   // A thread that is inside of such a task would wait for itself.
   while (untold_.load() != 0 && !gate_->holdsThisThread() &&
-         monotonicMilliseconds() < deadline) {
+         std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }

@@ -22,9 +22,8 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// The UCX transport. Control messages use one UCX worker. The receiver moves
-// bulk by reading the sender's memory or, where that is not possible, over a
-// second worker.
+// The UCX transport. Control messages use one UCX worker. Bulk travels in one
+// of the ways of bulk/way.h.
 //
 // Owns: the UCX context, both workers, all connections.
 // Thread: any.
@@ -32,7 +31,6 @@ class UcxContext final : public Context,
                          public std::enable_shared_from_this<UcxContext> {
  public:
   static base::Result<std::shared_ptr<UcxContext>> create(const Options&);
-  ~UcxContext() override;
 
   std::string address() const override;
   void start(base::Poller& poller, base::TaskRunner& runner, Handler& handler)
@@ -52,9 +50,6 @@ class UcxContext final : public Context,
   }
   ControlWorker& worker() const {
     return *control_;
-  }
-  const std::shared_ptr<ControlWorker>& sharedWorker() const {
-    return control_;
   }
   const ProcessIdentity& process() const {
     return mark_.identity();
@@ -138,7 +133,6 @@ class UcxContext final : public Context,
   void onOpen(Locked& locked, const Message& message);
   std::shared_ptr<UcxConnection> find(Locked& locked, uint64_t token) const;
   std::shared_ptr<UcxConnection> makeConnection(Locked& locked);
-  void progressSoon();
   void waitUntilTold();
 
   const Options options_;

@@ -37,18 +37,15 @@ struct MarkAddress {
   }
 };
 
-int openSocket() {
-  return ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+base::Descriptor openSocket() {
+  return base::Descriptor(
+      ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
 }
 
 bool findMark(uint64_t nonce) {
-  const int fd = openSocket();
+  const base::Descriptor socket = openSocket();
   const MarkAddress mark(nonce);
-  const bool found = fd >= 0 && ::connect(fd, mark.get(), mark.length) == 0;
-  if (fd >= 0) {
-    ::close(fd);
-  }
-  return found;
+  return ::connect(socket.fd(), mark.get(), mark.length) == 0;
 }
 
 // Empty if the peer's nonce can be read at the peer's address.
@@ -78,15 +75,9 @@ HostMark::HostMark() : nonce_(randomToken()), socket_(openSocket()) {
   // If the socket cannot be opened or bound, the nonce in memory is the only
   // proof.
   const MarkAddress mark(nonce_);
-  if (socket_ >= 0) {
-    (void)::bind(socket_, mark.get(), mark.length);
-    ::shutdown(socket_, SHUT_RD);
-  }
-}
-
-HostMark::~HostMark() {
-  if (socket_ >= 0) {
-    ::close(socket_);
+  if (socket_.fd() >= 0) {
+    (void)::bind(socket_.fd(), mark.get(), mark.length);
+    ::shutdown(socket_.fd(), SHUT_RD);
   }
 }
 

@@ -4,6 +4,8 @@
 // because different hosts may have equal values: cloned machines may have one
 // boot id, and the first pid namespace of every kernel has the same inode.
 
+#include "base/descriptor.h"
+
 #include <cstdint>
 #include <string>
 
@@ -31,7 +33,6 @@ struct ProcessIdentity {
 class HostMark {
  public:
   HostMark();
-  ~HostMark();
   HostMark(const HostMark&) = delete;
   HostMark& operator=(const HostMark&) = delete;
 
@@ -41,7 +42,7 @@ class HostMark {
 
  private:
   const uint64_t nonce_;
-  int socket_ = -1;
+  const base::Descriptor socket_;
   ProcessIdentity identity_;
 };
 

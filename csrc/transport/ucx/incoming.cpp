@@ -4,14 +4,18 @@
 #include "base/fork.h"
 
 #include <atomic>
+#include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
+
+namespace {
 
 // While a Lease lives, this process uses the sender's memory. A Lease may live
 // longer than the connection, and longer than this worker's RPC. When a Lease
 // dies in a forked child, the sender is not told, because the parent may still
 // use the memory.
-class UcxIncoming::Lease {
+class Lease {
  public:
   Lease(std::weak_ptr<bulk::Exchange> bulk, uint64_t transfer)
       : bulk_(std::move(bulk)), transfer_(transfer) {}
@@ -40,58 +44,84 @@ class UcxIncoming::Lease {
   std::atomic<bool> forked_{false};
 };
 
-UcxIncoming::UcxIncoming(
-    std::shared_ptr<bulk::Exchange> bulk,
-    uint64_t transfer,
-    uint32_t firstSpan,
-    std::vector<BulkEntry> entries,
-    base::Buffer bytes,
-    size_t headOffset)
-    : bulk_(std::move(bulk)),
-      transfer_(transfer),
-      firstSpan_(firstSpan),
-      entries_(std::move(entries)),
-      bytes_(std::move(bytes)),
-      headOffset_(headOffset) {
-  sizes_.reserve(entries_.size());
-  for (const auto& entry : entries_) {
-    sizes_.push_back(entry.size);
+// A frame that has arrived over a UcxConnection.
+//
+// Owns: the bytes of the frame (its head starts at `headOffset`).
+class UcxIncoming final : public Incoming {
+ public:
+  UcxIncoming(
+      std::shared_ptr<bulk::Exchange> bulk,
+      uint64_t transfer,
+      uint32_t firstSpan,
+      std::vector<BulkEntry> entries,
+      base::Buffer bytes,
+      size_t headOffset)
+      : bulk_(std::move(bulk)),
+        transfer_(transfer),
+        firstSpan_(firstSpan),
+        entries_(std::move(entries)),
+        bytes_(std::move(bytes)),
+        headOffset_(headOffset) {
+    sizes_.reserve(entries_.size());
+    for (const auto& entry : entries_) {
+      sizes_.push_back(entry.size);
+    }
   }
-}
+  ~UcxIncoming() override {
+    if (!answered_) {
+      const auto tell = [this] {
+        refuse(
+            entries_.empty() ? base::Error{}
+                             : base::Error{
+                                   base::ErrorKind::kRefused,
+                                   "the receiver did not take the message"});
+      };
+      base::guarded(
+          base::Boundary::kStorage, tell, [&](const base::Error&) { tell(); });
+    }
+  }
 
-UcxIncoming::~UcxIncoming() {
-  if (!answered_) {
-    const auto tell = [this] {
-      refuse(
-          entries_.empty() ? base::Error{}
-                           : base::Error{
-                                 base::ErrorKind::kRefused,
-                                 "the receiver did not take the message"});
-    };
-    base::guarded(
-        base::Boundary::kStorage, tell, [&](const base::Error&) { tell(); });
+  base::ConstSpan head() const override {
+    return {bytes_.data() + headOffset_, bytes_.size() - headOffset_};
   }
-}
+  const std::vector<uint64_t>& bulkSizes() const override {
+    return sizes_;
+  }
+  uint64_t bytesToCopy() const override {
+    uint64_t bytes = 0;
+    for (const BulkEntry& entry : entries_) {
+      bytes += bulk_->maps(entry) ? 0 : entry.size;
+    }
+    return bytes;
+  }
+  void refuse(const base::Error& why) override {
+    answered_ = true;
+    if (transfer_ != 0) {
+      bulk_->done(transfer_, /*bytes=*/0, why);
+    }
+  }
+  std::shared_ptr<memory::SharedMap> map(size_t index) override;
+  void receive(
+      std::vector<base::MutableSpan> into,
+      Callback callback,
+      Arrived arrived) override;
 
-uint64_t UcxIncoming::bytesToCopy() const {
-  uint64_t bytes = 0;
-  for (const BulkEntry& entry : entries_) {
-    bytes += bulk_->maps(entry) ? 0 : entry.size;
-  }
-  return bytes;
-}
-
-void UcxIncoming::refuse(const base::Error& why) {
-  answered_ = true;
-  if (transfer_ != 0) {
-    bulk_->done(transfer_, /*bytes=*/0, why);
-  }
-}
+ private:
+  const std::shared_ptr<bulk::Exchange> bulk_;
+  const uint64_t transfer_; // 0: the sender lends no memory
+  const uint32_t firstSpan_;
+  const std::vector<BulkEntry> entries_;
+  const base::Buffer bytes_;
+  const size_t headOffset_;
+  std::vector<uint64_t> sizes_;
+  bool answered_ = false;
+  std::shared_ptr<Lease> lease_; // null until a span is mapped
+};
 
 std::shared_ptr<memory::SharedMap> UcxIncoming::map(size_t index) {
   auto memory = bulk_->map(entries_[index]);
   if (memory == nullptr || !memory->isForeign()) {
-    return memory; // if there is any, then this process has it back
+    return memory; // null, or memory of this process, which has it back
   }
   if (lease_ == nullptr) {
     lease_ = std::make_shared<Lease>(bulk_, transfer_);
@@ -147,6 +177,8 @@ void UcxIncoming::receive(
   fetch.arrived = std::move(arrived);
   bulk_->fetch(std::move(fetch));
 }
+
+} // namespace
 
 base::Result<std::unique_ptr<Incoming>> makeIncoming(
     std::shared_ptr<bulk::Exchange> bulk,

@@ -51,13 +51,8 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   using Changed = std::function<void(Locked&, PeerState before)>;
 
   // `name` is for the log.
-  PeerWatch(
-      std::shared_ptr<ControlWorker> worker,
-      std::string name,
-      Changed changed)
-      : worker_(std::move(worker)),
-        name_(std::move(name)),
-        changed_(std::move(changed)) {}
+  PeerWatch(std::string name, Changed changed)
+      : name_(std::move(name)), changed_(std::move(changed)) {}
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;
 
@@ -100,7 +95,6 @@ class PeerWatch : public std::enable_shared_from_this<PeerWatch> {
   }
 
  private:
-  const std::shared_ptr<ControlWorker> worker_;
   const std::string name_;
   const Changed changed_;
   std::atomic<PeerState> state_{PeerState::kConnecting};

@@ -169,7 +169,7 @@ std::string toText(base::ConstSpan data);
 
 base::Result<FrameHeader> parseHeader(base::ConstSpan bytes);
 
-// The data of a message that gives a reason: the text, cut to that length.
+// The data of a message that gives a reason: the text, cut as by toText().
 base::Buffer encodeReason(const base::Error& why);
 // What a kDone or a kAbort gives as its reason; no error if its `count` is 0.
 base::Error reasonOf(const Message& message);

@@ -64,7 +64,8 @@ bool hasPosixSharedMemory() {
 }
 
 std::string transportList(const Options& options) {
-  // We read by CMA ourselves (cma.h says why); CUDA memory never reaches UCX.
+  // We read by CMA ourselves (bulk/cma.cpp says why); CUDA memory never reaches
+  // UCX.
   std::string list = "^cma,cuda_copy,cuda_ipc,gdr_copy";
   if (!options.useSharedMemory) {
     list += ",shm";

@@ -1,6 +1,7 @@
 #include "transport/ucx/unfinished_endpoints.h"
 
 #include "base/log.h"
+#include "base/synchronized.h"
 
 #include <dlfcn.h>
 #include <elf.h>
@@ -36,7 +37,8 @@ constexpr Layout kLayouts[] = {
 };
 const Layout* layout = nullptr;
 
-// Both have three arguments, of which the second is an integer.
+// The functions of kLayouts: both have three arguments, of which the second is
+// an integer.
 using SetFailed = void (*)(ucp_ep_h, uint64_t lanes, ucs_status_t);
 SetFailed original = nullptr;
 
@@ -54,14 +56,15 @@ ucp_worker_h workerOf(ucp_ep_h endpoint) {
   return worker;
 }
 
-std::mutex mutex;
+using Workers = base::Synchronized<std::unordered_set<ucp_worker_h>>;
 // UCX never destroys these workers, so no other worker gets the same address.
-std::unordered_set<ucp_worker_h>& workers() {
-  static auto* const set = new std::unordered_set<ucp_worker_h>();
+Workers& workers() {
+  static auto* const set = new Workers();
   return *set;
 }
 
-void guarded(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
+// What UCX calls in place of the original.
+void setFailed(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
   if (!isUnfinished(endpoint)) {
     original(endpoint, lanes, status);
     return;
@@ -72,8 +75,7 @@ void guarded(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
           "a process of this host ended right after its first message: "
           "UCX found no way to answer (") +
           ucs_status_string(status) + ")");
-  const std::lock_guard<std::mutex> lock(mutex);
-  workers().insert(workerOf(endpoint));
+  workers().lock()->insert(workerOf(endpoint));
 }
 
 // Where libucp keeps the address of the imported function. Null if it imports
@@ -167,7 +169,8 @@ void guard() {
           0) {
     return;
   }
-  __atomic_store_n(entry, reinterpret_cast<void*>(&guarded), __ATOMIC_RELEASE);
+  __atomic_store_n(
+      entry, reinterpret_cast<void*>(&setFailed), __ATOMIC_RELEASE);
 }
 
 } // namespace
@@ -178,8 +181,7 @@ void guardUnfinishedEndpoints() {
 }
 
 bool hasUnfinishedEndpoint(ucp_worker_h worker) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  return workers().count(worker) != 0;
+  return workers().lock()->count(worker) != 0;
 }
 
 } // namespace torch_rpc_ext::transport::ucx

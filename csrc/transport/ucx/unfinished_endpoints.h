@@ -22,8 +22,8 @@ namespace torch_rpc_ext::transport::ucx {
 // Thread: any. Does nothing after the first call.
 void guardUnfinishedEndpoints();
 
-// True if the worker has met such an endpoint: UCX would read the same when it
-// destroys the worker.
+// True if the worker has such an endpoint. Then the worker cannot be destroyed:
+// UCX would read the configuration of the endpoint again.
 bool hasUnfinishedEndpoint(ucp_worker_h worker);
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -13,10 +13,10 @@ namespace torch_rpc_ext::transport::ucx {
 std::shared_ptr<WatchedProcess> WatchedProcess::watch(
     std::shared_ptr<ControlWorker> worker,
     base::Poller& poller,
-    int pidFd) {
+    base::Descriptor pidFd) {
   std::shared_ptr<WatchedProcess> process(
-      new WatchedProcess(std::move(worker), poller, pidFd));
-  poller.add(pidFd, [weak = std::weak_ptr(process)] {
+      new WatchedProcess(std::move(worker), poller, std::move(pidFd)));
+  poller.add(process->pidFd_.fd(), [weak = std::weak_ptr(process)] {
     if (const auto self = weak.lock()) {
       self->worker_->post([self](Locked& locked) { self->onEnd(locked); });
     }
@@ -25,12 +25,11 @@ std::shared_ptr<WatchedProcess> WatchedProcess::watch(
 }
 
 WatchedProcess::~WatchedProcess() {
-  poller_.remove(pidFd_);
-  ::close(pidFd_);
+  poller_.remove(pidFd_.fd());
 }
 
 bool WatchedProcess::ended() const {
-  pollfd state{pidFd_, POLLIN, 0};
+  pollfd state{pidFd_.fd(), POLLIN, 0};
   return ::poll(&state, 1, 0) == 1;
 }
 
@@ -69,11 +68,11 @@ std::shared_ptr<WatchedProcess> WatchedProcesses::open(
   }
   std::erase_if(
       byPid_, [](const auto& entry) { return entry.second.expired(); });
-  const int pidFd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (pidFd < 0) {
+  base::Descriptor pidFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+  if (pidFd.fd() < 0) {
     return nullptr;
   }
-  auto process = WatchedProcess::watch(worker, poller, pidFd);
+  auto process = WatchedProcess::watch(worker, poller, std::move(pidFd));
   byPid_.emplace(pid, process);
   return process;
 }

@@ -1,11 +1,13 @@
 #pragma once
 
+#include "base/descriptor.h"
 #include "base/poller.h"
 #include "transport/ucx/worker.h"
 
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx {
@@ -19,9 +21,10 @@ class PeerWatch;
 // Outlives: nothing; each PeerWatch that waits for the end keeps it.
 class WatchedProcess : public std::enable_shared_from_this<WatchedProcess> {
  public:
-  // Takes over `pidFd`.
-  static std::shared_ptr<WatchedProcess>
-  watch(std::shared_ptr<ControlWorker> worker, base::Poller& poller, int pidFd);
+  static std::shared_ptr<WatchedProcess> watch(
+      std::shared_ptr<ControlWorker> worker,
+      base::Poller& poller,
+      base::Descriptor pidFd);
   ~WatchedProcess();
   WatchedProcess(const WatchedProcess&) = delete;
   WatchedProcess& operator=(const WatchedProcess&) = delete;
@@ -35,13 +38,13 @@ class WatchedProcess : public std::enable_shared_from_this<WatchedProcess> {
   WatchedProcess(
       std::shared_ptr<ControlWorker> worker,
       base::Poller& poller,
-      int pidFd)
-      : worker_(std::move(worker)), poller_(poller), pidFd_(pidFd) {}
+      base::Descriptor pidFd)
+      : worker_(std::move(worker)), poller_(poller), pidFd_(std::move(pidFd)) {}
   void onEnd(Locked& locked);
 
   const std::shared_ptr<ControlWorker> worker_;
   base::Poller& poller_;
-  const int pidFd_;
+  const base::Descriptor pidFd_;
   std::vector<std::weak_ptr<PeerWatch>> watches_;
 };
 

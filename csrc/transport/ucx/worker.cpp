@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <ctime>
 #include <optional>
 #include <string>
 
@@ -22,12 +21,6 @@ constexpr int kStuckMicroseconds = 100;
 constexpr int kMostProgress = 10'000;
 
 } // namespace
-
-int64_t monotonicMilliseconds() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 template <WorkerRole role>
 base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
@@ -120,8 +113,8 @@ typename Worker<role>::Locked& Worker<role>::held() {
 
 template <WorkerRole role>
 void Worker<role>::enqueue(std::unique_ptr<Operation> operation) {
-  std::lock_guard lock(operationsMutex_);
-  operations_.push_back(std::move(operation));
+  const auto operations = operations_.lock();
+  operations->push_back(std::move(operation));
   hasOperations_.store(true, std::memory_order_release);
 }
 
@@ -130,8 +123,8 @@ void Worker<role>::drainOperations(Locked& locked) {
   while (hasOperations_.load(std::memory_order_acquire)) {
     std::vector<std::unique_ptr<Operation>> operations;
     {
-      std::lock_guard lock(operationsMutex_);
-      operations.swap(operations_);
+      const auto waiting = operations_.lock();
+      operations.swap(*waiting);
       hasOperations_.store(false, std::memory_order_release);
     }
     for (auto& operation : operations) {

@@ -4,11 +4,13 @@
 #include "base/error.h"
 #include "base/gate.h"
 #include "base/poller.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/ucp_context.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -117,10 +119,10 @@ class Worker {
   template <typename F>
   void runLocked(F&& operation);
 
-  // Progresses on this thread until `done`, a bool(Locked&), or until
-  // `milliseconds` have passed.
+  // Progresses on this thread until `done`, a bool(Locked&), returns true, or
+  // for `time` at most.
   template <typename F>
-  void progressUntil(F&& done, int milliseconds);
+  void progressUntil(F&& done, std::chrono::milliseconds time);
 
   // Makes one of the threads that wait on the poller progress the worker.
   void progressSoon() {
@@ -190,19 +192,16 @@ class Worker {
   bool needProgress_ = false;
   std::atomic<bool> stopped_{false};
 
-  std::mutex operationsMutex_;
-  std::vector<std::unique_ptr<Operation>> operations_;
+  base::Synchronized<std::vector<std::unique_ptr<Operation>>> operations_;
   std::atomic<bool> hasOperations_{false};
 };
 
 using ControlWorker = Worker<WorkerRole::kControl>;
 using BulkWorker = Worker<WorkerRole::kBulk>;
 // The tokens of two locks: that of all connections, and that of the
-// bulk::Channel.
+// bulk::UcxChannel.
 using Locked = ControlWorker::Locked;
 using BulkLocked = BulkWorker::Locked;
-
-int64_t monotonicMilliseconds();
 
 template <WorkerRole role>
 template <typename F>
@@ -241,8 +240,8 @@ void Worker<role>::runLocked(F&& operation) {
 
 template <WorkerRole role>
 template <typename F>
-void Worker<role>::progressUntil(F&& done, int milliseconds) {
-  const int64_t deadline = monotonicMilliseconds() + milliseconds;
+void Worker<role>::progressUntil(F&& done, std::chrono::milliseconds time) {
+  const auto deadline = std::chrono::steady_clock::now() + time;
   bool over = false;
   do {
     mutex_.lock();
@@ -254,7 +253,7 @@ void Worker<role>::progressUntil(F&& done, int milliseconds) {
       over = done(locked);
     }
     finish();
-  } while (!over && monotonicMilliseconds() < deadline);
+  } while (!over && std::chrono::steady_clock::now() < deadline);
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -2,19 +2,18 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
-// See sendInLanes().
-class Lanes : public std::enable_shared_from_this<Lanes> {
+// See sendInTracks().
+class Tracks : public std::enable_shared_from_this<Tracks> {
  public:
-  Lanes(
+  Tracks(
       std::vector<Chunk> chunks,
-      size_t lanes,
+      size_t tracks,
       SendChunk send,
       std::function<bool()> ended,
       Callback callback)
@@ -22,11 +21,11 @@ class Lanes : public std::enable_shared_from_this<Lanes> {
         send_(std::move(send)),
         ended_(std::move(ended)),
         callback_(std::move(callback)),
-        left_(lanes) {}
+        left_(tracks) {}
 
-  // Sends the next chunk over this lane, then the one after that, until there
-  // is none.
-  void next(size_t lane) {
+  // Sends the next chunk on this track, then the one after that, until there is
+  // none.
+  void next(size_t track) {
     const uint64_t index = next_.fetch_add(1);
     if (index >= chunks_.size() || failed_.load()) {
       if (left_.fetch_sub(1) == 1) {
@@ -34,19 +33,19 @@ class Lanes : public std::enable_shared_from_this<Lanes> {
       }
       return;
     }
-    const auto send = [self = shared_from_this(), lane, index](
+    const auto send = [self = shared_from_this(), track, index](
                           const base::Error& error) {
       if (error || self->failed_.load()) {
-        self->sent(lane, error);
+        self->sent(track, error);
       } else if (self->ended_()) {
         self->sent(
-            lane,
+            track,
             {base::ErrorKind::kPeerLost,
              "the connection ended while a message was on its way"});
       } else {
         self->send_(
-            lane, index, self->chunks_[index], [self, lane](const auto& why) {
-              self->sent(lane, why);
+            track, index, self->chunks_[index], [self, track](const auto& why) {
+              self->sent(track, why);
             });
       }
     };
@@ -55,14 +54,11 @@ class Lanes : public std::enable_shared_from_this<Lanes> {
   }
 
  private:
-  void sent(size_t lane, const base::Error& error) {
-    if (error) {
-      const std::lock_guard lock(mutex_);
-      if (!failed_.exchange(true)) {
-        error_ = error;
-      }
+  void sent(size_t track, const base::Error& error) {
+    if (error && !failed_.exchange(true)) {
+      error_ = error;
     }
-    next(lane);
+    next(track);
   }
 
   const std::vector<Chunk> chunks_;
@@ -70,10 +66,9 @@ class Lanes : public std::enable_shared_from_this<Lanes> {
   const std::function<bool()> ended_;
   const Callback callback_;
   std::atomic<uint64_t> next_{0};
-  std::atomic<size_t> left_; // lanes that have not ended
+  std::atomic<size_t> left_; // tracks that have not ended
   std::atomic<bool> failed_{false};
-  std::mutex mutex_;
-  base::Error error_; // final when the last lane ends
+  base::Error error_; // the first; read when the last track ends
 };
 
 class PlainChunks final : public Chunks {
@@ -115,10 +110,10 @@ class PlainChunks final : public Chunks {
           std::move(callback));
       return;
     }
-    const size_t lanes = chunks.size();
-    sendInLanes(
+    const size_t tracks = chunks.size();
+    sendInTracks(
         std::move(chunks),
-        lanes,
+        tracks,
         [channel, pull](
             size_t, uint64_t index, const Chunk& chunk, Callback sent) {
           channel->send(
@@ -136,9 +131,9 @@ std::shared_ptr<const Chunks> plainChunks() {
   return chunks;
 }
 
-void sendInLanes(
+void sendInTracks(
     std::vector<Chunk> chunks,
-    size_t lanes,
+    size_t tracks,
     SendChunk send,
     std::function<bool()> ended,
     Callback callback) {
@@ -146,15 +141,15 @@ void sendInLanes(
     callback({});
     return;
   }
-  const size_t count = std::min(lanes, chunks.size());
-  const auto sending = std::make_shared<Lanes>(
+  const size_t count = std::min(tracks, chunks.size());
+  const auto sending = std::make_shared<Tracks>(
       std::move(chunks),
       count,
       std::move(send),
       std::move(ended),
       std::move(callback));
-  for (size_t lane = 0; lane < count; ++lane) {
-    sending->next(lane);
+  for (size_t track = 0; track < count; ++track) {
+    sending->next(track);
   }
 }
 

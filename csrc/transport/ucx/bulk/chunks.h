@@ -45,12 +45,11 @@ class Chunks {
 
 std::shared_ptr<const Chunks> plainChunks();
 
-// Encrypts what `inner` then moves. The sender seals each chunk into a staging
-// buffer; the receiver opens the chunk where it has arrived, in its final
-// memory. The authentication tags of all chunks follow in one further chunk. A
-// chunk's nonce is its tag, and the receiver never uses a tag twice.
+// Encrypts what plainChunks() then move. The sender seals each chunk into a
+// staging buffer; the receiver opens the chunk where it has arrived, in its
+// final memory. The authentication tags of all chunks follow in one further
+// chunk. A chunk's nonce is its tag, and the receiver never uses a tag twice.
 std::shared_ptr<const Chunks> sealedChunks(
-    std::shared_ptr<const Chunks> inner,
     base::TaskRunner& runner,
     std::string sendKey,
     std::string receiveKey);
@@ -67,14 +66,14 @@ std::vector<base::MutableSpan> toChunks(
 
 // Sends one chunk; the callback fires when it is not read any more.
 using SendChunk = std::function<
-    void(size_t lane, uint64_t index, const Chunk& chunk, Callback callback)>;
+    void(size_t track, uint64_t index, const Chunk& chunk, Callback callback)>;
 
-// Sends chunks, at most `lanes` at a time: a lane waits until the bytes of the
-// next chunk are there, sends the chunk, and goes on when that is over. Ends as
-// Chunks::send() does.
-void sendInLanes(
+// Sends chunks, at most `tracks` at a time: a track waits until the bytes of
+// the next chunk are there, sends the chunk, and goes on when that is over.
+// Ends as Chunks::send() does.
+void sendInTracks(
     std::vector<Chunk> chunks,
-    size_t lanes,
+    size_t tracks,
     SendChunk send,
     std::function<bool()> ended,
     Callback callback);

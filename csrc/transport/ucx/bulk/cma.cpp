@@ -6,6 +6,7 @@
 #include "transport/ucx/bulk/way.h"
 
 #include "base/short_time_slices.h"
+#include "base/synchronized.h"
 
 #include <sys/uio.h>
 
@@ -14,7 +15,6 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -50,6 +50,7 @@ class Read {
         total_ += n;
       }
     }
+    tasks_.store(threads());
   }
 
   unsigned threads() const {
@@ -58,10 +59,6 @@ class Read {
         std::max(1u, std::thread::hardware_concurrency());
     return static_cast<unsigned>(std::clamp<size_t>(
         total_ / kBytesPerThread, 1, std::min(cores, kMaxThreads)));
-  }
-
-  void setTasks(unsigned tasks) {
-    tasks_.store(tasks);
   }
 
   // Runs in each task.
@@ -86,16 +83,22 @@ class Read {
     }
     slices.reset();
     if (tasks_.fetch_sub(1) == 1) {
-      callback_(error_);
+      const base::Error error = state_.lock()->error;
+      callback_(error);
     }
   }
 
  private:
+  struct State {
+    size_t next = 0;
+    base::Error error;
+  };
+
   std::pair<size_t, size_t> take() {
-    std::lock_guard lock(mutex_);
-    const size_t begin = next_;
-    next_ = upTo(kShareBytes, begin, local_.size());
-    return {begin, next_};
+    const auto state = state_.lock();
+    const size_t begin = state->next;
+    state->next = upTo(kShareBytes, begin, local_.size());
+    return {begin, state->next};
   }
 
   // The end of a run of pieces that starts at `begin` and has at most `bytes`,
@@ -121,10 +124,10 @@ class Read {
       return;
     }
     const int code = n < 0 ? errno : EFAULT;
-    std::lock_guard lock(mutex_);
-    next_ = local_.size(); // ends all tasks: going on is no use
-    if (!error_) {
-      error_ = {
+    const auto state = state_.lock();
+    state->next = local_.size(); // ends all tasks: going on is no use
+    if (!state->error) {
+      state->error = {
           code == ESRCH ? base::ErrorKind::kPeerLost : base::ErrorKind::kSystem,
           "reading " + std::to_string(expected) + " bytes of process " +
               std::to_string(pid_) + " failed: " + std::strerror(code)};
@@ -136,11 +139,8 @@ class Read {
   std::vector<iovec> remote_;
   std::vector<iovec> local_;
   size_t total_ = 0;
-  std::atomic<unsigned> tasks_{1};
-
-  std::mutex mutex_;
-  size_t next_ = 0;
-  base::Error error_;
+  std::atomic<unsigned> tasks_{0}; // that have not ended
+  base::Synchronized<State> state_;
 };
 
 class Cma final : public Way {
@@ -165,7 +165,6 @@ class Cma final : public Way {
   void fetch(Fetch fetch) override {
     const auto read = std::make_shared<Read>(ends_.peer.pid, std::move(fetch));
     const unsigned threads = read->threads();
-    read->setTasks(threads);
     for (unsigned i = 0; i < threads; ++i) {
       ends_.resources.runner().submit(base::makeTask([read] { read->work(); }));
     }

@@ -138,7 +138,7 @@ void Exchange::acknowledge(Locked& locked) {
 
 void Exchange::onMessage(Locked& locked, const Message& message) {
   if (message.header.kind == FrameKind::kDone) {
-    onDone(locked, message.header.transfer, reasonOf(message));
+    onAcknowledged(locked, message.header.transfer, reasonOf(message));
     return;
   }
   for (const auto& way : ways_) {
@@ -148,11 +148,10 @@ void Exchange::onMessage(Locked& locked, const Message& message) {
   }
 }
 
-void Exchange::onAcknowledged(Locked& locked, uint64_t transfer) {
-  onDone(locked, transfer, {});
-}
-
-void Exchange::onDone(Locked& locked, uint64_t transfer, base::Error error) {
+void Exchange::onAcknowledged(
+    Locked& locked,
+    uint64_t transfer,
+    base::Error error) {
   const uint64_t id = transfer & ~(kKept | kForked);
   if ((transfer & kKept) != 0) {
     transfers_.kept(locked, id);

@@ -71,14 +71,14 @@ class Exchange {
   // large, else a little later, together with other messages.
   void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
 
-  // ---- what the two ends say about it ----
+  // ---- what the two ends say about bulk ----
 
   void onMessage(Locked&, const Message& message);
-  void onAcknowledged(Locked&, uint64_t transfer);
+  void onAcknowledged(Locked&, uint64_t transfer, base::Error error = {});
   // Sends the acknowledgements that done() has put off.
   void acknowledge(Locked&);
-  // One of them, to travel in the header of another message; 0 if there is
-  // none.
+  // Takes out one acknowledgement, to travel in the header of another message;
+  // 0 if there is none.
   uint64_t nextAcknowledgement(Locked&) {
     if (acknowledgements_.empty()) {
       return 0;
@@ -95,8 +95,6 @@ class Exchange {
       const std::function<void(Callback)>& hold);
 
  private:
-  void onDone(Locked&, uint64_t transfer, base::Error error);
-
   Link& link_;
   const Peer peer_;
   Transfers transfers_;

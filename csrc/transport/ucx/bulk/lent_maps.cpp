@@ -10,10 +10,10 @@ namespace {
 
 using memory::SharedMap;
 
-// Shared memory that the receiver maps and uses in place. To a receiver that
-// the memory belongs to, the sender names it (kReturned), and uses it no more.
-// Other memory is lent, until the receiver says that it has let go of it, or
-// returns it.
+// Shared memory that the receiver maps and uses in place. Memory that belongs
+// to the receiver is returned: the sender only names the memory (kReturned),
+// and uses it no more. Other memory is lent, until the receiver says that it
+// has let go of the memory, or returns it.
 //
 // Owns: the table of what is lent, which keeps that memory mapped.
 class LentMaps final : public Way {
@@ -71,7 +71,8 @@ class LentMaps final : public Way {
     return memory;
   }
 
-  // What has been returned and could not be mapped belongs to nobody here.
+  // True if the peer returns memory that map() has not found, because this end
+  // has not lent that memory. Then fetch() fails.
   bool takes(const std::vector<BulkEntry>& from) const override {
     return std::any_of(from.begin(), from.end(), [](const BulkEntry& entry) {
       return entry.fd == kReturned;

@@ -25,7 +25,6 @@ class Pulled final : public Way {
         chunks_(
             ends.peer.sendKey.empty() ? plainChunks()
                                       : sealedChunks(
-                                            plainChunks(),
                                             ends.resources.runner(),
                                             ends.peer.sendKey,
                                             ends.peer.receiveKey)) {}
@@ -41,6 +40,10 @@ class Pulled final : public Way {
     uint64_t bytes = 0;
     for (const auto& span : fetch.into) {
       bytes += span.size;
+    }
+    if (bytes == 0) { // the spans of the peer may all be empty
+      fetch.callback({});
+      return;
     }
     const bool byLanes = bytes >= kMinLaneBytes &&
         !ends_.peer.reachesUsAt.empty() && !lanesFail_.load();
@@ -125,19 +128,18 @@ class Pulled final : public Way {
       ChannelKind kind,
       PullRequest& request) {
     auto channel = ends_.resources.channel(kind);
-    if (!channel.ok()) {
-      return channel.error();
-    }
-    auto address = channel.value()->addressFor(ends_.peer);
+    auto address = channel.ok() ? channel.value()->addressFor(ends_.peer)
+                                : base::Result<std::string>(channel.error());
     if (address.ok()) {
       request.channel = kind;
       request.bulkAddress = address.value();
       return channel;
     }
-    if (kind == ChannelKind::kUcx) {
+    if (kind == ChannelKind::kUcx ||
+        address.error().kind == base::ErrorKind::kShutDown) {
       return address.error();
     }
-    // No port is left in the range, for one.
+    // For example, no port is left in the range, or no descriptor.
     base::log(
         base::LogLevel::kWarning,
         "large tensors come through UCX, which is slower: " +

@@ -1,5 +1,7 @@
 #include "transport/ucx/bulk/resources.h"
 
+#include "base/boundary.h"
+
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
@@ -14,49 +16,60 @@ void Resources::start(
 }
 
 base::Result<std::shared_ptr<Channel>> Resources::channel(ChannelKind kind) {
-  const std::lock_guard lock(mutex_);
+  const auto state = state_.lock();
+  try {
+    return make(*state, kind);
+  } catch (...) { // for example, no descriptor is left
+    return base::caught();
+  }
+}
+
+base::Result<std::shared_ptr<Channel>> Resources::make(
+    State& state,
+    ChannelKind kind) {
   const bool byLanes = kind == ChannelKind::kLanes;
-  const bool made = byLanes ? laneChannel_ != nullptr : ucxChannel_ != nullptr;
-  if (!made && closed_) {
-    return base::Error{base::ErrorKind::kShutDown, "the transport has ended"};
+  const bool made =
+      byLanes ? state.laneChannel != nullptr : state.ucxChannel != nullptr;
+  if (!made && state.closed) {
+    return transportEnded();
   }
   if (byLanes) {
     if (!made) {
-      laneChannel_ = std::make_shared<LaneChannel>(laneOptions_, gate_);
+      state.laneChannel = std::make_shared<LaneChannel>(laneOptions_, gate_);
     }
-    return std::shared_ptr<Channel>(laneChannel_);
+    return std::shared_ptr<Channel>(state.laneChannel);
   }
   if (!made) {
-    if (worker_ == nullptr) {
+    if (state.worker == nullptr) {
       auto created = BulkWorker::create(ucp_, gate_);
       if (!created.ok()) {
         return created.error();
       }
-      worker_ = std::move(created.value());
+      state.worker = std::move(created.value());
     }
-    ucxChannel_ = std::make_shared<UcxChannel>(std::move(worker_), *poller_);
+    state.ucxChannel =
+        std::make_shared<UcxChannel>(std::move(state.worker), *poller_);
     workerAdded_();
   }
-  return std::shared_ptr<Channel>(ucxChannel_);
+  return std::shared_ptr<Channel>(state.ucxChannel);
 }
 
 void Resources::progressSoon() {
-  const std::lock_guard lock(mutex_);
-  if (ucxChannel_ != nullptr) {
-    ucxChannel_->progressSoon();
+  const auto state = state_.lock();
+  if (state->ucxChannel != nullptr) {
+    state->ucxChannel->progressSoon();
   }
 }
 
 void Resources::close() {
-  const std::lock_guard lock(mutex_);
-  closed_ = true;
+  state_.lock()->closed = true;
 }
 
 void Resources::stop() {
-  std::unique_lock lock(mutex_);
-  const auto lanes = laneChannel_;
-  const auto ucx = ucxChannel_;
-  lock.unlock();
+  auto state = state_.lock();
+  const auto lanes = state->laneChannel;
+  const auto ucx = state->ucxChannel;
+  state.unlock();
   if (lanes != nullptr) {
     lanes->stop();
   }

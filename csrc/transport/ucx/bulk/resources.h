@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/gate.h"
 #include "base/poller.h"
+#include "base/synchronized.h"
 #include "base/task.h"
 #include "transport/ucx/bulk/channel.h"
 #include "transport/ucx/bulk/lane_channel.h"
@@ -17,7 +18,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
@@ -39,7 +39,7 @@ class Resources {
       : ucp_(std::move(ucp)),
         gate_(std::move(gate)),
         laneOptions_(std::move(laneOptions)),
-        worker_(std::move(worker)) {}
+        state_(State{std::move(worker)}) {}
 
   // `workerAdded` runs when the UCX worker has been started.
   void start(
@@ -53,6 +53,7 @@ class Resources {
   SharedMaps& maps() {
     return maps_;
   }
+  // Throws nothing: an exception becomes the error.
   base::Result<std::shared_ptr<Channel>> channel(ChannelKind kind);
   // Reserves tags for `chunks` chunks, and returns the first. No tag is used
   // twice, on whichever channel: with encryption, the tag is also the nonce.
@@ -67,6 +68,15 @@ class Resources {
   void stop();
 
  private:
+  struct State {
+    std::shared_ptr<BulkWorker> worker; // until ucxChannel has it
+    std::shared_ptr<UcxChannel> ucxChannel = nullptr;
+    std::shared_ptr<LaneChannel> laneChannel = nullptr;
+    bool closed = false;
+  };
+
+  base::Result<std::shared_ptr<Channel>> make(State& state, ChannelKind kind);
+
   const std::shared_ptr<UcpContext> ucp_;
   const std::shared_ptr<base::Gate> gate_;
   const lanes::Options laneOptions_;
@@ -78,11 +88,7 @@ class Resources {
   base::TaskRunner* runner_ = nullptr;
   std::function<void()> workerAdded_;
 
-  std::mutex mutex_;
-  std::shared_ptr<BulkWorker> worker_; // until ucxChannel_ has it
-  std::shared_ptr<UcxChannel> ucxChannel_;
-  std::shared_ptr<LaneChannel> laneChannel_;
-  bool closed_ = false;
+  base::Synchronized<State> state_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx::bulk

@@ -1,13 +1,12 @@
 #include "transport/ucx/bulk/chunks.h"
 
+#include "base/boundary.h"
 #include "crypto/crypto.h"
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <functional>
-#include <mutex>
-#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -21,43 +20,38 @@ namespace {
 constexpr size_t kSealedBytes = 1u << 20;
 // How many staging buffers a transfer has: some are filled while others are
 // sent.
-constexpr size_t kLanes = 4;
+constexpr size_t kTracks = 4;
 
 base::ConstSpan spanOf(const uint64_t& tag) {
   return {&tag, sizeof(tag)};
 }
 
-// Seals the chunks of one transfer, each lane in a staging buffer of its own.
+// Seals the chunks of one transfer, each track in a staging buffer of its own.
 class Sealing : public std::enable_shared_from_this<Sealing> {
  public:
   Sealing(
-      std::shared_ptr<const Chunks> inner,
       base::TaskRunner& runner,
-      const std::string& key,
+      std::string key,
       std::shared_ptr<Channel> channel,
       const PullRequest& pull,
       std::function<bool()> ended)
-      : inner_(std::move(inner)),
-        runner_(runner),
+      : runner_(runner),
+        key_(std::move(key)),
         channel_(std::move(channel)),
         pull_(pull),
-        ended_(std::move(ended)) {
-    for (auto& lane : lanes_) {
-      lane.cipher.emplace(key);
-    }
-  }
+        ended_(std::move(ended)) {}
 
   void start(std::vector<Chunk> chunks, Callback callback) {
     tags_.resize(chunks.size() * crypto::kTagBytes);
-    sendInLanes(
+    sendInTracks(
         std::move(chunks),
-        kLanes,
+        kTracks,
         [self = shared_from_this()](
-            size_t lane, uint64_t index, const Chunk& chunk, Callback sent) {
+            size_t track, uint64_t index, const Chunk& chunk, Callback sent) {
           self->runner_.submit(
               base::makeTask(
-                  [self, lane, index, &chunk, sent = std::move(sent)] {
-                    self->sealAndSend(self->lanes_[lane], index, chunk, sent);
+                  [self, track, index, &chunk, sent = std::move(sent)] {
+                    self->sealAndSend(self->tracks_[track], index, chunk, sent);
                   }));
         },
         ended_,
@@ -76,49 +70,56 @@ class Sealing : public std::enable_shared_from_this<Sealing> {
   }
 
  private:
-  struct Lane {
-    std::optional<crypto::Cipher> cipher;
+  struct Track {
+    std::optional<crypto::Cipher> cipher; // made for the first chunk
     base::Buffer staging;
   };
 
   void sealAndSend(
-      Lane& lane,
+      Track& track,
       uint64_t index,
       const Chunk& chunk,
       const Callback& sent) {
+    if (const base::Error error = seal(track, index, chunk)) {
+      sent(error);
+    } else {
+      send(index, {track.staging.data(), chunk.size}, sent);
+    }
+  }
+
+  // Throws nothing: an exception becomes the error.
+  base::Error seal(Track& track, uint64_t index, const Chunk& chunk) {
     const uint64_t tag = pull_.tag + index;
     try {
-      if (lane.staging.size() < chunk.size) {
-        lane.staging = base::Buffer(chunk.size);
+      if (!track.cipher) {
+        track.cipher.emplace(key_);
       }
-    } catch (const std::bad_alloc&) {
-      sent({base::ErrorKind::kOverloaded, "no memory to encrypt bulk"});
-      return;
+      if (track.staging.size() < chunk.size) {
+        track.staging = base::Buffer(chunk.size);
+      }
+      return track.cipher->seal(
+          tag,
+          spanOf(tag),
+          chunk,
+          track.staging.data(),
+          tags_.data() + index * crypto::kTagBytes);
+    } catch (...) {
+      return base::caught();
     }
-    if (base::Error error = lane.cipher->seal(
-            tag,
-            spanOf(tag),
-            chunk,
-            lane.staging.data(),
-            tags_.data() + index * crypto::kTagBytes)) {
-      sent(error);
-      return;
-    }
-    send(index, {lane.staging.data(), chunk.size}, sent);
   }
 
   void send(uint64_t index, base::ConstSpan bytes, const Callback& sent) {
     PullRequest pull = pull_;
     pull.tag += index;
-    inner_->send(channel_, pull, {BulkSpan{bytes}}, ended_, sent);
+    plainChunks()->send(channel_, pull, {BulkSpan{bytes}}, ended_, sent);
   }
 
-  const std::shared_ptr<const Chunks> inner_;
   base::TaskRunner& runner_;
+  const std::string key_;
   const std::shared_ptr<Channel> channel_;
   const PullRequest pull_;
   const std::function<bool()> ended_;
-  std::array<Lane, kLanes> lanes_;
+  std::array<Track, kTracks> tracks_;
   std::vector<uint8_t> tags_;
 };
 
@@ -160,24 +161,36 @@ class Opening : public std::enable_shared_from_this<Opening> {
 
  private:
   void work() {
+    try {
+      open();
+    } catch (...) {
+      fail(base::caught());
+    }
+    if (left_.fetch_sub(1) == 1) {
+      callback_(error_);
+    }
+  }
+
+  void open() {
     crypto::Cipher cipher(key_);
     for (uint64_t index = next_.fetch_add(1); index < chunks_.size();
          index = next_.fetch_add(1)) {
       const base::MutableSpan& chunk = chunks_[index];
       const uint64_t tag = firstTag_ + index;
-      base::Error error = cipher.open(
-          tag,
-          spanOf(tag),
-          {chunk.data, chunk.size},
-          tags_.data() + index * crypto::kTagBytes,
-          chunk.data);
-      if (error) {
-        std::lock_guard lock(mutex_);
-        error_ = std::move(error);
+      if (base::Error error = cipher.open(
+              tag,
+              spanOf(tag),
+              {chunk.data, chunk.size},
+              tags_.data() + index * crypto::kTagBytes,
+              chunk.data)) {
+        fail(std::move(error));
       }
     }
-    if (left_.fetch_sub(1) == 1) {
-      callback_(error_);
+  }
+
+  void fail(base::Error error) {
+    if (!failed_.exchange(true)) {
+      error_ = std::move(error);
     }
   }
 
@@ -187,20 +200,18 @@ class Opening : public std::enable_shared_from_this<Opening> {
   std::vector<uint8_t> tags_;
   const Callback callback_;
   std::atomic<uint64_t> next_{0};
-  std::atomic<uint64_t> left_{0};
-  std::mutex mutex_;
-  base::Error error_;
+  std::atomic<uint64_t> left_{0}; // threads that have not ended
+  std::atomic<bool> failed_{false};
+  base::Error error_; // the first; read when the last thread ends
 };
 
 class SealedChunks final : public Chunks {
  public:
   SealedChunks(
-      std::shared_ptr<const Chunks> inner,
       base::TaskRunner& runner,
       std::string sendKey,
       std::string receiveKey)
-      : inner_(std::move(inner)),
-        runner_(runner),
+      : runner_(runner),
         sendKey_(std::move(sendKey)),
         receiveKey_(std::move(receiveKey)) {}
 
@@ -219,7 +230,7 @@ class SealedChunks final : public Chunks {
         receiveKey_, firstTag, into, std::move(callback));
     into = toChunks(into, kSealedBytes);
     into.push_back(opening->tags());
-    return inner_->receive(
+    return plainChunks()->receive(
         channel,
         firstTag,
         std::move(into),
@@ -240,12 +251,11 @@ class SealedChunks final : public Chunks {
       std::function<bool()> ended,
       Callback callback) const override {
     std::make_shared<Sealing>(
-        inner_, runner_, sendKey_, channel, pull, std::move(ended))
+        runner_, sendKey_, channel, pull, std::move(ended))
         ->start(toChunks(spans, kSealedBytes), std::move(callback));
   }
 
  private:
-  const std::shared_ptr<const Chunks> inner_;
   base::TaskRunner& runner_;
   const std::string sendKey_;
   const std::string receiveKey_;
@@ -254,12 +264,11 @@ class SealedChunks final : public Chunks {
 } // namespace
 
 std::shared_ptr<const Chunks> sealedChunks(
-    std::shared_ptr<const Chunks> inner,
     base::TaskRunner& runner,
     std::string sendKey,
     std::string receiveKey) {
   return std::make_shared<const SealedChunks>(
-      std::move(inner), runner, std::move(sendKey), std::move(receiveKey));
+      runner, std::move(sendKey), std::move(receiveKey));
 }
 
 } // namespace torch_rpc_ext::transport::ucx::bulk

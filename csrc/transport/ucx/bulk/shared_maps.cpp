@@ -1,9 +1,9 @@
 #include "transport/ucx/bulk/shared_maps.h"
 
 #include "base/fork.h"
+#include "base/synchronized.h"
 
 #include <algorithm>
-#include <mutex>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
@@ -30,36 +30,35 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
           map.size() >= entry.size && !map.discarded();
     };
     std::vector<Idle> surplus; // unmapped after the unlock
-    std::unique_lock lock(mutex_);
-    for (const Used& used : used_) {
+    auto maps = maps_.lock();
+    for (const Used& used : maps->used) {
       if (auto users =
               fits(used.pid, *used.map) ? used.users.lock() : nullptr) {
         return users;
       }
     }
     if (const auto found = std::find_if(
-            idle_.begin(),
-            idle_.end(),
+            maps->idle.begin(),
+            maps->idle.end(),
             [&](const Idle& idle) { return fits(idle.pid, *idle.map); });
-        found != idle_.end()) {
+        found != maps->idle.end()) {
       const auto map = found->map;
-      idleBytes_ -= map->size();
-      idle_.erase(found);
-      return use(lock, pid, map);
+      maps->idleBytes -= map->size();
+      maps->idle.erase(found);
+      return use(*maps, pid, map);
     }
-    if (idle_.size() + used_.size() >= kMaxMaps) {
-      if (idle_.empty()) {
+    if (maps->idle.size() + maps->used.size() >= kMaxMaps) {
+      if (maps->idle.empty()) {
         return nullptr;
       }
-      dropOldest(lock, surplus, 1);
+      dropOldest(*maps, surplus, 1);
     }
-    lock.unlock();
+    maps.unlock();
     const auto map = SharedMap::open(pid, entry.fd, entry.region, entry.size);
     if (map == nullptr) {
       return nullptr;
     }
-    lock.lock();
-    return use(lock, pid, map);
+    return use(*maps_.lock(), pid, map);
   }
 
   // Drops the unused maps for which `unwanted` is true. Returns how many maps
@@ -67,17 +66,17 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
   template <typename Predicate>
   size_t drop(Predicate&& unwanted) {
     std::vector<Idle> surplus; // unmapped after the unlock
-    std::lock_guard lock(mutex_);
+    const auto maps = maps_.lock();
     const auto rest = std::stable_partition(
-        idle_.begin(), idle_.end(), [&](const Idle& idle) {
+        maps->idle.begin(), maps->idle.end(), [&](const Idle& idle) {
           return !unwanted(idle);
         });
-    surplus.assign(rest, idle_.end());
-    idle_.erase(rest, idle_.end());
+    surplus.assign(rest, maps->idle.end());
+    maps->idle.erase(rest, maps->idle.end());
     for (const Idle& idle : surplus) {
-      idleBytes_ -= idle.map->size();
+      maps->idleBytes -= idle.map->size();
     }
-    return idle_.size() + used_.size();
+    return maps->idle.size() + maps->used.size();
   }
 
   struct Idle {
@@ -87,57 +86,58 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
   };
 
  private:
-  using Locked = std::unique_lock<std::mutex>; // of mutex_
   struct Used {
     int32_t pid;
     const SharedMap* map; // lives until its last user has given it back
     std::weak_ptr<SharedMap> users;
   };
+  struct Maps {
+    std::vector<Idle> idle; // by age, the oldest first
+    size_t idleBytes = 0;
+    std::vector<Used> used;
+  };
 
   std::shared_ptr<SharedMap>
-  use(const Locked&, int32_t pid, const std::shared_ptr<SharedMap>& map) {
+  use(Maps& maps, int32_t pid, const std::shared_ptr<SharedMap>& map) {
     std::shared_ptr<SharedMap> users(
         map.get(), [self = shared_from_this(), pid, map](SharedMap*) {
           self->giveBack(pid, map);
         });
-    used_.push_back({pid, map.get(), users});
+    maps.used.push_back({pid, map.get(), users});
     return users;
   }
 
   void giveBack(int32_t pid, const std::shared_ptr<SharedMap>& map) {
     if (!home_.isHere()) {
-      return; // a thread of the parent may have held mutex_ at the fork
+      return; // a thread of the parent may have locked maps_ at the fork
     }
     std::vector<Idle> surplus; // unmapped after the unlock
-    std::unique_lock lock(mutex_);
+    const auto maps = maps_.lock();
     std::erase_if(
-        used_, [&map](const Used& used) { return used.map == map.get(); });
+        maps->used, [&map](const Used& used) { return used.map == map.get(); });
     if (map->discarded()) {
       return;
     }
-    idle_.push_back({pid, map, Clock::now()});
-    idleBytes_ += map->size();
+    maps->idle.push_back({pid, map, Clock::now()});
+    maps->idleBytes += map->size();
     size_t count = 0;
-    for (uint64_t left = idleBytes_; left > kMaxIdleBytes; ++count) {
-      left -= idle_[count].map->size();
+    for (uint64_t left = maps->idleBytes; left > kMaxIdleBytes; ++count) {
+      left -= maps->idle[count].map->size();
     }
-    dropOldest(lock, surplus, count);
+    dropOldest(*maps, surplus, count);
   }
 
-  void dropOldest(const Locked&, std::vector<Idle>& surplus, size_t count) {
-    const auto end = idle_.begin() + static_cast<ptrdiff_t>(count);
-    surplus.assign(idle_.begin(), end);
-    idle_.erase(idle_.begin(), end);
+  static void dropOldest(Maps& maps, std::vector<Idle>& surplus, size_t count) {
+    const auto end = maps.idle.begin() + static_cast<ptrdiff_t>(count);
+    surplus.assign(maps.idle.begin(), end);
+    maps.idle.erase(maps.idle.begin(), end);
     for (const Idle& idle : surplus) {
-      idleBytes_ -= idle.map->size();
+      maps.idleBytes -= idle.map->size();
     }
   }
 
   const base::HomeProcess home_;
-  std::mutex mutex_;
-  std::vector<Idle> idle_; // by age, the oldest first
-  size_t idleBytes_ = 0;
-  std::vector<Used> used_;
+  base::Synchronized<Maps> maps_;
 };
 
 SharedMaps::SharedMaps() : state_(std::make_shared<State>()) {}

@@ -58,7 +58,7 @@ class Transfers {
 
   // The connection is over. Passes the callbacks of transfers that the peer may
   // still be reading to `hold`, too; a null `hold` means that the peer cannot
-  // be reading. All callbacks fire with `error`, once UCX does not read the
+  // be reading. All callbacks fire with `error`, once no channel reads the
   // memory any more.
   void fail(
       Locked&,

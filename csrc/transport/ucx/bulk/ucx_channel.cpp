@@ -3,9 +3,28 @@
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
 
-#include <algorithm>
+#include <chrono>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
+
+namespace {
+
+// How long stop() waits for what is under way, and then for UCX to end what is
+// still under way when its endpoints are closed.
+constexpr std::chrono::milliseconds kDrainTime{200};
+constexpr std::chrono::milliseconds kEndTime{50};
+
+void closeNow(BulkLocked&, ucp_ep_h endpoint) {
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  params.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  void* request = ucp_ep_close_nbx(endpoint, &params);
+  if (UCS_PTR_IS_PTR(request)) {
+    ucp_request_free(request);
+  }
+}
+
+} // namespace
 
 struct UcxChannel::Group {
   UcxChannel* channel = nullptr;
@@ -73,7 +92,7 @@ uint64_t UcxChannel::receive(
     group->firstTag = tag;
     group->chunks = std::move(chunks);
     if (stopped_) {
-      group->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+      group->error = transportEnded();
       group->chunks.clear();
     }
     Group* raw = group.get();
@@ -142,7 +161,7 @@ void UcxChannel::send(
     raw->callback = std::move(callback);
     raw->left = 1;
     if (self->stopped_) {
-      raw->error = {base::ErrorKind::kShutDown, "the transport has ended"};
+      raw->error = transportEnded();
     }
     self->groups_.emplace(raw->id, std::move(group));
     ucp_ep_h endpoint =
@@ -173,27 +192,22 @@ void UcxChannel::send(
 }
 
 void UcxChannel::stop() {
-  worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 200);
-  worker_->runLocked([&](BulkLocked&) {
-    for (auto& [address, endpoint] : endpoints_) {
-      ucp_request_param_t params{};
-      params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-      params.flags = UCP_EP_CLOSE_FLAG_FORCE;
-      void* request = ucp_ep_close_nbx(endpoint, &params);
-      if (UCS_PTR_IS_PTR(request)) {
-        ucp_request_free(request);
-      }
+  const auto isIdle = [this](BulkLocked&) { return groups_.empty(); };
+  worker_->progressUntil(isIdle, kDrainTime);
+  worker_->runLocked([&](BulkLocked& locked) {
+    for (const auto& [address, endpoint] : endpoints_) {
+      closeNow(locked, endpoint);
     }
     endpoints_.clear();
   });
-  worker_->progressUntil([this](BulkLocked&) { return groups_.empty(); }, 50);
+  worker_->progressUntil(isIdle, kEndTime);
   worker_->runLocked([&](BulkLocked& locked) {
     stopped_ = true;
     // UCX has not ended these groups yet. Their callbacks fire now, because
     // their owners must not wait for UCX.
     for (auto& [id, group] : groups_) {
       locked.defer([callback = std::exchange(group->callback, nullptr)] {
-        callback({base::ErrorKind::kShutDown, "the transport has ended"});
+        callback(transportEnded());
       });
     }
   });
@@ -233,15 +247,7 @@ void UcxChannel::dropEndpoint(
   // a new endpoint.
   std::erase_if(
       endpoints_, [ep](const auto& entry) { return entry.second == ep; });
-  locked.postAfter([ep](BulkLocked&) {
-    ucp_request_param_t params{};
-    params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-    params.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    void* request = ucp_ep_close_nbx(ep, &params);
-    if (UCS_PTR_IS_PTR(request)) {
-      ucp_request_free(request);
-    }
-  });
+  locked.postAfter([ep](BulkLocked& after) { closeNow(after, ep); });
 }
 
 void UcxChannel::chunkArrived(

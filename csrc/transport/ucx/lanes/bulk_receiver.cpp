@@ -2,11 +2,11 @@
 
 #include "crypto/crypto.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -18,12 +18,17 @@ namespace {
 // more, the oldest of them is closed: a sender says its Hello at once.
 constexpr size_t kMaxUnknown = 256;
 
+base::Descriptor openSpare() {
+  return base::Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+}
+
 } // namespace
 
 BulkReceiver::BulkReceiver(Options options, std::shared_ptr<base::Gate> gate)
     : options_(std::move(options)),
       key_(crypto::randomBytes(kKeyBytes)),
       dropped_(kPieceBytes),
+      spare_(openSpare()),
       set_(
           std::make_shared<LaneSet>(
               std::move(gate),
@@ -47,15 +52,17 @@ base::Result<std::string> BulkReceiver::addressAt(
         address.endpoints.push_back(known->second.second);
         continue;
       }
-      auto made = stopped_
-          ? base::Error{base::ErrorKind::kShutDown, "the transport has ended"}
-          : listenAt(ip, options_.ports);
+      auto made = stopped_ ? transportEnded() : listenAt(ip, options_.ports);
       if (!made.ok()) {
         failure = made.error();
         continue;
       }
       const uint64_t id = nextId_++;
-      set_->add(locked, made.value().first.fd(), id, EPOLLIN);
+      if (base::Error error =
+              set_->add(locked, made.value().first.fd(), id, EPOLLIN)) {
+        failure = std::move(error);
+        continue;
+      }
       address.endpoints.push_back(made.value().second);
       listeners_.emplace(id, std::move(made.value()));
     }
@@ -89,9 +96,7 @@ uint64_t BulkReceiver::receive(
       }
     }
     if (stopped_) {
-      end(locked,
-          group,
-          {base::ErrorKind::kShutDown, "the transport has ended"});
+      end(locked, group, transportEnded());
     } else if (group->left == 0) {
       end(locked, group, {});
     }
@@ -127,9 +132,7 @@ void BulkReceiver::stop() {
     lanes_.clear();
     listeners_.clear();
     while (!groups_.empty()) {
-      end(locked,
-          std::shared_ptr(groups_.begin()->second),
-          {base::ErrorKind::kShutDown, "the transport has ended"});
+      end(locked, std::shared_ptr(groups_.begin()->second), transportEnded());
     }
   });
   set_->join();
@@ -162,6 +165,9 @@ void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
 void BulkReceiver::accept(Locked& locked, const Socket& listener) {
   Socket socket = acceptFrom(listener);
   if (socket.fd() < 0) {
+    if (errno == EMFILE || errno == ENFILE) {
+      acceptAndClose(locked, listener);
+    }
     return;
   }
   if (unknown_.size() >= kMaxUnknown) {
@@ -173,9 +179,26 @@ void BulkReceiver::accept(Locked& locked, const Socket& listener) {
   }
   setUp(socket, options_.keepaliveSeconds);
   const uint64_t id = nextId_++;
-  set_->add(locked, socket.fd(), id, EPOLLIN);
+  if (const base::Error error = set_->add(locked, socket.fd(), id, EPOLLIN)) {
+    strangers_(
+        base::LogLevel::kWarning,
+        "closed a connection for large tensors: " + error.message);
+    return;
+  }
   lanes_.emplace(id, Lane{.id = id, .socket = std::move(socket)});
   unknown_.push_back(id);
+}
+
+// This process has no descriptor left for the connection that waits. If the
+// connection went on waiting, the listener would wake the thread all the time,
+// and the sender would not hear that it has to give up.
+void BulkReceiver::acceptAndClose(Locked&, const Socket& listener) {
+  spare_ = base::Descriptor();
+  acceptFrom(listener);
+  spare_ = openSpare();
+  strangers_(
+      base::LogLevel::kWarning,
+      "closed a connection for large tensors: too many open files");
 }
 
 void BulkReceiver::drop(Locked& locked, uint64_t id) {

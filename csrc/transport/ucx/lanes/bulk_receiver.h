@@ -1,6 +1,7 @@
 #pragma once
 
 #include "base/buffer.h"
+#include "base/descriptor.h"
 #include "base/error.h"
 #include "base/gate.h"
 #include "base/log.h"
@@ -24,11 +25,12 @@ struct Options {
   double keepaliveSeconds = 2.0;
 };
 
-// Receives bulk over lanes (wire.h), straight into its final memory. Bulk is
-// expected before it is asked for: a receive() has the tags that its chunks
-// will come with, and what comes with another tag is dropped.
+// Receives bulk over lanes (wire.h), straight into its final memory. Each
+// receive() names the tags that its chunks will come with, and is called before
+// the sender is asked for the chunks. What comes with any other tag is dropped.
 //
-// Owns: the listening sockets, the lanes that senders have opened.
+// Owns: the listening sockets, the lanes that senders have opened, a spare
+//   descriptor.
 // Thread: any.
 class BulkReceiver {
  public:
@@ -82,8 +84,9 @@ class BulkReceiver {
 
   void handle(Locked& locked, uint64_t id, uint32_t events);
   void accept(Locked& locked, const Socket& listener);
+  void acceptAndClose(Locked&, const Socket& listener);
   bool readHello(Lane& lane);
-  // False if the lane has ended or has to.
+  // False if the lane has ended or must end.
   bool readPiece(Locked& locked, Lane& lane);
   bool takeHeader(Lane& lane);
   void pieceDone(Locked& locked, Lane& lane);
@@ -105,7 +108,8 @@ class BulkReceiver {
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   uint64_t nextId_ = 1;
   bool stopped_ = false;
-  base::Buffer dropped_; // where bytes go that nobody expects
+  base::Buffer dropped_; // takes the bytes that nobody expects
+  base::Descriptor spare_; // for acceptAndClose()
 
   const std::shared_ptr<LaneSet> set_; // last: it calls this object
 };

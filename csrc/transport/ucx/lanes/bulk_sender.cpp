@@ -8,27 +8,23 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
-// Lanes to one receiver. Four are as fast as eight or sixteen where nothing
-// else happens, eight where the cores are shared.
+// The most lanes to one receiver. Four lanes are as fast as eight or sixteen on
+// an idle machine; eight are as fast as sixteen where other work shares the
+// cores.
 constexpr size_t kMaxLanes = 8;
-// Of all receivers together: each lane is a descriptor here and one there.
-// Beyond this number a receiver has one lane.
+// The most lanes to all receivers together, because each lane takes a
+// descriptor at both ends. Beyond this number a receiver gets only one lane.
 constexpr size_t kMaxLanesInAll = 128;
-// The fastest link for which the lanes have windows: 100 Gb/s. What is under
-// way on all lanes of a receiver fills such a link for one round trip.
+// The windows are made for links of up to 100 Gb/s: what is under way on all
+// lanes to a receiver fills such a link for one round trip.
 constexpr uint64_t kBytesPerMicrosecond = 12'500;
 constexpr size_t kMaxWindow = 64;
-
-base::Error shutDown() {
-  return {base::ErrorKind::kShutDown, "the transport has ended"};
-}
 
 } // namespace
 
@@ -44,24 +40,21 @@ BulkSender::BulkSender(
               },
               [this](Locked& locked) { return work(locked); })) {}
 
-uint64_t BulkSender::send(
+void BulkSender::send(
     const std::string& address,
     uint64_t tag,
     std::vector<base::ConstSpan> chunks,
     Callback callback) {
-  uint64_t id = 0;
   set_->run([&](Locked& locked) {
-    id = nextId_++;
-    auto group = std::make_shared<Group>();
-    group->id = id;
+    const auto group = std::make_shared<Group>();
     group->callback = std::move(callback);
-    groups_.emplace(id, group);
+    groups_.insert(group);
     auto& receiver = receivers_[address];
     if (receiver == nullptr) {
       auto parsed = parseAddress(address);
       if (stopped_ || !parsed.ok()) {
         receivers_.erase(address);
-        end(locked, group, stopped_ ? shutDown() : parsed.error());
+        end(locked, group, stopped_ ? transportEnded() : parsed.error());
         return;
       }
       receiver = std::make_unique<Receiver>();
@@ -85,17 +78,6 @@ uint64_t BulkSender::send(
     feed(locked, *receiver);
   });
   set_->workSoon();
-  return id;
-}
-
-void BulkSender::cancel(uint64_t id, const base::Error& why) {
-  set_->run([&](Locked& locked) {
-    const auto found = groups_.find(id);
-    if (found == groups_.end()) {
-      return;
-    }
-    abort(locked, std::shared_ptr(found->second), why);
-  });
 }
 
 void BulkSender::stop() {
@@ -106,7 +88,7 @@ void BulkSender::stop() {
     lanes_.clear();
     receivers_.clear();
     while (!groups_.empty()) {
-      end(locked, std::shared_ptr(groups_.begin()->second), shutDown());
+      end(locked, std::shared_ptr(*groups_.begin()), transportEnded());
     }
   });
   set_->join();
@@ -166,7 +148,10 @@ base::Error BulkSender::openLane(Locked& locked, Receiver& receiver) {
   }
   setUp(socket.value(), keepaliveSeconds_);
   const uint64_t id = nextId_++;
-  set_->add(locked, socket.value().fd(), id, EPOLLOUT);
+  if (base::Error error =
+          set_->add(locked, socket.value().fd(), id, EPOLLOUT)) {
+    return error;
+  }
   lanes_.emplace(
       id,
       Lane{
@@ -301,7 +286,7 @@ bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
   for (ssize_t i = 0; i < got; ++i) {
     const auto group = std::move(lane.untaken.front().group);
     lane.untaken.pop_front();
-    if (--group->left == 0 && groups_.contains(group->id)) {
+    if (--group->left == 0 && groups_.contains(group)) {
       end(locked, group, {});
     }
   }
@@ -365,7 +350,7 @@ void BulkSender::abort(
     Locked& locked,
     const std::shared_ptr<Group>& group,
     const base::Error& why) {
-  if (!groups_.contains(group->id)) {
+  if (!groups_.contains(group)) {
     return;
   }
   end(locked, group, why);
@@ -395,7 +380,7 @@ void BulkSender::end(
     Locked& locked,
     const std::shared_ptr<Group>& group,
     base::Error error) {
-  groups_.erase(group->id);
+  groups_.erase(group);
   locked.defer([callback = std::move(group->callback),
                 error = std::move(error)] { callback(error); });
 }

@@ -14,31 +14,29 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 
-// Sends bulk over lanes (wire.h), straight from where it lies. Lanes to a
-// receiver are opened when there is more to send than those that are open can
-// take, and stay open.
+// Sends bulk over lanes (wire.h), straight from where it lies. When there is
+// more to send to a receiver than the open lanes can take, further lanes are
+// opened. They stay open.
 //
-// Owns: the lanes, and what is to be sent; not the bytes.
+// Owns: the lanes, and the list of pieces that are to be sent; not their bytes.
 // Thread: any.
 class BulkSender {
  public:
   BulkSender(double keepaliveSeconds, std::shared_ptr<base::Gate> gate);
 
   // Sends chunks to the BulkReceiver at `address`, with the tags `tag`, `tag` +
-  // 1, and so on. Returns an id for cancel(). The callback fires when the
-  // receiver has taken all of them, or with an error when no byte of them is
-  // read here any more.
-  uint64_t send(
+  // 1, and so on. The callback fires when the receiver has taken all chunks, or
+  // with an error when no byte of them is read here any more.
+  void send(
       const std::string& address,
       uint64_t tag,
       std::vector<base::ConstSpan> chunks,
       Callback callback);
-  // Ends a send() with an error, unless it has ended.
-  void cancel(uint64_t id, const base::Error& why);
 
   // Ends all sends.
   void stop();
@@ -47,7 +45,6 @@ class BulkSender {
   using Locked = LaneSet::Locked;
   // One send().
   struct Group {
-    uint64_t id = 0;
     size_t left = 0; // pieces that the receiver has not taken
     Callback callback;
   };
@@ -60,14 +57,14 @@ class BulkSender {
   struct Lane {
     uint64_t id = 0;
     Receiver* receiver = nullptr;
-    size_t endpoint = 0; // of the receiver's, which the lane goes to
+    size_t endpoint = 0; // index of the receiver's endpoint, for errors
     Socket socket;
     bool isOpen = false;
     bool isBlocked = false; // waits until the socket has room
     bool isQueued = false; // in writable_
     size_t helloLeft = sizeof(Hello);
-    std::optional<Piece> piece = {}; // that is being written
-    size_t written = 0; // bytes of it, the header included
+    std::optional<Piece> piece = {}; // the piece that is being written
+    size_t written = 0; // bytes of `piece` and of its header, so far
     std::deque<Piece> untaken = {}; // written, and not yet answered
     size_t window = 1; // most pieces without an answer
   };
@@ -104,7 +101,7 @@ class BulkSender {
   std::unordered_map<std::string, std::unique_ptr<Receiver>> receivers_;
   std::unordered_map<uint64_t, Lane> lanes_;
   std::deque<uint64_t> writable_; // lanes that have a piece and are not blocked
-  std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  std::unordered_set<std::shared_ptr<Group>> groups_; // that have not ended
   uint64_t nextId_ = 1;
   bool stopped_ = false;
 

@@ -1,48 +1,24 @@
 #include "transport/ucx/lanes/lane_set.h"
 
-#include "base/boundary.h"
 #include "base/short_time_slices.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <system_error>
 #include <utility>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
-// How often in a row one piece of work may throw. It is tried again, because no
-// event would come for it.
+// After so many exceptions in a row the thread waits for the next event. Until
+// then it tries again, because no event would come for the work that threw.
 constexpr int kMostFailures = 3;
 
-constexpr uint64_t kWakeId = 0; // of the eventfd; sockets have others
-
-int makeEpoll() {
-  const int fd = ::epoll_create1(EPOLL_CLOEXEC);
-  if (fd < 0) {
-    throw std::system_error(errno, std::generic_category(), "epoll_create1");
-  }
-  return fd;
-}
-
-int makeEvent() {
-  const int fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (fd < 0) {
-    throw std::system_error(errno, std::generic_category(), "eventfd");
-  }
-  return fd;
-}
+constexpr uint64_t kWakeId = 0; // of wakeEvent_; sockets have others
 
 void control(int epoll, int operation, int fd, uint64_t id, uint32_t events) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = id;
-  if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
-    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
-  }
+  base::checked(::epoll_ctl(epoll, operation, fd, &event), "epoll_ctl");
 }
 
 } // namespace
@@ -51,49 +27,43 @@ LaneSet::LaneSet(std::shared_ptr<base::Gate> gate, Handle handle, Work work)
     : gate_(std::move(gate)),
       handle_(std::move(handle)),
       work_(std::move(work)),
-      epollFd_(makeEpoll()),
-      wakeFd_(makeEvent()) {
-  control(epollFd_, EPOLL_CTL_ADD, wakeFd_, kWakeId, EPOLLIN);
+      epoll_(base::checked(::epoll_create1(EPOLL_CLOEXEC), "epoll_create1")) {
+  control(epoll_.fd(), EPOLL_CTL_ADD, wakeEvent_.fd(), kWakeId, EPOLLIN);
 }
 
-LaneSet::~LaneSet() {
-  ::close(epollFd_);
-  ::close(wakeFd_);
-}
-
-void LaneSet::add(Locked&, int fd, uint64_t id, uint32_t events) {
-  control(epollFd_, EPOLL_CTL_ADD, fd, id, events);
-  if (!thread_.joinable() && !stopped_) {
-    thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+base::Error LaneSet::add(Locked&, int fd, uint64_t id, uint32_t events) {
+  try {
+    control(epoll_.fd(), EPOLL_CTL_ADD, fd, id, events);
+    if (!thread_.joinable() && !stopped_) {
+      thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+    }
+    return {};
+  } catch (...) {
+    return base::caught();
   }
 }
 
 void LaneSet::change(Locked&, int fd, uint64_t id, uint32_t events) {
-  control(epollFd_, EPOLL_CTL_MOD, fd, id, events);
+  control(epoll_.fd(), EPOLL_CTL_MOD, fd, id, events);
 }
 
 void LaneSet::remove(Locked&, int fd) {
-  ::epoll_ctl(epollFd_, EPOLL_CTL_DEL, fd, nullptr);
+  ::epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
 void LaneSet::workSoon() {
   if (!wakes_.exchange(true)) {
-    wake();
+    wakeEvent_.raise();
   }
-}
-
-void LaneSet::wake() {
-  const uint64_t one = 1;
-  (void)!::write(wakeFd_, &one, sizeof(one));
 }
 
 void LaneSet::serve() {
   base::ShortTimeSlices slices;
   bool stopped = false;
   while (!stopped) {
-    // The event stays, and is handled by serveOne().
+    // This only waits: serveOne() takes the event again, and handles it.
     epoll_event event{};
-    ::epoll_wait(epollFd_, &event, 1, /*timeout=*/-1);
+    ::epoll_wait(epoll_.fd(), &event, 1, /*timeout=*/-1);
     const base::Gate::Inside inside(*gate_);
     int failures = 0;
     for (bool more = true; more; slices.yield()) {
@@ -116,14 +86,13 @@ bool LaneSet::serveOne(Locked& locked) {
     return true;
   }
   epoll_event event{};
-  if (::epoll_wait(epollFd_, &event, 1, /*timeout=*/0) != 1) {
+  if (::epoll_wait(epoll_.fd(), &event, 1, /*timeout=*/0) != 1) {
     return false;
   }
   if (event.data.u64 == kWakeId) {
-    uint64_t count = 0;
-    (void)!::read(wakeFd_, &count, sizeof(count));
-    // From now on there is a new event for new work, and the next call sees the
-    // work that came before.
+    wakeEvent_.take();
+    // From now on workSoon() raises a new event. Work that was there before is
+    // seen by the next call of work_.
     wakes_.store(false);
   } else {
     handle_(locked, event.data.u64, event.events);
@@ -133,7 +102,7 @@ bool LaneSet::serveOne(Locked& locked) {
 
 void LaneSet::stop(Locked&) {
   stopped_ = true;
-  wake();
+  wakeEvent_.raise();
 }
 
 void LaneSet::join() {

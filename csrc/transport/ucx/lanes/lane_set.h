@@ -1,6 +1,9 @@
 #pragma once
 
 #include "base/boundary.h"
+#include "base/descriptor.h"
+#include "base/error.h"
+#include "base/event_fd.h"
 #include "base/gate.h"
 
 #include <sys/epoll.h>
@@ -15,10 +18,11 @@
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 
-// Sockets whose events one thread handles, a piece of bulk at a time. In
-// between, a thread that waits for the same core may run. The thread is not one
-// of the pool, because events come in rows, and to wake a thread of the pool by
-// way of the Poller takes two switches between threads for each of them.
+// Sockets whose events one thread handles. The thread moves a piece of bulk at
+// a time, and in between lets other threads run that wait for its core. The
+// thread is not one of the pool, because one event soon follows another, and to
+// wake a thread of the pool by way of the Poller takes two switches between
+// threads for each event.
 //
 // Owns: the thread, which starts with the first socket; an epoll descriptor.
 // Thread: any.
@@ -41,11 +45,11 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
 
   // Handles one event, moving at most one piece.
   using Handle = std::function<void(Locked&, uint64_t id, uint32_t events)>;
-  // Does one piece of work that waits for no event. False if there is none.
+  // Does one piece of work that waits for no event. False if there is no such
+  // work.
   using Work = std::function<bool(Locked&)>;
 
   LaneSet(std::shared_ptr<base::Gate> gate, Handle handle, Work work);
-  ~LaneSet();
   LaneSet(const LaneSet&) = delete;
   LaneSet& operator=(const LaneSet&) = delete;
 
@@ -63,13 +67,14 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
     }
   }
 
-  void add(Locked& locked, int fd, uint64_t id, uint32_t events);
+  // After an error the caller closes the socket.
+  base::Error add(Locked& locked, int fd, uint64_t id, uint32_t events);
   void change(Locked&, int fd, uint64_t id, uint32_t events);
   // To be called before the socket is closed.
   void remove(Locked&, int fd);
   // Makes the thread do the work that waits for no event.
   void workSoon();
-  // No event is handled any more, and no work is done.
+  // From now on no event is handled, and no work is done.
   void stop(Locked&);
   // To be called after stop(), and without the lock: waits for the thread,
   // unless this is the thread.
@@ -78,14 +83,13 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
  private:
   void serve();
   bool serveOne(Locked& locked);
-  void wake();
 
   const std::shared_ptr<base::Gate> gate_;
   const Handle handle_;
   const Work work_;
-  const int epollFd_;
-  const int wakeFd_; // an eventfd
-  std::atomic<bool> wakes_{false}; // the eventfd will wake the thread
+  const base::Descriptor epoll_;
+  base::EventFd wakeEvent_;
+  std::atomic<bool> wakes_{false}; // wakeEvent_ will wake the thread
   std::mutex mutex_;
   std::thread thread_;
   bool stopped_ = false;

@@ -7,18 +7,16 @@
 // <netinet/tcp.h> lacks tcpi_min_rtt.
 #include <linux/tcp.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
-// Connections that have not been accepted yet.
+// How many connections may wait to be accepted.
 constexpr int kBacklog = 128;
 constexpr size_t kMaxEndpoints = 16;
 constexpr size_t kMaxIpBytes = 64;
@@ -132,12 +130,6 @@ base::Result<Address> parseAddress(std::string_view bytes) {
   }
   return address.endpoints.empty() ? base::Result<Address>(invalid)
                                    : base::Result<Address>(std::move(address));
-}
-
-Socket::~Socket() {
-  if (fd_ >= 0) {
-    ::close(fd_);
-  }
 }
 
 base::Result<std::pair<Socket, Endpoint>> listenAt(

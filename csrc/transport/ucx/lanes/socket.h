@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/descriptor.h"
 #include "base/error.h"
 
 #include <cstdint>
@@ -30,34 +31,15 @@ std::string encode(const Address& address);
 base::Result<Address> parseAddress(std::string_view bytes);
 
 // A socket that does not block.
-//
-// Owns: the descriptor.
-class Socket {
- public:
-  Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Socket();
-
-  int fd() const {
-    return fd_;
-  }
-
- private:
-  int fd_ = -1;
-};
+using Socket = base::Descriptor;
 
 // Listens at a local address, on one of the ports from first to last, or on any
 // port if `ports` is {0, 0}.
 base::Result<std::pair<Socket, Endpoint>> listenAt(
     const std::string& ip,
     std::pair<uint16_t, uint16_t> ports);
-// The next connection that waits; a Socket without a descriptor if there is
-// none.
+// The next connection that waits; a Socket without a descriptor, and a reason
+// in errno, if there is none.
 Socket acceptFrom(const Socket& listener);
 // Begins to connect: the socket becomes writable when the connection is open or
 // has failed.
@@ -66,8 +48,8 @@ base::Result<Socket> connectTo(const Endpoint& endpoint);
 // Lets the kernel notice within `seconds` that the other host is gone, and send
 // small messages at once.
 void setUp(const Socket& socket, double seconds);
-// Why the socket broke; what `error` (of errno) says if the kernel says
-// nothing.
+// Why the socket broke, as the kernel says; if the kernel says nothing, what
+// `error` means, which is a value of errno.
 base::Error brokenBecause(const Socket& socket, int error);
 // The shortest round trip that the kernel has seen; 0 if it does not say.
 uint32_t roundTripMicroseconds(const Socket& socket);

@@ -5,18 +5,18 @@
 //
 // The sender begins a lane with a Hello, and then sends pieces: a PieceHeader,
 // and the bytes. The receiver answers each piece with one byte once it has
-// taken the piece out of the socket. A sender has only so many pieces without
-// that answer under way on a lane that they fit into the lane's buffers: the
-// kernel then moves them three times as fast as a stream that is always full,
-// in which both sides wake up for every few packets and wait for each other's
-// lock on the socket (docs/decisions/0030-lanes.md).
+// taken the piece out of the socket. A sender limits the unanswered pieces of a
+// lane, so that they fit into the lane's buffers: the kernel then moves them
+// three times as fast as a stream that is always full, in which both sides wake
+// up for every few packets and wait for each other's lock on the socket
+// (docs/decisions/0030-lanes.md).
 //
-// What arrives is a stranger's until the Hello is right: it names the key,
-// which the receiver has given to its peers over their own connections.
+// Whoever connects is a stranger until the Hello is right: the Hello contains
+// the receiver's key, which the receiver has told its peers over their own
+// connections.
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
 

@@ -1,14 +1,14 @@
-// _C.cuda: driver, CUDA IPC and launches, for tests only.
+// native.cuda: the driver, CUDA IPC and launches of kernels.
 
+#include "base/bytes.h"
 #include "bindings/ptx_source.h"
 #include "cuda/driver.h"
 #include "cuda/ipc_export.h"
 #include "cuda/ipc_import.h"
 #include "cuda/kernels.h"
 #include "cuda/probe.h"
+#include "native.h"
 
-// pybind11 without torch's headers, which this file does not need.
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@
 #include <tuple>
 #include <vector>
 
-namespace torch_rpc_ext::bindings {
+namespace torch_rpc_ext::native {
 
 namespace py = pybind11;
 using DriverPtr = std::shared_ptr<cuda::Driver>;
@@ -27,32 +27,13 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 namespace {
 
-[[noreturn]] void raise(const base::Error& error) {
-  throw py::value_error(
-      std::string(base::toString(error.kind)) + ": " + error.message);
-}
-
-void check(const base::Error& error) {
-  if (error) {
-    raise(error);
-  }
-}
-
-template <typename T>
-T unwrap(base::Result<T> result) {
-  if (!result.ok()) {
-    raise(result.error());
-  }
-  return std::move(result.value());
-}
-
 // Converts a value to its bytes on the wire, and back.
 template <typename T>
 py::bytes toWire(const T& value, size_t size) {
   base::Buffer buffer(size);
   base::ByteWriter writer(buffer);
   value.write(writer);
-  return {reinterpret_cast<const char*>(buffer.data()), buffer.size()};
+  return toBytes(buffer.data(), buffer.size());
 }
 
 template <typename T>
@@ -79,12 +60,11 @@ void bindDriver(py::module_& m) {
       .def_property_readonly(
           "uuid",
           [](const cuda::Device& self) {
-            return py::bytes(self.uuid.bytes.data(), self.uuid.bytes.size());
+            return toBytes(self.uuid.bytes.data(), self.uuid.bytes.size());
           })
       .def_readonly("is_mig", &cuda::Device::isMig)
       .def_readonly("major", &cuda::Device::major)
-      .def_readonly("minor", &cuda::Device::minor)
-      .def_readonly("has_ipc_events", &cuda::Device::hasIpcEvents);
+      .def_readonly("minor", &cuda::Device::minor);
   py::class_<cuda::Driver, DriverPtr>(m, "Driver")
       .def_property_readonly("version", &cuda::Driver::version)
       .def_property_readonly("devices", &cuda::Driver::devices);
@@ -147,8 +127,7 @@ void bindExport(py::module_& m) {
           "handle",
           [](const PyEvent& self) {
             const auto& bytes = self.event->handle().bytes;
-            return py::bytes(
-                reinterpret_cast<const char*>(bytes.data()), bytes.size());
+            return toBytes(bytes.data(), bytes.size());
           })
       .def("release", [](PyEvent& self) { self.event.reset(); });
   py::class_<cuda::EventPool>(m, "EventPool")
@@ -348,7 +327,7 @@ void bindKernels(py::module_& m) {
   using cuda::Kernels;
   py::class_<Kernels>(m, "Kernels")
       .def(py::init([](const DriverPtr& driver) {
-        return std::make_unique<Kernels>(driver, pythonPtxSource());
+        return std::make_unique<Kernels>(driver, bindings::pythonPtxSource());
       }))
       .def(
           "prepare",
@@ -436,7 +415,7 @@ void bindKernels(py::module_& m) {
 } // namespace
 
 void bindCuda(py::module_& parent) {
-  py::module_ m = parent.def_submodule("cuda", "For tests only.");
+  py::module_ m = parent.def_submodule("cuda");
   bindDriver(m);
   bindExport(m);
   bindImport(m);
@@ -444,4 +423,4 @@ void bindCuda(py::module_& parent) {
   bindKernels(m);
 }
 
-} // namespace torch_rpc_ext::bindings
+} // namespace torch_rpc_ext::native

@@ -1,0 +1,16 @@
+"""Types of base.cpp."""
+
+from typing_extensions import Buffer
+
+def checksum(bytes: Buffer) -> int: ...
+
+# The next time that this process crosses the boundary, it throws std::bad_alloc or c10::Error. The
+# names are those of toString() in csrc/base/boundary.cpp.
+def throw_at(where: str, out_of_memory: bool) -> None: ...
+
+# Whether what throw_at() ordered has not been thrown yet.
+def is_pending() -> bool: ...
+def stop_throwing() -> None: ...
+
+# name of a boundary -> how often it was crossed between throw_at() and stop_throwing()
+def crossed() -> dict[str, int]: ...
