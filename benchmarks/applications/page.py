@@ -106,9 +106,10 @@ def _machine(machine: Mapping[str, Any]) -> str:
         if share >= _LOADED
         else ""
     )
-    names = " and ".join(APPLICATIONS[name].title for name in machine["applications"])
+    names = [APPLICATIONS[name].title for name in machine["applications"]]
+    named = "All" if len(names) == len(APPLICATIONS) else "; ".join(names)
     return (
-        f"{names}: measured on {machine['time'][:10]}, revision `{machine['revision']}`, with "
+        f"{named}: measured on {machine['time'][:10]}, revision `{machine['revision']}`, with "
         f"{machine['cores']} cores ({machine['cpu']}), torch {machine['torch']}, UCX "
         f"{machine['ucx']}; the run took {machine.get('seconds', 0) / 60:.0f} minutes.{loaded}"
     )

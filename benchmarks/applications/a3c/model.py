@@ -171,6 +171,7 @@ class Learner:
             "bytes": [float(sum(one.numel() * one.itemsize for one in self.parameters))],
             "steps": [float(steps)],
             "seconds": [seconds],
+            "speed": [steps / seconds],
             "reward": [self.reward()],
             "checksum": [checksum],
         }

@@ -38,6 +38,10 @@ asked again in the same round, and the round counts all eight. Another client le
 a later round, and the rest goes on without it. The weights at the end are those of a run in one
 process from which nobody but that one client is missing.
 
+A round's time is the median of all rounds. The first one connects all, and its memory is new to the
+process, often to the virtual machine too: it takes up to twice as long as the others, whatever the
+way. That is a part of "all rounds".
+
 What differs from the paper: there the clients are machines of their own, so that their computing
 takes no time from each other and from the network; here nine processes, nine network stacks and the
 switch share the cores of one host, and where these are few, they and not the link set the pace at
