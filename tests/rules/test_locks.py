@@ -1,4 +1,5 @@
-"""The lock of a UCX worker is a type: what needs it takes the token, and no comment says so."""
+"""Locks are types: what needs the lock of a UCX worker takes its token, and other state that threads
+share is inside of a base::Synchronized."""
 
 from __future__ import annotations
 
@@ -20,6 +21,14 @@ STORED = re.compile(
 )
 #: Makes the token, and says what the lock is.
 WORKER = "worker.h"
+MUTEX = re.compile(r"\bstd::\w*mutex\s+\w+\s*[;{=]")
+#: Files with a mutex of their own -> why the mutex is not in a Synchronized.
+WITH_MUTEX = {
+    "base/synchronized.h": "the Synchronized itself",
+    "transport/ucx/worker.h": "its token is Locked: the lock guards UCX and all connections",
+    "transport/ucx/lanes/lane_set.h": "its token is Locked: the lock guards two classes' state",
+    "memory/shared_map.cpp": "one handler of fork() locks it, another one unlocks it",
+}
 
 
 def sources() -> list[Path]:
@@ -30,6 +39,18 @@ def test_no_comment_stands_for_the_token() -> None:
     for path in sources():
         if path.name != WORKER:
             assert not COMMENT.search(path.read_text()), path.name
+
+
+def test_a_mutex_and_what_it_guards_are_one_value() -> None:
+    files = [path for path in CSRC.rglob("*.[ch]*") if MUTEX.search(path.read_text())]
+    assert {str(path.relative_to(CSRC)) for path in files} == set(WITH_MUTEX)
+
+
+@pytest.mark.parametrize(
+    "text", ["  std::mutex mutex_;", "mutable std::shared_mutex lock_;", "static std::mutex m{};"]
+)
+def test_the_rule_finds_a_mutex(text: str) -> None:
+    assert MUTEX.search(text)
 
 
 def stored(text: str) -> list[str]:
