@@ -3,12 +3,13 @@
 //   false_member NAME WHAT ADDRESS
 //
 // ADDRESS, in hex, is that of the other member, a worker. WHAT is
-//   "short answer"   to each report of the worker at the end of the group
 //   "lost report"    a report whose payload is bulk that cannot be fetched
 //   "lost offer"     an offer of CUDA IPC with such a payload
+//   "short answer"   a lost offer, then such an answer to each report of the
+//                    worker at the end of the group
 //
-// Prints "ready" once it has connected, and its own message, if there is one,
-// has failed; then what else happens. Ends when its standard input does.
+// Prints "ready" once its own message has failed; then what else happens. Ends
+// when its standard input does.
 
 #include "agent/executor.h"
 #include "agent/hello.h"
@@ -145,11 +146,9 @@ int main(int count, char** arguments) {
   const auto connection =
       context->connect(fromHex(arguments[3]), member.introduction());
   waitFor(member.connected, "the worker accepts the connection");
-  if (what == "lost report") {
-    sendLost(*connection, kBarrierRequestType);
-  } else if (what == "lost offer") {
-    sendLost(*connection, kIpcType);
-  }
+  // In every case, because the worker has the connection for sure only once it
+  // has received a message.
+  sendLost(*connection, what == "lost report" ? kBarrierRequestType : kIpcType);
   say("ready");
   while (std::getchar() != EOF) {
   }
