@@ -1,5 +1,5 @@
-"""Locks are types: what needs the lock of a UCX worker takes its token, and other state that several
-threads share is inside of a base::Synchronized."""
+"""Locks are types: what needs the lock of a UCX worker takes its token, and other state that
+several threads share is inside of a base::Synchronized."""
 
 from __future__ import annotations
 
