@@ -11,8 +11,9 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls import group_calls
-from torch_rpc_ext._calls.remote_function import DEFAULT_TIMEOUT, needed_reduce
+from torch_rpc_ext._calls.remote_function import needed_reduce
 
 from . import _source
 from ._types import NotScriptableError, check
@@ -181,7 +182,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 def _sync(function: ScriptRemoteFunction[..., Any]) -> Any:
-    def sync(to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any) -> Any:
+    def sync(to: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Any:
         try:
             return rpc.rpc_sync(to, function.script, args, kwargs, rpc_timeout)
         except RuntimeError as error:
@@ -198,14 +199,18 @@ def _sync(function: ScriptRemoteFunction[..., Any]) -> Any:
 
 
 def _async(function: ScriptRemoteFunction[..., Any]) -> Any:
-    def async_(to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any) -> Any:
+    def async_(
+        to: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
+    ) -> Any:
         return rpc.rpc_async(to, function.script, args, kwargs, rpc_timeout)
 
     return async_
 
 
 def _remote(function: ScriptRemoteFunction[..., Any]) -> Any:
-    def remote(to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any) -> Any:
+    def remote(
+        to: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
+    ) -> Any:
         return rpc.remote(to, function.script, args, kwargs, rpc_timeout)
 
     return remote
@@ -225,7 +230,7 @@ def _on_all(group_call: Callable[..., Any]) -> Callable[[ScriptRemoteFunction[..
 
     def make(function: ScriptRemoteFunction[..., Any]) -> Any:
         def on_all(
-            workers: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+            workers: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
         ) -> Any:
             return group_call(workers, function, args, kwargs, rpc_timeout)
 
@@ -236,7 +241,12 @@ def _on_all(group_call: Callable[..., Any]) -> Callable[[ScriptRemoteFunction[..
 
 def _map_reduce(function: ScriptRemoteFunction[..., Any]) -> Any:
     def map_reduce(
-        workers: Any, items: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        workers: Any,
+        items: Any,
+        /,
+        *args: Any,
+        rpc_timeout: float = UNSET_RPC_TIMEOUT,
+        **kwargs: Any,
     ) -> Any:
         reduce = needed_reduce(function)
         return group_calls.map_reduce(workers, function, items, reduce, args, kwargs, rpc_timeout)

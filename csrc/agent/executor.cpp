@@ -34,11 +34,19 @@ constexpr std::chrono::seconds kFullEvery{60};
 
 } // namespace
 
-// To be used with the lock of Executor::state_ held.
+// Guarded by the lock of Executor::state_, whose State only that lock gives.
 class Executor::RequestScope {
  public:
-  size_t nested = 0; // calls of this request that are under way
-  bool finished = false;
+  struct Calls {
+    size_t nested = 0; // calls of this request that are under way
+    bool finished = false;
+  };
+  Calls& of(State&) {
+    return calls_;
+  }
+
+ private:
+  Calls calls_;
 };
 
 namespace {
@@ -271,8 +279,9 @@ void Executor::run(Work work) {
   const RequestScopePtr scope = std::move(threadState.scope);
   auto state = state_.lock();
   if (scope != nullptr) {
-    scope->finished = true;
-    if (scope->nested != 0) {
+    auto& calls = scope->of(*state);
+    calls.finished = true;
+    if (calls.nested != 0) {
       return; // beginNested() has given its slot away
     }
   }
@@ -368,7 +377,7 @@ Executor::RequestScopePtr Executor::currentRequest() {
 
 void Executor::beginNested(const RequestScopePtr& scope) {
   auto state = state_.lock();
-  if (scope->nested++ == 0) {
+  if (scope->of(*state).nested++ == 0) {
     base::TaskPtr next = releaseSlot(*state);
     state.unlock();
     admit(std::move(next));
@@ -377,7 +386,8 @@ void Executor::beginNested(const RequestScopePtr& scope) {
 
 void Executor::endNested(const RequestScopePtr& scope) {
   auto state = state_.lock();
-  if (--scope->nested == 0 && !scope->finished) {
+  auto& calls = scope->of(*state);
+  if (--calls.nested == 0 && !calls.finished) {
     ++state->running; // maybe above the limit: the request goes on at once
   }
 }

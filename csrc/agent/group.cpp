@@ -146,9 +146,7 @@ void Group::add(
   }
   const auto formerId = membership_.idOf(name);
   const auto former = formerId ? membership_.find(*formerId) : nullptr;
-  const Membership::Member member{
-      WorkerInfo(name, id), std::move(address), life};
-  membership_.add(name, id, member.address, life);
+  const auto member = membership_.add(name, id, std::move(address), life);
   if (id == self_.id_) {
     compat::beginContextIds(life);
     return;
@@ -157,7 +155,7 @@ void Group::add(
     const base::Error why{
         base::ErrorKind::kPeerLost,
         "worker \"" + name + "\" died, and has been started again"};
-    for (const auto& connection : peers_.succeed(member)) {
+    for (const auto& connection : peers_.succeed(*member)) {
       connection->lose(why);
     }
     listeners_.gone(name, /*exited=*/true);

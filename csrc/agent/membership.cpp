@@ -23,7 +23,7 @@ std::string Membership::group() const {
   return state_.lock()->group;
 }
 
-void Membership::add(
+Membership::MemberPtr Membership::add(
     const std::string& name,
     worker_id_t id,
     std::string address,
@@ -34,6 +34,7 @@ void Membership::add(
   remove(*state, name);
   state->byName[name] = member;
   state->byId[id] = member;
+  return member;
 }
 
 void Membership::remove(const std::string& name) {

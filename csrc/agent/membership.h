@@ -36,7 +36,7 @@ class Membership {
   std::string group() const;
 
   // Adds a member, or replaces the member with this name.
-  void add(
+  MemberPtr add(
       const std::string& name,
       worker_id_t id,
       std::string address,

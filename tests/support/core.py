@@ -11,7 +11,8 @@ from tests.support import cxx
 from torch_rpc_ext._native import build as native
 from torch_rpc_ext._native import loader
 
-_CORE = Path(loader.__file__).resolve().parents[1] / native.CORE_LIBRARY
+#: The core library that the extension uses.
+LIBRARY = Path(loader.__file__).resolve().parents[1] / native.CORE_LIBRARY
 
 
 def build(
@@ -28,14 +29,14 @@ def build(
     """
     ucx = native.ucx_root()
     assert ucx is not None
-    found = [_CORE.parent, ucx / "lib", *ucx.parent.glob("libucx*.libs")]
+    found = [LIBRARY.parent, ucx / "lib", *ucx.parent.glob("libucx*.libs")]
     built = cxx.build(
         folder,
         programs,
         compiler=compiler(),
         flags=("-O1", "-pthread", f"-isystem {ucx / 'include'}"),
         libraries=(
-            str(_CORE),
+            str(LIBRARY),
             *(f"-L{path} -Wl,-rpath-link,{path}" for path in found),
             "-l:libucp.so.0 -l:libuct.so.0 -l:libucs.so.0",
         ),

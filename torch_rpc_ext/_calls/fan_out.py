@@ -22,8 +22,6 @@ from torch_rpc_ext._native import loader
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
-# Stands for the options' rpc_timeout, as in upstream.
-DEFAULT_TIMEOUT = UNSET_RPC_TIMEOUT
 # Smaller tensors are sent to each worker by itself: a worker that passes them on costs the delay of
 # a second call.
 _LEAST_BYTES = 1 << 20
@@ -70,7 +68,7 @@ def rpc_async_all(
     func: Callable[..., Any],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> list[Future[Any]]:
     """Call a function on several workers at once, with the same arguments.
 
@@ -197,7 +195,7 @@ class _PassedOn:
 
     def start(self) -> list[Future[Any]]:
         """Begin the call; return a future for each worker."""
-        inner = rpc.get_rpc_timeout() if self.timeout == DEFAULT_TIMEOUT else self.timeout
+        inner = rpc.get_rpc_timeout() if self.timeout == UNSET_RPC_TIMEOUT else self.timeout
         outer = inner + _SLACK if inner > 0 else 0.0
         call = (self.names, self.func, self.args, self.kwargs, inner)
         begun = _begin(self.names[0], pass_on, call, {}, outer)

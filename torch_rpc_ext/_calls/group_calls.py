@@ -15,9 +15,8 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import require_call_timeout
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._calls import fan_out
-from torch_rpc_ext._calls.fan_out import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import WorkerInfo
@@ -205,7 +204,7 @@ def gather(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> list[Any]:
     """Call a function on all workers at once, with the same arguments.
 
@@ -245,7 +244,7 @@ def broadcast(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
     """Call a function on all workers at once, as gather() does, and wait until all have run it.
 
@@ -279,7 +278,7 @@ def first_of(
     function: Any,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call a function on all workers at once, as gather() does, and return the first result.
 
@@ -329,7 +328,7 @@ def map_reduce(
     reduce: Callable[[Any, Any], Any],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Call a function with each item, on whichever worker is free, and reduce the results to one.
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
-from torch_rpc_ext._calls import fan_out, group_calls
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
+from torch_rpc_ext._calls import group_calls
 
 if TYPE_CHECKING:
     from torch.distributed.rpc import RRef
@@ -26,7 +27,6 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 P = ParamSpec("P")
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = fan_out.DEFAULT_TIMEOUT
 #: The one argument that the methods take for themselves. It is not called `timeout`, because the
 #: function's own arguments stand beside it, and one of these may be called so.
 RESERVED = "rpc_timeout"
@@ -99,7 +99,9 @@ class RemoteFunction(Generic[P, T]):
     # The arguments of the methods below are Any: ParamSpec has no form for a function's arguments
     # with a keyword between *args and **kwargs (PEP 612).
 
-    def sync(self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any) -> T:
+    def sync(
+        self, to: To, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
+    ) -> T:
         """Call the function on a worker and wait.
 
         Returns:
@@ -113,7 +115,7 @@ class RemoteFunction(Generic[P, T]):
         return result
 
     def async_(
-        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
     ) -> Future[T]:
         """Call the function on a worker; return a future of what the function returns."""
         target, args, kwargs = self._request(args, kwargs)
@@ -121,7 +123,7 @@ class RemoteFunction(Generic[P, T]):
         return future
 
     def remote(
-        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
     ) -> RRef[T]:
         """Call the function on a worker; return an RRef to its result, which stays there."""
         target, args, kwargs = self._request(args, kwargs)
@@ -129,7 +131,7 @@ class RemoteFunction(Generic[P, T]):
         return rref
 
     async def call(
-        self, to: To, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: To, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
     ) -> T:
         """Call the function on a worker; for `await` in asyncio."""
         from torch_rpc_ext._calls.event_loops import as_asyncio
@@ -141,7 +143,7 @@ class RemoteFunction(Generic[P, T]):
         workers: Sequence[To],
         /,
         *args: Any,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
+        rpc_timeout: float = UNSET_RPC_TIMEOUT,
         **kwargs: Any,
     ) -> list[T]:
         """Call the function on all workers at once; see scripting.gather()."""
@@ -152,7 +154,7 @@ class RemoteFunction(Generic[P, T]):
         workers: Sequence[To],
         /,
         *args: Any,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
+        rpc_timeout: float = UNSET_RPC_TIMEOUT,
         **kwargs: Any,
     ) -> None:
         """Call the function on all workers at once and wait; see scripting.broadcast()."""
@@ -163,7 +165,7 @@ class RemoteFunction(Generic[P, T]):
         workers: Sequence[To],
         /,
         *args: Any,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
+        rpc_timeout: float = UNSET_RPC_TIMEOUT,
         **kwargs: Any,
     ) -> T:
         """Call the function on all workers, return the first result; see scripting.first_of()."""
@@ -176,7 +178,7 @@ class RemoteFunction(Generic[P, T]):
         items: Sequence[object],
         /,
         *args: Any,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
+        rpc_timeout: float = UNSET_RPC_TIMEOUT,
         **kwargs: Any,
     ) -> T:
         """Call the function with each item and reduce; see scripting.map_reduce().

@@ -13,8 +13,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls.event_loops import as_asyncio
-from torch_rpc_ext._calls.remote_function import DEFAULT_TIMEOUT, RemoteFunction
+from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext.aio import _server
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -90,7 +91,7 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
         return _server.run, (self, (_process, next(_count)), args, kwargs), {}
 
     async def call(
-        self, to: Any, /, *args: Any, rpc_timeout: float = DEFAULT_TIMEOUT, **kwargs: Any
+        self, to: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any
     ) -> T:
         """Call the function on a worker; for `await` in asyncio.
 

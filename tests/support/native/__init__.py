@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.support import cxx
+from tests.support import core, cxx
 from torch_rpc_ext._native import loader
-from torch_rpc_ext._native.build import CORE_LIBRARY, ucx_root
+from torch_rpc_ext._native.build import ucx_root
 
 _HERE = Path(__file__).parent
 _SUBMODULES = ("base", "cuda", "memory", "transport")
@@ -51,7 +51,6 @@ else:
 @cache
 def build() -> Path:
     """Return the file of the module. Compiles it if its sources, or headers of csrc, are newer."""
-    core = Path(loader.__file__).resolve().parents[1] / CORE_LIBRARY
     torch_folder, ucx = Path(torch.__file__).parent, ucx_root()
     headers = [torch_folder / "include", Path(sysconfig.get_path("include"))]
     if ucx is not None:  # else the headers are the system's
@@ -69,8 +68,8 @@ def build() -> Path:
         ],
         libraries=[
             "-shared",
-            str(core),
-            f"-Wl,-rpath,{core.parent}",
+            str(core.LIBRARY),
+            f"-Wl,-rpath,{core.LIBRARY.parent}",
             f"-L{torch_folder / 'lib'}",
             "-lc10",
         ],
