@@ -116,6 +116,7 @@ def scripted(tensor: Tensor) -> Tensor:
 
 def operators_and_scripts() -> None:
     assert look(rpc.rpc_sync("worker1", torch.add, args=(empty(3, 4), 1))) == look(empty(3, 4))
+    rpc.rpc_sync("worker1", look, args=(empty(1),))  # imports this module there, and so `scripted`
     assert look(rpc.rpc_sync("worker1", scripted, args=(empty(3, 4),))) == look(empty(3, 4).t())
 
 
