@@ -10,7 +10,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext import errors
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls import group_calls
 from torch_rpc_ext._calls.remote_function import needed_reduce
@@ -183,17 +182,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 def _sync(function: ScriptRemoteFunction[..., Any]) -> Any:
     def sync(to: Any, /, *args: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Any:
-        try:
-            return rpc.rpc_sync(to, function.script, args, kwargs, rpc_timeout)
-        except RuntimeError as error:
-            if "attempted to get undefined function" not in str(error):
-                raise
-            worker = str(getattr(to, "name", to))
-            raise errors.RefusedError(
-                f"worker {worker} has no TorchScript function {function.__name__}: import "
-                f"{function.__module__} there before it is called",
-                worker=worker,
-            ) from error
+        return rpc.rpc_sync(to, function.script, args, kwargs, rpc_timeout)
 
     return sync
 

@@ -36,6 +36,11 @@ std::string nameOf(const ScriptCall& call) {
   return name.find('.') == std::string::npos ? "__main__." + name : name;
 }
 
+std::string moduleOf(const ScriptCall& call) {
+  const std::string name = nameOf(call);
+  return name.substr(0, name.rfind('.'));
+}
+
 bool AllowList::allows(const ScriptCall& call) const {
   if (everything) {
     return true;
@@ -47,10 +52,9 @@ bool AllowList::allows(const ScriptCall& call) const {
   if (call.hasOp()) {
     return false;
   }
-  const size_t dot = name.rfind('.');
-  const std::string module = name.substr(0, dot);
+  const std::string module = moduleOf(call);
   return modules.contains(module) ||
-      isOfRemoteModule(module, std::string_view(name).substr(dot + 1));
+      isOfRemoteModule(module, call.qualifiedName().name());
 }
 
 } // namespace torch_rpc_ext::agent

@@ -26,5 +26,7 @@ struct AllowList {
 
 // "aten::add" or "module.function".
 std::string nameOf(const torch::distributed::rpc::ScriptCall& call);
+// Of the TorchScript function that the call names.
+std::string moduleOf(const torch::distributed::rpc::ScriptCall& call);
 
 } // namespace torch_rpc_ext::agent

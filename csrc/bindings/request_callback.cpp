@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/rpc/profiler/server_process_global_profiler.h>
+#include <torch/csrc/distributed/rpc/python_rpc_handler.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/distributed/rpc/script_remote_call.h>
@@ -72,8 +73,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::ScriptCall&>(command);
-    if (!allowed_.allows(call)) {
-      return refusal(call);
+    if (auto refused = refusal(call)) {
+      return refused;
     }
     return isOnlyRead()
         ? notBegun(at::AnyClassType::get())
@@ -95,8 +96,9 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     // The refusal becomes the RRef's value, as an error does that a function
     // raises. If the creation itself failed, upstream would tell the RRef's
     // user "timed out" instead.
-    if (!allowed_.allows(call)) {
-      return assignOwnerRRef(call.retRRefId(), call.retForkId(), refusal(call));
+    if (auto refused = refusal(call)) {
+      return assignOwnerRRef(
+          call.retRRefId(), call.retForkId(), std::move(refused));
     }
     // A worker that calls itself has already made the RRef, with the function's
     // type, which the future of notBegun() does not have.
@@ -206,16 +208,35 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     return future;
   }
 
+  // Null if this worker may and can run what the call names.
   FuturePtr refusal(const rpc::ScriptCall& call) const {
+    if (!allowed_.allows(call)) {
+      return failed(
+          "refused " + agent::nameOf(call) + ": it " + agent::kNotAllowed +
+          " (an option of UcxRpcBackendOptions)");
+    }
+    if (call.hasOp()) {
+      return nullptr;
+    }
+    const auto& name = call.qualifiedName();
+    const auto defined = rpc::PythonRpcHandler::getInstance()
+                             .jitCompilationUnit()
+                             ->find_function(name);
+    // Upstream's error begins alike, but has no remedy.
+    return defined != nullptr
+        ? nullptr
+        : failed(
+              "attempted to get undefined function " + name.name() +
+              ": it has no TorchScript function of this name. Import the "
+              "module that defines the function, " +
+              agent::moduleOf(call) + ", there before the call");
+  }
+
+  FuturePtr failed(const std::string& why) const {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
-    const std::string name = agent::nameOf(call);
     future->setError(
         std::make_exception_ptr(
-            agent::Refusal(
-                worker_,
-                "worker \"" + worker_ + "\" refused " + name + ": it " +
-                    agent::kNotAllowed +
-                    " (an option of UcxRpcBackendOptions)")));
+            agent::Refusal(worker_, "worker \"" + worker_ + "\" " + why)));
     return future;
   }
 

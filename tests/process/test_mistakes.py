@@ -17,6 +17,7 @@ from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_port
+from torch_rpc_ext.errors import RefusedError
 
 
 def init_with(options: Any, backend: str, init_method: str, rank: int, name: str) -> str:
@@ -144,6 +145,24 @@ def test_a_function_that_has_no_name_of_its_own(how: str) -> None:
         text = str(raised.value)
         assert kind in text and __name__ in text and "top level of a module" in text, text
         assert "\n" not in text
+    assert torch_adds() == 4
+
+
+@workers(2)
+@pytest.mark.parametrize("how", CALLS)
+@needs_ucx("says what to do")
+def test_a_torchscript_function_that_the_callee_does_not_have(how: str) -> None:
+    @torch.jit.script
+    def only_here(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with pytest.raises(RefusedError) as raised:
+        result = CALLS[how]("worker1", only_here, args=(torch.ones(1),))
+        result.to_here() if how == "remote" else result.wait()
+    text = str(raised.value)
+    assert 'worker "worker1" attempted to get undefined function only_here' in text, text
+    assert f"Import the module that defines the function, {__name__}, there" in text, text
+    assert raised.value.worker == "worker1" and "\n" not in text
     assert torch_adds() == 4
 
 

@@ -102,7 +102,9 @@ def check_only_defined_here() -> None:
     variables: dict[str, Any] = {"Tensor": Tensor, "__name__": "module_of_worker0"}
     exec(compile(source, "<only_here>", "exec"), variables)
     only_here = scripting.script(variables["only_here"])
-    with pytest.raises(errors.RefusedError, match="worker1 has no .* import module_of_worker0"):
+    with pytest.raises(
+        errors.RefusedError, match="undefined function only_here: .* module_of_worker0, there"
+    ):
         only_here.sync("worker1", ONE)
 
 
