@@ -45,12 +45,11 @@ play and update. The column "tensorpipe, sockets" is TENSORPIPE told to leave sh
 (`_transports=["uv"]`): that thread is gone, and fetches are shorter. Updates by actors that play
 are not, so the thread does not explain those. UCX has no such thread.
 
-What is not ahead on UCX, and why: an update by one actor takes as long as on TENSORPIPE. Its way is
-shorter, but the optimizer's step, which is the same code, is longer by as much, as it is on gRPC
-and, see the last case, on TENSORPIPE without the polling thread, which keeps the learner's core
-awake. Waiting for other updates is longer with 15 actors, because actors that fetch faster meet at
-the update. How many seconds CartPole takes is mostly luck, that is, how many steps it needs; steps
-per second are not.
+What is not ahead on UCX, and why: waiting for other updates, with 11 and 15 actors, because actors
+that fetch faster meet at the update; and in the last case the optimizer's step, which is the same
+code, as it is longer on gRPC and on TENSORPIPE without the polling thread, which keeps the
+learner's core awake. How many seconds CartPole takes is mostly luck, that is, how many steps it
+needs; steps per second are not.
 """
 
 
