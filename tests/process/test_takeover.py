@@ -46,7 +46,7 @@ def test_without_the_opt_in_nothing_changes(how: str) -> None:
 
 
 @needs_ucx("is what is taken over")
-@pytest.mark.parametrize("how", ["explicit", "options", "nothing"])
+@pytest.mark.parametrize("how", HOW)
 def test_environment_variable(how: str) -> None:
     assert "Ucx" in agent_of(script.run([sys.executable, TUTORIAL, how], OPT_IN | store()))
 
