@@ -25,6 +25,7 @@ _NEEDS = {
     "streaming_copy": ("base/streaming_copy.cpp",),
     "filling": ("agent/device/fill_level.cpp",),
     "memory": (
+        "base/boundary.cpp",
         "base/fork.cpp",
         "base/log.cpp",
         "memory/buffer_cache.cpp",
