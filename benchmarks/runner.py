@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+import psutil
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks.backends import BACKENDS
@@ -35,6 +36,8 @@ _LONG = 0.5
 # disturbed. Rounds of one pass are alike, so a pass counts as one sample. All passes weigh the same
 # where the number of rounds is a multiple of this.
 PASSES = 10
+# A case that needs a larger share of the machine's memory is left out.
+_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,13 @@ class Runner:
     def _turn(self, result: CaseResult, contender: Contender, passing: int | None) -> None:
         case, key = result.case, _key(result.case, contender)
         try:
+            self._make_room(key, case.memory(contender.backend))
             if case.alone:
                 with contextlib.closing(self._new_group(key, contender)) as group:
                     one = case.round(group)
             else:
+                if passing is not None and key not in self._groups:
+                    case.round(self._group(key, contender))  # a first turn, which is not counted
                 one = case.round(self._group(key, contender))
         except WorkerFailed as failure:
             result.failures[contender.name] = str(failure)
@@ -186,6 +192,12 @@ class Runner:
             return
         if passing is not None:
             result.rounds[contender.name].append(replace(one, passing=passing))
+
+    def _make_room(self, key: _Key, needed: int) -> None:
+        """End the groups of all others if they hold memory that the group in turn needs, B."""
+        if needed > psutil.virtual_memory().available:
+            for other in self._groups.keys() - {key}:
+                self._leave(other)
 
     def _group(self, key: _Key, contender: Contender) -> Group:
         if key not in self._groups:
@@ -242,4 +254,7 @@ def _why_not(case: Case, backend: type[Backend]) -> str:
     missing = case.needs - backend.functions - backend.offers
     if missing:
         return f"it has no {', '.join(sorted(missing))}"
-    return case.why_not(backend.name)
+    needed = case.memory(backend.name)
+    if needed > _SHARE * psutil.virtual_memory().total:
+        return f"it would need about {needed / 1e9:.0f} GB of memory"
+    return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import psutil
 from torch import Tensor
 
 from benchmarks.backends.interface import CALLERS, Backend
@@ -76,11 +75,8 @@ class ToAll(CallCase):
         super().__init__(name, metrics, 5, frozenset({"first"}))
         self.payload, self.calls, self.long = payload, times, long
 
-    def why_not(self, backend: str) -> str:
-        needed = _COPIES.get(backend, 1) * self.payload
-        if needed < 0.8 * psutil.virtual_memory().available:
-            return ""
-        return f"it would need about {needed / 1e9:.0f} GB of memory"
+    def memory(self, backend: str) -> int:
+        return super().memory(backend) + _COPIES.get(backend, 1) * self.payload
 
     def measure(self, backend: Backend) -> Figures:
         tensor, times = elements(self.payload), []

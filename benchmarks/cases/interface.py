@@ -96,9 +96,12 @@ class Case(ABC):
     ) -> None:
         self.name, self.metrics, self.rounds, self.needs = name, metrics, rounds, needs
 
-    def why_not(self, backend: str) -> str:
-        """Return why the case cannot be measured on a back end that has all it needs, or ''."""
-        return ""
+    def memory(self, backend: str) -> int:
+        """Return what all workers of a back end together may need for a round at most, B.
+
+        The runner ends the groups of other back ends where less is available.
+        """
+        return 2 * 2**30
 
     @abstractmethod
     def round(self, group: Group) -> Round:

@@ -54,6 +54,10 @@ class TenInFlight(CallCase):
         super().__init__(name, {"delay": Metric(title, "s", targets, paper=paper)}, rounds, needs)
         self.function, self.payload, self.link, self.long = function, payload, link, long
 
+    def memory(self, backend: str) -> int:
+        # Arguments and results of all calls, and their bytes in messages, at both ends.
+        return super().memory(backend) + 4 * IN_FLIGHT * self.payload
+
     def measure(self, backend: Backend) -> Figures:
         tensor = elements(self.payload)
         delays: list[float] = []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psutil
-
 from benchmarks.backends.interface import GROUPS
 from benchmarks.cases.interface import Case, Metric, Round, Target
 
@@ -52,13 +50,9 @@ class Startup(Case):
         super().__init__(f"init-{size}", metrics, rounds, frozenset({GROUPS, "nothing"}))
         self.size, self.long = size, long
 
-    def why_not(self, backend: str) -> str:
-        if backend != "tensorpipe":
-            return ""
-        needed, free = _TENSORPIPE_PAIR * self.size**2, psutil.virtual_memory().available
-        if needed < 0.8 * free:
-            return ""
-        return f"{self.size} processes would need about {needed / 1e9:.0f} GB of memory"
+    def memory(self, backend: str) -> int:
+        pairs = self.size**2 if backend == "tensorpipe" else 0
+        return super().memory(backend) + int(_TENSORPIPE_PAIR * pairs)
 
     def round(self, group: Group) -> Round:
         group.run_all("prepare")

@@ -8,10 +8,12 @@ import itertools
 import json
 import re
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -290,6 +292,42 @@ def test_cases_between_hosts_have_passes_of_their_own(monkeypatch: pytest.Monkey
         list(runner.run(cases))
     names = [name for name, _ in itertools.groupby(entry[0] for entry in order)]
     assert names == ["a", "b"] * 5 + ["c", "d"] * 5
+
+
+class Hungry(Noted):
+    """A case that needs more memory than another back end's workers have left."""
+
+    def memory(self, backend: str) -> int:
+        return psutil.virtual_memory().total // 2
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_who_holds_the_memory_of_another_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: set[str] = set()
+    monkeypatch.setattr(Group, "__enter__", lambda self: alive.add(self.backend) or self)
+    monkeypatch.setattr(Group, "__exit__", lambda self, *_: alive.discard(self.backend))
+    total = psutil.virtual_memory().total
+
+    def memory() -> types.SimpleNamespace:
+        return types.SimpleNamespace(total=total, available=total // (1 + 3 * len(alive)))
+
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    order: list[str] = []
+    with Runner([Contender(name, name) for name in ("ucx", "limit")], passes=1) as runner:
+        (found,) = runner.run([(Hungry("a", order), 2)])
+    # Three turns each, and before a turn that counts, new processes have one that does not.
+    turns = ["a ucx", "a limit", "a limit", "a ucx", "a ucx", "a ucx", "a limit", "a limit"]
+    assert order == turns
+    assert {name: len(rounds) for name, rounds in found.rounds.items()} == {"ucx": 2, "limit": 2}
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_case_too_large_for_the_machine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hungry, "memory", lambda self, _: psutil.virtual_memory().total)
+    order: list[str] = []
+    with Runner([Contender("ucx", "ucx")]) as runner:
+        (found,) = runner.run([(Hungry("a", order), 2)])
+    assert "GB of memory" in found.skips["ucx"] and not order
 
 
 class Slow(Noted):
