@@ -62,6 +62,8 @@ def devices(
 def ipc_pair() -> Iterator[Group]:
     with devices([{"worker1": SWAPPED}, {}]) as group:
         group.run(until_devices, "worker1", "cuda ipc")
+        for worker in group:
+            worker.run(released)
         yield group
 
 

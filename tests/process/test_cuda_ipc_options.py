@@ -55,6 +55,8 @@ def twice(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def pair() -> Iterator[Group]:
     with devices([{"worker1": SWAPPED}, {}]) as group:
         group.run(until_devices, "worker1", "cuda ipc")
+        for worker in group:
+            worker.run(released)
         yield group
 
 
@@ -68,6 +70,8 @@ def checked() -> Iterator[Group]:
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
     with devices([{"worker1": SWAPPED}, {}], integrity=True) as group:
         group.run(until_devices, "worker1", "cuda ipc")
+        for worker in group:
+            worker.run(released)
         yield group
 
 

@@ -64,6 +64,7 @@ def check(heard: list[messages.Sent], figure: Any, *, in_order: bool = True) -> 
 
 
 def listen_to(group: Group, listen: Listen, *functions: Callable[[], Any]) -> Capture:
+    time.sleep(SETTLED)  # what the test before has let go is told to its owner
     with listen() as heard:
         for function in functions:
             group[0].run(function)

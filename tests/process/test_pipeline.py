@@ -96,6 +96,7 @@ def check_stages_work_at_once(schedule: str) -> None:
     sleeps = nn.Sequential(nn.Linear(2, 2), *[m.Sleep(0.02, 0.02) for _ in range(3)])
     model = shard(sleeps, THREE, partition=[2, 1, 1])
     pipe = pipeline(model, mse, n_microbatches=6, schedule=schedule)
+    run(pipe, model, torch.ones(6, 2), torch.ones(6, 2))  # opens connections and starts threads
     begin = time.monotonic()
     run(pipe, model, torch.ones(6, 2), torch.ones(6, 2))
     elapsed = time.monotonic() - begin
@@ -275,6 +276,8 @@ def check_slow_stage() -> None:
     from torch_rpc_ext.sharding import StageError
 
     x, y = m.batch_of("mlp")
+    quick = shard(m.mlp(), THREE)
+    run(pipeline(quick, mse), quick, x, y)  # opens connections
     slow = nn.Sequential(nn.Linear(6, 3), m.Sleep(1, 0), nn.Linear(3, 3))
     model = shard(slow, THREE)
     pipe = pipeline(model, mse, timeout=0.4)

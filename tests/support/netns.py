@@ -101,6 +101,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for device in ("eth0", "eth1"):
             _join(hosts[0], hosts[1], device)
         for host in hosts:
+            # Else a device that a test sets down and up again comes back without its IPv6 address.
+            keep = "/proc/sys/net/ipv6/conf/all/keep_addr_on_down"
+            host.run("sh", "-c", f"echo 1 > {keep}")
             host.run("ip", "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
             host.run("ip", "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
             second = host.ipv4.replace("10.77.", "10.78.")
