@@ -161,10 +161,33 @@ def check_size(size: int) -> None:
         assert torch.equal(rpc.rpc_sync("worker1", f.identity, args=(sent,)), sent)
 
 
-@pytest.mark.parametrize("size", [65_536, 4_000_000, 100_000_000])
+@pytest.mark.parametrize("size", [4_000_000, 100_000_000])
 def test_size(hosts: Hosts, size: int) -> None:
     with group_on(hosts, hosts[0].ipv4) as group:
         group.run(check_size, size)
+        group[1].run(f.name_here)
+
+
+def check_small_sizes() -> None:
+    """The sizes around which a tensor goes another way, alone, together, and many at once."""
+    for size in (16_384, 16_385, 65_536, 262_144, 262_145, 524_288):
+        check_size(size)
+    for count in (2, 8, 9):  # 9 tensors are too much for one frame
+        sent = [torch.full((32_768,), i, dtype=torch.uint8) for i in range(count)]
+        back = rpc.rpc_sync("worker1", f.identity, args=(sent,))
+        assert all(map(torch.equal, sent, back))
+    many = [torch.full((100_000,), i, dtype=torch.uint8) for i in range(60)]
+    futures = [rpc.rpc_async("worker1", f.identity, args=(one,)) for one in many]
+    assert all(torch.equal(one.wait(), sent) for one, sent in zip(futures, many, strict=True))
+
+
+@pytest.mark.parametrize("encryption", [False, True], ids=["plain", "encrypted"])
+def test_small_sizes(hosts: Hosts, encryption: bool) -> None:
+    if encryption and not on_ucx():
+        pytest.skip("TENSORPIPE has no encryption")
+    options = {"encryption": "on", "secret": "the secret of this test"} if encryption else {}
+    with group_on(hosts, hosts[0].ipv4, **options) as group:
+        group.run(check_small_sizes)
         group[1].run(f.name_here)
 
 

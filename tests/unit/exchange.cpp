@@ -6,6 +6,7 @@
 #include "transport/fault/fault.h"
 #include "transport/loopback/loopback.h"
 #include "transport/ucx/bulk/chunks.h"
+#include "transport/ucx/incoming.h"
 #include "unit/no_descriptors.h"
 
 #include <dlfcn.h>
@@ -44,6 +45,7 @@ extern "C" void* EVP_CIPHER_CTX_new() {
 namespace {
 
 constexpr size_t kSize = 100'000;
+constexpr size_t kTooLargeToCarry = 300'000;
 
 class AtOnce final : public base::TaskRunner {
  public:
@@ -322,10 +324,11 @@ void testAnotherHost() {
   Scene scene(/*sameHost=*/false);
   Answer answer;
   BulkEntry entry;
-  const std::string bytes(kSize, 'b');
+  const std::string bytes(kTooLargeToCarry, 'b');
   const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
   require(
-      entry.size == kSize && entry.address == 0 && entry.region == 0,
+      entry.size == kTooLargeToCarry && entry.fd == 0 && entry.address == 0 &&
+          entry.region == 0,
       "nothing but the size");
   require(
       !scene.exchange.maps({.size = 1, .address = 1, .region = 1, .fd = 1}),
@@ -360,7 +363,7 @@ void testASenderWithoutDescriptors() {
   Scene scene(/*sameHost=*/false);
   Answer answer;
   BulkEntry entry;
-  const std::string bytes(kSize, 'b');
+  const std::string bytes(kTooLargeToCarry, 'b');
   const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
   const base::Buffer data = encode(
       PullRequest{
@@ -404,6 +407,132 @@ void testAReceiverWithoutDescriptors() {
   scene.resources.close();
   scene.resources.stop();
   require(answer.times == 1, "the fetch ends");
+}
+
+// What the last frame that was sent is at its receiver.
+base::Result<std::unique_ptr<Incoming>> arrive(Scene& scene) {
+  const auto& [header, data] = scene.link->told.back();
+  base::Buffer bytes(data.size());
+  std::memcpy(bytes.data(), data.data(), data.size());
+  return makeIncoming(
+      scene.exchange.keep(),
+      header.transfer,
+      /*firstSpan=*/0,
+      header.count,
+      std::move(bytes),
+      /*maxBytes=*/0);
+}
+
+void testSmallBulkIsCarried() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string first(kSize, 'b');
+  const std::string second(7, 'c');
+  const uint64_t id =
+      scene.send({plain(first), plain(second)}, answer, entry).transfer;
+  require(
+      entry.size == kSize && isCarried(entry) && entry.address == 0,
+      "the table says so");
+  auto incoming = arrive(scene);
+  require(incoming.ok(), "a frame");
+  const base::ConstSpan head = incoming.value()->head();
+  require(
+      head.size == 1 && *static_cast<const char*>(head.data) == 'h' &&
+          incoming.value()->bulkSizes() ==
+              std::vector<uint64_t>{first.size(), second.size()} &&
+          incoming.value()->bytesToCopy() == first.size() + second.size(),
+      "with bulk, for which the receiver finds memory");
+  std::string into(kSize, ' ');
+  std::string behind(second.size(), ' ');
+  Answer received;
+  incoming.value()->receive(
+      {{into.data(), into.size()}, {behind.data(), behind.size()}},
+      received.callback(),
+      nullptr);
+  require(
+      received.times == 1 && !received.error && into == first &&
+          behind == second,
+      "that is there");
+  require(scene.link->told.size() == 1, "nobody was asked");
+  scene.locked([&](Locked& held) {
+    require(
+        answer.times == 0 && scene.exchange.pending(held), "until it is taken");
+    scene.exchange.onAcknowledged(held, id);
+  });
+  require(answer.times == 1 && !answer.error, "the sender hears that");
+}
+
+void testOnlyLittleIsCarried() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const auto isSentCarried = [&](size_t bytes, int spans = 1) {
+    const std::string text(bytes, 'b');
+    scene.send(std::vector<BulkSpan>(spans, plain(text)), answer, entry);
+    return isCarried(entry);
+  };
+  const auto acknowledge = [&](uint64_t transfer) {
+    scene.locked(
+        [&](Locked& held) { scene.exchange.onAcknowledged(held, transfer); });
+  };
+  require(!isSentCarried((256 << 10) + 1), "not a large tensor");
+  require(!isSentCarried(90'000, 3), "nor many that are large together");
+  BulkSpan filling = plain("later");
+  filling.whenFilled = [](uint64_t, Callback) {};
+  scene.send({filling}, answer, entry);
+  require(!isCarried(entry), "nor what is not there yet");
+  require(isSentCarried(256 << 10), "as much as fits");
+  const uint64_t id = scene.link->told.back().first.transfer;
+  require(isSentCarried(256 << 10), "twice");
+  require(!isSentCarried(1), "no more before the receiver has taken some");
+  acknowledge(id + 2); // what was not carried gives nothing back
+  require(!isSentCarried(1), "whatever else it has taken");
+  acknowledge(id);
+  require(isSentCarried(1), "then again");
+
+  Scene near; // the peer can read the memory of this process
+  near.send({plain("bulk")}, answer, entry);
+  require(!isCarried(entry), "and nothing within a host");
+}
+
+void testATableThatLies() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string bytes(kSize, 'b');
+  scene.send({plain(bytes), plain(bytes)}, answer, entry);
+  std::string& data = scene.link->told.back().second;
+  // With the head there is one more byte than the table needs.
+  for (const uint64_t size : {kSize + 2, size_t{1} << 40, ~size_t{0}}) {
+    entry.size = size;
+    std::memcpy(data.data() + sizeof(entry), &entry, sizeof(entry));
+    auto incoming = arrive(scene);
+    require(
+        !incoming.ok() &&
+            incoming.error().message ==
+                "a frame carries less bulk than its table says",
+        "more than there is");
+  }
+  entry.size = 10;
+  std::memcpy(data.data() + sizeof(entry), &entry, sizeof(entry));
+  entry = {.size = 10};
+  std::memcpy(data.data(), &entry, sizeof(entry));
+  auto incoming = arrive(scene);
+  std::string into(10, ' ');
+  Answer received;
+  incoming.value()->receive(
+      {{into.data(), into.size()}, {into.data(), into.size()}},
+      received.callback(),
+      nullptr);
+  require(
+      scene.link->told.back().first.kind == FrameKind::kPull,
+      "what is carried in part is asked for");
+  scene.locked([&](Locked& held) {
+    scene.exchange.end(held, {base::ErrorKind::kPeerLost, "it died"}, nullptr);
+  });
+  scene.resources.close();
+  scene.resources.stop();
 }
 
 void testNothingToFetch() {
@@ -542,6 +671,9 @@ int main() {
   testAnotherHost();
   testASenderWithoutDescriptors();
   testAReceiverWithoutDescriptors();
+  testSmallBulkIsCarried();
+  testOnlyLittleIsCarried();
+  testATableThatLies();
   testNothingToFetch();
   testCiphersThatThrow();
   testADelayedSendAfterTheEnd();

@@ -4,6 +4,7 @@
 #include "base/fork.h"
 
 #include <atomic>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -46,7 +47,8 @@ class Lease {
 
 // A frame that has arrived over a UcxConnection.
 //
-// Owns: the bytes of the frame (its head starts at `headOffset`).
+// Owns: the bytes of the frame: the table of its spans, carried bulk, and the
+//   head, which starts at `headOffset`.
 class UcxIncoming final : public Incoming {
  public:
   UcxIncoming(
@@ -149,8 +151,15 @@ void UcxIncoming::receive(
   bulk::Fetch fetch{.transfer = transfer_, .firstSpan = firstSpan_};
   fetch.from.reserve(entries_.size());
   fetch.into.reserve(into.size());
+  const std::byte* carried =
+      bytes_.data() + entries_.size() * sizeof(BulkEntry);
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (into[i].data != nullptr || into[i].size == 0) {
+    if (isCarried(entries_[i])) {
+      if (into[i].data != nullptr && into[i].size != 0) {
+        std::memcpy(into[i].data, carried, into[i].size);
+      }
+      carried += entries_[i].size;
+    } else if (into[i].data != nullptr || into[i].size == 0) {
       fetch.from.push_back(entries_[i]);
       fetch.into.push_back(into[i]);
       bytes += entries_[i].size;
@@ -192,8 +201,16 @@ base::Result<std::unique_ptr<Incoming>> makeIncoming(
     return entries.error();
   }
   uint64_t total = data.size();
+  size_t headOffset = count * sizeof(BulkEntry);
   for (const auto& entry : entries.value()) {
-    if (__builtin_add_overflow(total, entry.size, &total)) {
+    if (isCarried(entry)) {
+      if (entry.size > data.size() - headOffset) {
+        return base::Error{
+            base::ErrorKind::kInvalid,
+            "a frame carries less bulk than its table says"};
+      }
+      headOffset += entry.size;
+    } else if (__builtin_add_overflow(total, entry.size, &total)) {
       return base::Error{
           base::ErrorKind::kInvalid, "the bulk sizes of a frame overflow"};
     }
@@ -205,7 +222,6 @@ base::Result<std::unique_ptr<Incoming>> makeIncoming(
             " bytes, the receiver takes at most " + std::to_string(maxBytes) +
             " (option max_message_bytes)"};
   }
-  const size_t headOffset = count * sizeof(BulkEntry);
   return std::unique_ptr<Incoming>(std::make_unique<UcxIncoming>(
       std::move(bulk),
       transfer,

@@ -10,8 +10,9 @@
 
 namespace torch_rpc_ext::transport::ucx {
 
-// Turns the data of a kFrame (the table of spans, then the head) into an
-// Incoming. `bulk` is that of the connection over which the frame has arrived.
+// Turns the data of a kFrame (the table of spans, carried bulk, the head) into
+// an Incoming. `bulk` is that of the connection over which the frame has
+// arrived.
 base::Result<std::unique_ptr<Incoming>> makeIncoming(
     std::shared_ptr<bulk::Exchange> bulk,
     uint64_t transfer,

@@ -44,7 +44,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 9;
+constexpr uint16_t kProtocolVersion = 10;
 // Data up to this size travels inside the active message.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
@@ -100,6 +100,14 @@ constexpr uint64_t kReturned = ~uint64_t{0};
 // This bit on a descriptor says that other receivers have the region, too: the
 // receiver maps it for itself (copy on write), once, and does not return it.
 constexpr uint64_t kCommon = uint64_t{1} << 62;
+
+// The bytes of the span are in the frame itself, behind the table and the bytes
+// of earlier spans of this kind. The sender does the same for all spans of a
+// frame.
+constexpr uint64_t kCarried = ~uint64_t{1};
+inline bool isCarried(const BulkEntry& entry) {
+  return entry.fd == kCarried;
+}
 
 // The addresses of a UCX worker. To find out whether a peer is on this host,
 // UCX compares boot ids and namespaces, which may be equal on different hosts;
@@ -180,7 +188,7 @@ base::Result<Preamble> parsePreamble(base::ConstSpan bytes);
 base::Buffer encode(const PullRequest&);
 base::Result<PullRequest> parsePullRequest(base::ConstSpan bytes);
 
-// The first `count` entries of a frame's data; the rest of the data is its
+// The first `count` entries of a frame's data. Then come carried bulk and the
 // head.
 base::Result<std::vector<BulkEntry>> parseBulkEntries(
     base::ConstSpan bytes,

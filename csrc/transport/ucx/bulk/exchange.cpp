@@ -16,10 +16,12 @@ constexpr uint64_t kMaxLazyBytes = 16u << 20;
 Exchange::Exchange(Link& link, Resources& resources, Peer peer)
     : link_(link),
       peer_(std::move(peer)),
+      carried_(peer_),
       transfers_([this](auto& locked, auto id, auto& spans, bool mayUseAgain) {
         for (const auto& way : ways_) {
           way->release(locked, id, spans, mayUseAgain);
         }
+        carried_.release(locked, id);
       }) {
   for (MakeWay* const make : kWays) {
     ways_.push_back(make({link_, peer_, transfers_, resources}));
@@ -34,29 +36,51 @@ void Exchange::send(
   const uint64_t transfer = transfers_.next(locked);
   FrameHeader header{
       .count = static_cast<uint32_t>(bulk.size()), .transfer = transfer};
-  const auto put = [&](std::byte* to, const BulkSpan& span) {
+  const size_t tableBytes = bulk.size() * sizeof(BulkEntry);
+  const bool isBig = tableBytes + head.size() > kMaxEagerBytes;
+  const bool isCarrying = !isBig && carried_.take(locked, transfer, bulk);
+  const auto entryOf = [&](const BulkSpan& span) {
     BulkEntry entry{.size = span.size};
+    if (isCarrying) {
+      entry.fd = kCarried;
+      return entry;
+    }
     for (const auto& way : ways_) {
       way->offer(locked, transfer, span, entry);
     }
-    std::memcpy(to, &entry, sizeof(entry));
+    return entry;
   };
-  const size_t tableBytes = bulk.size() * sizeof(BulkEntry);
-  base::Buffer data(tableBytes + head.size());
-  for (size_t i = 0; i < bulk.size(); ++i) {
-    put(data.data() + i * sizeof(BulkEntry), bulk[i]);
+  size_t carriedBytes = 0;
+  for (const BulkSpan& span : bulk) {
+    carriedBytes += isCarrying ? span.size : 0;
   }
-  if (head.size() != 0) {
-    std::memcpy(data.data() + tableBytes, head.data(), head.size());
+  base::Buffer data(tableBytes + carriedBytes + head.size());
+  std::byte* end = data.data();
+  const auto append = [&end](const void* bytes, size_t size) {
+    if (size != 0) {
+      std::memcpy(end, bytes, size);
+      end += size;
+    }
+  };
+  for (const BulkSpan& span : bulk) {
+    const BulkEntry entry = entryOf(span);
+    append(&entry, sizeof(entry));
   }
+  if (isCarrying) {
+    for (const BulkSpan& span : bulk) {
+      append(span.data, span.size);
+    }
+  }
+  append(head.data(), head.size());
   base::Buffer bigFrame;
-  if (data.size() > kMaxEagerBytes) {
+  if (isBig) {
     // The frame itself becomes the first span, which the peer fetches.
     header.kind = FrameKind::kBigFrame;
     bigFrame = std::move(data);
     bulk.insert(bulk.begin(), BulkSpan{{bigFrame.data(), bigFrame.size()}});
     data = base::Buffer(sizeof(BulkEntry));
-    put(data.data(), bulk.front());
+    const BulkEntry entry = entryOf(bulk.front());
+    std::memcpy(data.data(), &entry, sizeof(entry));
   }
   transfers_.add(
       locked, std::move(bigFrame), std::move(bulk), std::move(callback));

@@ -4,6 +4,7 @@
 #include "base/error.h"
 #include "memory/shared_map.h"
 #include "transport/transport.h"
+#include "transport/ucx/bulk/carried.h"
 #include "transport/ucx/bulk/link.h"
 #include "transport/ucx/bulk/resources.h"
 #include "transport/ucx/bulk/transfers.h"
@@ -97,6 +98,7 @@ class Exchange {
  private:
   Link& link_;
   const Peer peer_;
+  Carried carried_;
   Transfers transfers_;
   std::vector<std::unique_ptr<Way>> ways_; // in the order of kWays
   // Transfers of the peer that this end will acknowledge, one with each
