@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <memory>
 
 namespace torch_rpc_ext::base {
@@ -43,6 +44,14 @@ struct ConstSpan {
   const void* data = nullptr;
   size_t size = 0;
 };
+
+inline Buffer copyOf(ConstSpan bytes) {
+  Buffer copy(bytes.size);
+  if (bytes.size != 0) {
+    std::memcpy(copy.data(), bytes.data, bytes.size);
+  }
+  return copy;
+}
 
 // Memory to write, which the span does not own.
 struct MutableSpan {

@@ -77,9 +77,9 @@ struct PathInfo {
   std::string why; // why no faster path is used; empty if there is none
 };
 
-// A frame whose head has arrived and whose bulk has not. If the Incoming is
-// destroyed without receive() or refuse(), the sender's callback gets kRefused.
-// Thread: any, but only one thread at a time.
+// A frame whose head has arrived, and whose bulk is to be received. If the
+// Incoming is destroyed without receive() or refuse(), the sender's callback
+// gets kRefused. Thread: any, but only one thread at a time.
 class Incoming {
  public:
   virtual ~Incoming() = default;

@@ -200,6 +200,18 @@ def test_bulk(listen: Listen, use_cma: bool, figure: Any) -> None:
         check([message for message in sent if message[2] != "kDone"], figure)
 
 
+def send_some() -> None:
+    kept.append(rpc.rpc_sync("worker1", f.identity, args=(torch.ones(8192),)))
+
+
+def test_small_bulk_is_in_the_frame(listen: Listen) -> None:
+    with Group(2, env={"UCX_TLS": "tcp"}, options={"use_cma": False}) as group:
+        group.run(send_little)
+        sent = messages.frames(listen_to(group, listen, send_some), group)
+        kinds = [kind for _, _, kind in sent if kind != "kDone"]
+        assert kinds == ["kFrame", "kFrame"], sent
+
+
 def bulk_path() -> str:
     agent: Any = rpc.api._get_current_rpc_agent()
     [path] = [peer["bulk"] for peer in agent.describe_peers() if peer["worker"] == "worker1"]

@@ -353,24 +353,33 @@ def test_a_connection_that_broke_at_one_end_only(hosts: Hosts) -> None:
         group[0].run(lose_an_answer, "worker1")
 
 
-def sleep_through(to: str, seconds: float) -> float:
-    """Make calls while the callee may be stopped; return the seconds that the longest took."""
+def sleep_through(to: str, seconds: float, size: int = 1) -> float:
+    """Make calls, two at once, while the callee may be stopped; return the seconds that the
+    longest took."""
+    sent = torch.ones(size, dtype=torch.uint8)
     longest, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         start = time.monotonic()
-        assert rpc.rpc_sync(to, f.identity, args=(1,), timeout=30) == 1
+        calls = [rpc.rpc_async(to, f.total, args=(sent,), timeout=30) for _ in range(2)]
+        assert [call.wait() for call in calls] == [size, size]
         longest = max(longest, time.monotonic() - start)
     return longest
 
 
 @needs_ucx("not a promise of its")
-def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts) -> None:
+@pytest.mark.parametrize("size", [1, 262_144])  # the second is what a frame carries at most
+def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts, size: int) -> None:
     with group_on(hosts, hosts[0].ipv4, keepalive=1.0) as group:
         group[0].run(check_alive, "worker1")
         pid = str(group[1].run(os.getpid))  # the pid in its namespace
-        call = group[0].start(sleep_through, "worker1", 6.0)
-        time.sleep(0.5)
-        hosts[1].run("kill", "-STOP", pid)
+        if size == 1:
+            call = group[0].start(sleep_through, "worker1", 6.0, size)
+            time.sleep(0.5)
+            hosts[1].run("kill", "-STOP", pid)
+        else:  # the kernel's receive buffer is as small as at first
+            hosts[1].run("kill", "-STOP", pid)
+            time.sleep(0.2)  # a peer that has just said something is taken to go on
+            call = group[0].start(sleep_through, "worker1", 6.0, size)
         time.sleep(4)
         hosts[1].run("kill", "-CONT", pid)
         assert call.result(60) > 3

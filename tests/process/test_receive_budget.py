@@ -30,6 +30,15 @@ CALLS = 60
 SMALL = {"receive_budget": BUDGET, "num_worker_threads": THREADS}
 #: process_vm_readv and UCX: ways for which the callee allocates memory.
 WAYS = [pytest.param({}, id="cma"), pytest.param({"use_cma": False}, id="ucx")]
+#: Tensors that the frame carries where only TCP joins two workers; more than the budget together.
+CARRIED, CARRIED_CALLS = 100_000, 1500
+FLOODS = [
+    pytest.param({}, TENSOR, CALLS, id="cma"),
+    pytest.param({"use_cma": False}, TENSOR, CALLS, id="ucx"),
+    pytest.param(
+        {"use_cma": False, "use_shared_memory": False}, CARRIED, CARRIED_CALLS, id="carried"
+    ),
+]
 
 _free = threading.Event()
 _began: list[int] = []
@@ -72,9 +81,10 @@ def make(number: int, size: int = TENSOR) -> torch.Tensor:
     return torch.full((size // 4,), float(number))
 
 
-def flood(to: str, numbers: range, timeout: float = 60) -> None:
+def flood(to: str, numbers: range, timeout: float = 60, size: int = TENSOR) -> None:
     CALLS_MADE.extend(
-        rpc.rpc_async(to, hold, args=(make(number), number), timeout=timeout) for number in numbers
+        rpc.rpc_async(to, hold, args=(make(number, size), number), timeout=timeout)
+        for number in numbers
     )
 
 
@@ -97,15 +107,15 @@ def wait_for_requests(count: int, seconds: float = 40) -> dict[str, int]:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_flood_waits_at_its_sender(way: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("way", "size", "calls"), FLOODS)
+def test_a_flood_waits_at_its_sender(way: dict[str, Any], size: int, calls: int) -> None:
     with Group(2, options={**SMALL, **way}) as group:
         group[0].run(check_alive, "worker1")
         before = group[1].run(anonymous_bytes)
-        group[0].run(flood, "worker1", range(CALLS))
-        now = group[1].run(wait_for_requests, CALLS)
+        group[0].run(flood, "worker1", range(calls), 60, size)
+        now = group[1].run(wait_for_requests, calls)
         assert now["receive_waiting_requests"] > 0
-        assert now["receive_waiting_bytes"] == now["receive_waiting_requests"] * TENSOR
+        assert now["receive_waiting_bytes"] == now["receive_waiting_requests"] * size
         assert now["receive_held_bytes"] <= BUDGET
         waiting = (now["receive_waiting_requests"], now["receive_waiting_bytes"])
         assert group[1].run(what_top_shows) == {"worker0": waiting}
@@ -113,7 +123,7 @@ def test_a_flood_waits_at_its_sender(way: dict[str, Any]) -> None:
         assert grown <= BUDGET + THREADS * TENSOR + 32 * MB, f"{grown >> 20} MiB"
         assert group[1].run(rpc_add, "worker0") == 3  # the answer needs no room
         group[1].run(let_go)
-        group[0].run(check_answers, range(CALLS))
+        group[0].run(check_answers, range(calls))
         left = group[1].run(counters)
         assert left["receive_held_bytes"] == left["receive_waiting_requests"] == 0
 

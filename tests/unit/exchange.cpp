@@ -12,6 +12,8 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -69,6 +71,9 @@ class Notes final : public bulk::Link,
   PeerState peer() const override {
     return state;
   }
+  std::chrono::steady_clock::duration silence(Locked&) const override {
+    return silentFor;
+  }
   const base::Error& ending() const override {
     return end;
   }
@@ -92,6 +97,7 @@ class Notes final : public bulk::Link,
   std::unique_ptr<bulk::Exchange> exchange;
   PeerState state = PeerState::kOpen;
   base::Error end;
+  std::chrono::milliseconds silentFor{0};
   std::vector<std::pair<FrameHeader, std::string>> told;
   int asked = 0; // to acknowledge soon
 
@@ -123,15 +129,16 @@ struct Scene {
       std::make_shared<Notes>(ControlWorker::create(ucp, gate).value());
   bulk::Exchange& exchange;
 
-  explicit Scene(bool sameHost = true) : exchange(make(sameHost)) {}
+  explicit Scene(bool sameHost = true) : Scene(sameHost, !sameHost) {}
+  Scene(bool sameHost, bool onlyTcp) : exchange(make(sameHost, onlyTcp)) {}
 
-  bulk::Exchange& make(bool sameHost) {
+  bulk::Exchange& make(bool sameHost, bool onlyTcp) {
     resources.start(poller, runner, [] {});
     bulk::Peer peer{
         .pid = getpid(),
         .mayReadHere = sameHost,
         .whyUnreadable = sameHost ? "" : "another host"};
-    if (!sameHost) {
+    if (onlyTcp) {
       peer.reachesUsAt = {"127.0.0.1"};
     }
     link->exchange =
@@ -409,18 +416,41 @@ void testAReceiverWithoutDescriptors() {
   require(answer.times == 1, "the fetch ends");
 }
 
-// What the last frame that was sent is at its receiver.
-base::Result<std::unique_ptr<Incoming>> arrive(Scene& scene) {
-  const auto& [header, data] = scene.link->told.back();
-  base::Buffer bytes(data.size());
-  std::memcpy(bytes.data(), data.data(), data.size());
-  return makeIncoming(
-      scene.exchange.keep(),
-      header.transfer,
-      /*firstSpan=*/0,
-      header.count,
-      std::move(bytes),
-      /*maxBytes=*/0);
+// The last frame that was sent.
+std::pair<FrameHeader, std::string>& lastFrame(Scene& scene) {
+  return *std::find_if(
+      scene.link->told.rbegin(), scene.link->told.rend(), [](const auto& told) {
+        return told.first.kind == FrameKind::kFrame;
+      });
+}
+
+// The last frame that was sent, at its receiver, which is this end too.
+base::Result<std::unique_ptr<Incoming>> arrive(
+    Scene& scene,
+    uint64_t maxBytes = 0) {
+  const auto& [header, data] = lastFrame(scene);
+  base::Result<std::unique_ptr<Incoming>> incoming =
+      base::Error{base::ErrorKind::kInvalid, ""};
+  scene.locked([&](Locked& held) {
+    incoming = makeIncoming(
+        held,
+        scene.exchange.keep(),
+        header.transfer,
+        header.count,
+        {data.data(), data.size()},
+        maxBytes);
+  });
+  return incoming;
+}
+
+// Writes an entry into the table of the last frame that was sent.
+void forge(Scene& scene, size_t index, const BulkEntry& entry) {
+  std::string& data = lastFrame(scene).second;
+  std::memcpy(data.data() + index * sizeof(entry), &entry, sizeof(entry));
+}
+
+base::MutableSpan all(std::string& into) {
+  return {into.data(), into.size()};
 }
 
 void testSmallBulkIsCarried() {
@@ -430,7 +460,8 @@ void testSmallBulkIsCarried() {
   const std::string first(kSize, 'b');
   const std::string second(7, 'c');
   const uint64_t id =
-      scene.send({plain(first), plain(second)}, answer, entry).transfer;
+      scene.send({plain(first), plain(""), plain(second)}, answer, entry)
+          .transfer;
   require(
       entry.size == kSize && isCarried(entry) && entry.address == 0,
       "the table says so");
@@ -440,44 +471,47 @@ void testSmallBulkIsCarried() {
   require(
       head.size == 1 && *static_cast<const char*>(head.data) == 'h' &&
           incoming.value()->bulkSizes() ==
-              std::vector<uint64_t>{first.size(), second.size()} &&
+              std::vector<uint64_t>{first.size(), 0, second.size()} &&
           incoming.value()->bytesToCopy() == first.size() + second.size(),
       "with bulk, for which the receiver finds memory");
   std::string into(kSize, ' ');
   std::string behind(second.size(), ' ');
   Answer received;
   incoming.value()->receive(
-      {{into.data(), into.size()}, {behind.data(), behind.size()}},
-      received.callback(),
-      nullptr);
+      {all(into), {}, all(behind)}, received.callback(), nullptr);
   require(
       received.times == 1 && !received.error && into == first &&
           behind == second,
       "that is there");
   require(scene.link->told.size() == 1, "nobody was asked");
   scene.locked([&](Locked& held) {
-    require(
-        answer.times == 0 && scene.exchange.pending(held), "until it is taken");
+    require(!scene.exchange.pending(held), "the peer does not read here");
+    require(answer.times == 0, "the sender waits until it is taken");
     scene.exchange.onAcknowledged(held, id);
   });
-  require(answer.times == 1 && !answer.error, "the sender hears that");
+  require(answer.times == 1 && !answer.error, "and hears that");
 }
 
 void testOnlyLittleIsCarried() {
   Scene scene(/*sameHost=*/false);
   Answer answer;
   BulkEntry entry;
-  const auto isSentCarried = [&](size_t bytes, int spans = 1) {
+  const auto isSentCarried = [&](size_t bytes,
+                                 int spans = 1,
+                                 size_t headBytes = 1) {
     const std::string text(bytes, 'b');
-    scene.send(std::vector<BulkSpan>(spans, plain(text)), answer, entry);
+    scene.send(
+        std::vector<BulkSpan>(spans, plain(text)), answer, entry, headBytes);
     return isCarried(entry);
   };
-  const auto acknowledge = [&](uint64_t transfer) {
-    scene.locked(
-        [&](Locked& held) { scene.exchange.onAcknowledged(held, transfer); });
+  const auto acknowledge = [&](uint64_t transfer, const base::Error& why = {}) {
+    scene.locked([&](Locked& held) {
+      scene.exchange.onAcknowledged(held, transfer, why);
+    });
   };
   require(!isSentCarried((256 << 10) + 1), "not a large tensor");
   require(!isSentCarried(90'000, 3), "nor many that are large together");
+  require(!isSentCarried(10, 1, 70'000), "nor beside a large head");
   BulkSpan filling = plain("later");
   filling.whenFilled = [](uint64_t, Callback) {};
   scene.send({filling}, answer, entry);
@@ -488,12 +522,53 @@ void testOnlyLittleIsCarried() {
   require(!isSentCarried(1), "no more before the receiver has taken some");
   acknowledge(id + 2); // what was not carried gives nothing back
   require(!isSentCarried(1), "whatever else it has taken");
+  acknowledge(id, {base::ErrorKind::kRefused, "no room"});
   acknowledge(id);
-  require(isSentCarried(1), "then again");
+  require(isSentCarried(256 << 10), "then again, once, also if it refused");
+  require(!isSentCarried(1), "no more");
 
-  Scene near; // the peer can read the memory of this process
+  Scene quiet(/*sameHost=*/false);
+  quiet.link->silentFor = std::chrono::milliseconds(51);
+  const std::string bytes(30 << 10, 'b');
+  quiet.send({plain(bytes)}, answer, entry);
+  require(isCarried(entry), "a peer that says nothing gets a little");
+  quiet.send({plain(bytes)}, answer, entry);
+  require(!isCarried(entry), "which fits into its kernel's buffer");
+
+  Scene near(/*sameHost=*/true, /*onlyTcp=*/true);
   near.send({plain("bulk")}, answer, entry);
-  require(!isCarried(entry), "and nothing within a host");
+  require(!isCarried(entry), "and nothing to who can read our memory");
+}
+
+void testMoreThanTheReceiverTakes() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string bytes(200'000, 'b');
+  scene.send({plain(bytes)}, answer, entry);
+  auto first = arrive(scene);
+  auto second = arrive(scene);
+  require(first.ok() && second.ok(), "as much as its sender may");
+  require(
+      arrive(scene).error().message ==
+          "the peer sends more bulk in frames than it may",
+      "no more");
+  first.value()->refuse({base::ErrorKind::kRefused, "not this one"});
+  auto third = arrive(scene);
+  require(third.ok(), "what is refused does not count");
+  std::string into(bytes.size(), ' ');
+  Answer received;
+  second.value()->receive({all(into)}, received.callback(), nullptr);
+  require(arrive(scene).ok(), "nor what was copied");
+  third.value().reset();
+  first.value().reset();
+  second.value().reset();
+  require(arrive(scene).ok() && arrive(scene).ok(), "nor what was dropped");
+  const size_t frame = sizeof(entry) + bytes.size() + 1;
+  require(arrive(scene, frame).ok(), "max_message_bytes counts it");
+  require(
+      arrive(scene, frame - 1).error().kind == base::ErrorKind::kRefused,
+      "once");
 }
 
 void testATableThatLies() {
@@ -502,32 +577,39 @@ void testATableThatLies() {
   BulkEntry entry;
   const std::string bytes(kSize, 'b');
   scene.send({plain(bytes), plain(bytes)}, answer, entry);
-  std::string& data = scene.link->told.back().second;
-  // With the head there is one more byte than the table needs.
+  // The head has one byte, which may be taken for bulk, but no second one.
   for (const uint64_t size : {kSize + 2, size_t{1} << 40, ~size_t{0}}) {
-    entry.size = size;
-    std::memcpy(data.data() + sizeof(entry), &entry, sizeof(entry));
-    auto incoming = arrive(scene);
+    forge(scene, 1, {.size = size, .fd = kCarried});
     require(
-        !incoming.ok() &&
-            incoming.error().message ==
-                "a frame carries less bulk than its table says",
+        arrive(scene).error().message ==
+            "a frame carries less bulk than its table says",
         "more than there is");
   }
-  entry.size = 10;
-  std::memcpy(data.data() + sizeof(entry), &entry, sizeof(entry));
-  entry = {.size = 10};
-  std::memcpy(data.data(), &entry, sizeof(entry));
+  forge(scene, 1, {.size = kSize + 1, .fd = kCarried});
+  require(arrive(scene).value()->head().size == 0, "all there is");
+
+  // Addresses and regions mean nothing beside carried bulk.
+  forge(scene, 0, {.size = 3, .address = 1, .region = 1, .fd = kCarried});
+  forge(scene, 1, {.size = 10, .address = 1});
   auto incoming = arrive(scene);
-  std::string into(10, ' ');
+  require(incoming.value()->map(0) == nullptr, "cannot be mapped");
+  std::string into(3, ' ');
+  std::string other(10, ' ');
   Answer received;
   incoming.value()->receive(
-      {{into.data(), into.size()}, {into.data(), into.size()}},
-      received.callback(),
-      nullptr);
+      {all(into), all(other)}, received.callback(), nullptr);
+  require(into == "bbb", "is in the frame");
   require(
       scene.link->told.back().first.kind == FrameKind::kPull,
-      "what is carried in part is asked for");
+      "and the rest is asked for");
+  base::Buffer frame(sizeof(entry) + 3);
+  entry = {.size = 3, .fd = kCarried};
+  std::memcpy(frame.data(), &entry, sizeof(entry));
+  require(
+      makeBigIncoming(scene.exchange.keep(), 1, 1, std::move(frame), 0)
+              .error()
+              .message == "a frame that is fetched carries bulk",
+      "a frame that was asked for carries nothing");
   scene.locked([&](Locked& held) {
     scene.exchange.end(held, {base::ErrorKind::kPeerLost, "it died"}, nullptr);
   });
@@ -673,6 +755,7 @@ int main() {
   testAReceiverWithoutDescriptors();
   testSmallBulkIsCarried();
   testOnlyLittleIsCarried();
+  testMoreThanTheReceiverTakes();
   testATableThatLies();
   testNothingToFetch();
   testCiphersThatThrow();

@@ -354,6 +354,15 @@ def test_long_rounds_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_who_has_waited_for_a_slow_one_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Slow({"ucx": 0.1, "grpc": 20.0}, monkeypatch)
+    with Runner([Contender(name, name) for name in case.seconds], passes=1) as runner:
+        (found,) = runner.run([(case, 1)])
+    assert case.order == ["slow ucx", "slow grpc", "slow grpc", "slow ucx", "slow ucx"]
+    assert [len(rounds) for rounds in found.rounds.values()] == [1, 1]
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_who_lacks_what_a_case_needs_is_left_out() -> None:
     case = Fixed(Metric("t"), {"ucx": [[1.0]], "limit": [[2.0]]})
     case.needs = frozenset({"RRefs"})

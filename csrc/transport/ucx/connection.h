@@ -8,6 +8,7 @@
 #include "transport/ucx/worker.h"
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -117,6 +118,9 @@ class UcxConnection final : public Connection,
   std::shared_ptr<void> keep() override {
     return shared_from_this();
   }
+  std::chrono::steady_clock::duration silence(Locked&) const override {
+    return std::chrono::steady_clock::now() - heard_;
+  }
   const base::Error& ending() const override {
     return watch_->why();
   }
@@ -172,6 +176,7 @@ class UcxConnection final : public Connection,
   const uint64_t localToken_;
   std::shared_ptr<PeerWatch> watch_;
   std::atomic<int> deliveries_{1}; // those under way, plus 1 until end()
+  std::chrono::steady_clock::time_point heard_; // of the last message
   ucp_ep_h endpoint_ = nullptr;
   bool endpointFailed_ = false; // UCX's error handler has run
   bool endpointCloses_ = false;

@@ -6,7 +6,7 @@
 #include "transport/ucx/context.h"
 #include "transport/ucx/incoming.h"
 
-#include <cstring>
+#include <chrono>
 #include <new>
 #include <string>
 #include <utility>
@@ -20,17 +20,10 @@ namespace {
 constexpr size_t kMaxEarlyMessages = 4096;
 constexpr size_t kMaxEarlyBytes = 16u << 20;
 
-base::Buffer copyOf(base::ConstSpan data) {
-  base::Buffer bytes(data.size);
-  if (data.size != 0) {
-    std::memcpy(bytes.data(), data.data, data.size);
-  }
-  return bytes;
-}
-
 } // namespace
 
 void UcxConnection::onMessage(Locked& locked, const Message& message) {
+  heard_ = std::chrono::steady_clock::now();
   switch (message.header.kind) {
     case FrameKind::kOpened:
     case FrameKind::kConfirm:
@@ -57,7 +50,7 @@ void UcxConnection::keepEarly(Locked& locked, const Message& message) {
         {base::ErrorKind::kInvalid, "the peer speaks before it is known"});
     return;
   }
-  early_.emplace_back(message.header, copyOf(message.data));
+  early_.emplace_back(message.header, base::copyOf(message.data));
 }
 
 void UcxConnection::onSealedOrPlain(Locked& locked, const Message& message) {
@@ -127,11 +120,11 @@ void UcxConnection::onPlain(Locked& locked, const Message& message) {
 
 void UcxConnection::onFrame(Locked& locked, const Message& message) {
   auto incoming = makeIncoming(
+      locked,
       bulk_->keep(),
       message.header.transfer,
-      /*firstSpan=*/0,
       message.header.count,
-      copyOf(message.data),
+      message.data,
       context_->options().maxFrameBytes);
   if (!incoming.ok()) {
     bulk_->done(message.header.transfer, 0, incoming.error());
@@ -226,10 +219,9 @@ void UcxConnection::fetchBigFrame(
        .callback = [self = shared_from_this(), header, bytes](
                        const base::Error& error) {
          auto incoming = error ? base::Result<std::unique_ptr<Incoming>>(error)
-                               : makeIncoming(
+                               : makeBigIncoming(
                                      self->bulk_->keep(),
                                      header.transfer,
-                                     /*firstSpan=*/1,
                                      header.count,
                                      std::move(*bytes),
                                      self->context_->options().maxFrameBytes);

@@ -3,8 +3,10 @@
 #include "base/boundary.h"
 #include "base/fork.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -45,31 +47,38 @@ class Lease {
   std::atomic<bool> forked_{false};
 };
 
+// The parts of a frame.
+struct Parts {
+  std::vector<BulkEntry> entries;
+  base::Buffer carried; // bulk that has come in the frame, in order
+  base::Buffer bytes; // the rest, which ends with the head
+  size_t headOffset = 0; // in `bytes`
+};
+
 // A frame that has arrived over a UcxConnection.
 //
-// Owns: the bytes of the frame: the table of its spans, carried bulk, and the
-//   head, which starts at `headOffset`.
+// Owns: the bytes of the frame.
 class UcxIncoming final : public Incoming {
  public:
   UcxIncoming(
       std::shared_ptr<bulk::Exchange> bulk,
       uint64_t transfer,
       uint32_t firstSpan,
-      std::vector<BulkEntry> entries,
-      base::Buffer bytes,
-      size_t headOffset)
+      Parts parts)
       : bulk_(std::move(bulk)),
         transfer_(transfer),
         firstSpan_(firstSpan),
-        entries_(std::move(entries)),
-        bytes_(std::move(bytes)),
-        headOffset_(headOffset) {
+        entries_(std::move(parts.entries)),
+        carried_(std::move(parts.carried)),
+        bytes_(std::move(parts.bytes)),
+        headOffset_(parts.headOffset) {
     sizes_.reserve(entries_.size());
     for (const auto& entry : entries_) {
       sizes_.push_back(entry.size);
     }
   }
   ~UcxIncoming() override {
+    dropCarried();
     if (!answered_) {
       const auto tell = [this] {
         refuse(
@@ -98,6 +107,7 @@ class UcxIncoming final : public Incoming {
   }
   void refuse(const base::Error& why) override {
     answered_ = true;
+    dropCarried();
     if (transfer_ != 0) {
       bulk_->done(transfer_, /*bytes=*/0, why);
     }
@@ -109,10 +119,18 @@ class UcxIncoming final : public Incoming {
       Arrived arrived) override;
 
  private:
+  // The message may wait for a thread for long, and only its head is needed.
+  void dropCarried() {
+    const size_t bytes = carried_.size();
+    carried_ = {};
+    bulk_->carried().copied(bytes);
+  }
+
   const std::shared_ptr<bulk::Exchange> bulk_;
   const uint64_t transfer_; // 0: the sender lends no memory
   const uint32_t firstSpan_;
   const std::vector<BulkEntry> entries_;
+  base::Buffer carried_;
   const base::Buffer bytes_;
   const size_t headOffset_;
   std::vector<uint64_t> sizes_;
@@ -146,25 +164,24 @@ void UcxIncoming::receive(
     std::vector<base::MutableSpan> into,
     Callback callback,
     Arrived arrived) {
-  answered_ = true;
   uint64_t bytes = bytes_.size();
   bulk::Fetch fetch{.transfer = transfer_, .firstSpan = firstSpan_};
-  fetch.from.reserve(entries_.size());
-  fetch.into.reserve(into.size());
-  const std::byte* carried =
-      bytes_.data() + entries_.size() * sizeof(BulkEntry);
+  const std::byte* carried = carried_.data();
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (isCarried(entries_[i])) {
-      if (into[i].data != nullptr && into[i].size != 0) {
-        std::memcpy(into[i].data, carried, into[i].size);
+    const BulkEntry& entry = entries_[i];
+    if (isCarried(entry)) {
+      if (into[i].data != nullptr && entry.size != 0) {
+        std::memcpy(into[i].data, carried, entry.size);
       }
-      carried += entries_[i].size;
+      carried += entry.size;
     } else if (into[i].data != nullptr || into[i].size == 0) {
-      fetch.from.push_back(entries_[i]);
+      fetch.from.push_back(entry);
       fetch.into.push_back(into[i]);
-      bytes += entries_[i].size;
+      bytes += entry.size;
     }
   }
+  dropCarried();
+  answered_ = true;
   // `callback` may destroy *this. It comes first: once the sender has the
   // acknowledgement, the sender may close the connection.
   fetch.callback = [bulk = bulk_,
@@ -187,48 +204,96 @@ void UcxIncoming::receive(
   bulk_->fetch(std::move(fetch));
 }
 
-} // namespace
-
-base::Result<std::unique_ptr<Incoming>> makeIncoming(
-    std::shared_ptr<bulk::Exchange> bulk,
-    uint64_t transfer,
-    uint32_t firstSpan,
-    uint32_t count,
-    base::Buffer data,
-    uint64_t maxBytes) {
-  auto entries = parseBulkEntries({data.data(), data.size()}, count);
-  if (!entries.ok()) {
-    return entries.error();
-  }
-  uint64_t total = data.size();
-  size_t headOffset = count * sizeof(BulkEntry);
-  for (const auto& entry : entries.value()) {
+// Checks the sizes of a frame and of its bulk. Puts into `carried` how many
+// bytes of bulk are in the frame.
+base::Error check(
+    const std::vector<BulkEntry>& entries,
+    size_t frameBytes,
+    uint64_t maxBytes,
+    size_t& carried) {
+  uint64_t total = frameBytes;
+  size_t left = frameBytes - entries.size() * sizeof(BulkEntry);
+  for (const BulkEntry& entry : entries) {
     if (isCarried(entry)) {
-      if (entry.size > data.size() - headOffset) {
-        return base::Error{
+      if (entry.size > left) {
+        return {
             base::ErrorKind::kInvalid,
             "a frame carries less bulk than its table says"};
       }
-      headOffset += entry.size;
+      left -= entry.size;
+      carried += entry.size;
     } else if (__builtin_add_overflow(total, entry.size, &total)) {
-      return base::Error{
-          base::ErrorKind::kInvalid, "the bulk sizes of a frame overflow"};
+      return {base::ErrorKind::kInvalid, "the bulk sizes of a frame overflow"};
     }
   }
   if (maxBytes != 0 && total > maxBytes) {
-    return base::Error{
+    return {
         base::ErrorKind::kRefused,
         "the message has " + std::to_string(total) +
             " bytes, the receiver takes at most " + std::to_string(maxBytes) +
             " (option max_message_bytes)"};
   }
+  return {};
+}
+
+} // namespace
+
+base::Result<std::unique_ptr<Incoming>> makeIncoming(
+    Locked& locked,
+    std::shared_ptr<bulk::Exchange> bulk,
+    uint64_t transfer,
+    uint32_t count,
+    base::ConstSpan data,
+    uint64_t maxBytes) {
+  auto entries = parseBulkEntries(data, count);
+  if (!entries.ok()) {
+    return entries.error();
+  }
+  size_t carried = 0;
+  if (auto error = check(entries.value(), data.size, maxBytes, carried)) {
+    return error;
+  }
+  const auto* const behindTable =
+      static_cast<const std::byte*>(data.data) + count * sizeof(BulkEntry);
+  const size_t headBytes = data.size - count * sizeof(BulkEntry) - carried;
+  Parts parts{
+      .entries = std::move(entries.value()),
+      .carried = base::copyOf({behindTable, carried}),
+      .bytes = base::copyOf({behindTable + carried, headBytes})};
+  if (!bulk->carried().arrive(locked, carried)) {
+    bulk->carried().copied(carried);
+    return base::Error{
+        base::ErrorKind::kInvalid,
+        "the peer sends more bulk in frames than it may"};
+  }
   return std::unique_ptr<Incoming>(std::make_unique<UcxIncoming>(
-      std::move(bulk),
-      transfer,
-      firstSpan,
-      std::move(entries.value()),
-      std::move(data),
-      headOffset));
+      std::move(bulk), transfer, /*firstSpan=*/0, std::move(parts)));
+}
+
+base::Result<std::unique_ptr<Incoming>> makeBigIncoming(
+    std::shared_ptr<bulk::Exchange> bulk,
+    uint64_t transfer,
+    uint32_t count,
+    base::Buffer frame,
+    uint64_t maxBytes) {
+  auto entries = parseBulkEntries({frame.data(), frame.size()}, count);
+  if (!entries.ok()) {
+    return entries.error();
+  }
+  size_t carried = 0;
+  if (auto error = check(entries.value(), frame.size(), maxBytes, carried)) {
+    return error;
+  }
+  if (std::any_of(entries.value().begin(), entries.value().end(), isCarried)) {
+    return base::Error{
+        base::ErrorKind::kInvalid, "a frame that is fetched carries bulk"};
+  }
+  Parts parts{
+      .entries = std::move(entries.value()),
+      .bytes = std::move(frame),
+      .headOffset = count * sizeof(BulkEntry)};
+  return std::unique_ptr<Incoming>(std::make_unique<UcxIncoming>(
+      std::move(bulk), transfer, /*firstSpan=*/1, std::move(parts)));
 }
 
 } // namespace torch_rpc_ext::transport::ucx

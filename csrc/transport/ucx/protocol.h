@@ -9,7 +9,8 @@
 //   kOpened   the opener    Preamble of the accepter, proof
 //   kConfirm  the accepter  proof (handshake.h)
 //   kRefused  the opener    text: why
-//   kFrame    the receiver  count x BulkEntry, then the head
+//   kFrame    the receiver  count x BulkEntry, then the bulk whose entries say
+//                           kCarried, then the head
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans over a channel
 //   kDone     the receiver  nothing (count 0), or text: why the bulk was
@@ -25,7 +26,8 @@
 // known token is dropped unread.
 //
 // The receiver of a frame moves its bulk: the receiver reads the sender's
-// memory (bulk/cma.cpp) or asks for the bulk with kPull. Then the receiver
+// memory (bulk/cma.cpp) or asks for the bulk with kPull, unless the bulk is in
+// the frame (bulk/carried.h). Then the receiver
 // tells the sender that the sender's memory is free again, in the header of the
 // next message to the sender. A kDone of its own says so if there is no such
 // message for a while, if the memory is large, or if the bulk was refused. If a
@@ -45,7 +47,8 @@ namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
 constexpr uint16_t kProtocolVersion = 10;
-// Data up to this size travels inside the active message.
+// The table of spans and the head travel inside the active message if they have
+// no more bytes than this together. Carried bulk comes on top.
 constexpr size_t kMaxEagerBytes = 64u << 10;
 constexpr size_t kMaxHelloBytes = 64u << 10;
 constexpr size_t kMaxAddressBytes = 16u << 10;
@@ -86,9 +89,9 @@ struct Message {
 
 struct BulkEntry {
   uint64_t size = 0;
-  uint64_t address = 0; // 0: not readable from outside, use kPull
+  uint64_t address = 0; // 0: not readable from outside
   uint64_t region = 0; // not 0: shared memory that the receiver may keep
-  uint64_t fd = 0; // of the region, in the sender's process; or kReturned
+  uint64_t fd = 0; // of the region, in the sender's process; or see below
 };
 static_assert(sizeof(BulkEntry) == 32);
 

@@ -16,7 +16,7 @@ constexpr uint64_t kMaxLazyBytes = 16u << 20;
 Exchange::Exchange(Link& link, Resources& resources, Peer peer)
     : link_(link),
       peer_(std::move(peer)),
-      carried_(peer_),
+      carried_(!peer_.reachesUsAt.empty() && !sharesMemory()),
       transfers_([this](auto& locked, auto id, auto& spans, bool mayUseAgain) {
         for (const auto& way : ways_) {
           way->release(locked, id, spans, mayUseAgain);
@@ -38,7 +38,8 @@ void Exchange::send(
       .count = static_cast<uint32_t>(bulk.size()), .transfer = transfer};
   const size_t tableBytes = bulk.size() * sizeof(BulkEntry);
   const bool isBig = tableBytes + head.size() > kMaxEagerBytes;
-  const bool isCarrying = !isBig && carried_.take(locked, transfer, bulk);
+  const bool isCarrying =
+      !isBig && carried_.take(locked, transfer, bulk, link_.silence(locked));
   const auto entryOf = [&](const BulkSpan& span) {
     BulkEntry entry{.size = span.size};
     if (isCarrying) {
@@ -84,6 +85,9 @@ void Exchange::send(
   }
   transfers_.add(
       locked, std::move(bigFrame), std::move(bulk), std::move(callback));
+  if (isCarrying) {
+    transfers_.kept(locked, transfer); // the peer does not read our memory
+  }
   link_.tell(locked, header, std::move(data));
 }
 

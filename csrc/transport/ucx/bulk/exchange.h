@@ -22,7 +22,8 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 // The bulk of one open connection, in both directions: what this end sends and
 // the peer has not yet taken, and what this end takes from the peer.
 //
-// Owns: the transfers, the ways, the acknowledgements that are to be sent.
+// Owns: the transfers, the ways, what frames carry, the acknowledgements that
+//   are to be sent.
 // Thread: any.
 // Outlives: nothing; the Link owns it.
 class Exchange {
@@ -59,6 +60,11 @@ class Exchange {
   }
 
   // ---- bulk that this end takes ----
+
+  // What the peer's frames carry.
+  Carried& carried() {
+    return carried_;
+  }
 
   // As Way::maps() and Way::map().
   bool maps(const BulkEntry& entry) const;

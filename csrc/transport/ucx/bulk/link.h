@@ -8,6 +8,7 @@
 #include "transport/ucx/protocol.h"
 #include "transport/ucx/worker.h"
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -41,6 +42,8 @@ class Link {
   // Keeps the connection, and its Exchange, while the pointer lives.
   virtual std::shared_ptr<void> keep() = 0;
   virtual PeerState peer() const = 0;
+  // How long ago the last message of the peer has come.
+  virtual std::chrono::steady_clock::duration silence(Locked&) const = 0;
   // Why the connection is over; to be called once it is over.
   virtual const base::Error& ending() const = 0;
 
