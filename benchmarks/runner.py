@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,10 @@ _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 # Cold caches cost some ms. Where a round takes longer than this, s, they do not matter, and a pass
 # of the case need not begin with a round that is not counted.
 _LONG = 0.5
+# New processes have no buffers, and after a pause receivers have given theirs back (ours after
+# 30 s). Then a round that counts has one before it that does not, but where a round takes so long,
+# s, that the difference is small.
+_PAUSE, _VERY_LONG = 10.0, 5.0
 # Now and then a core is slow for some seconds, as long as a whole case takes, because guests of a
 # host share its cores. With a case's rounds spread over so many passes, less than half of them are
 # disturbed. Rounds of one pass are alike, so a pass counts as one sample. All passes weigh the same
@@ -86,6 +91,7 @@ class Runner:
         self.contenders = list(contenders)
         self._passes, self._renew = passes, renew
         self._groups: dict[_Key, Group] = {}
+        self._used: dict[_Key, float] = {}  # when a group ended its last turn
         self._hosts: tuple[netns.Host, netns.Host] | None = None
         self._stack = contextlib.ExitStack()  # removes the hosts at the end
 
@@ -181,12 +187,15 @@ class Runner:
                 with contextlib.closing(self._new_group(key, contender)) as group:
                     one = case.round(group)
             else:
-                if passing is not None and key not in self._groups:
-                    case.round(self._group(key, contender))  # a first turn, which is not counted
-                one = case.round(self._group(key, contender))
+                group = self._group(key, contender)
+                if passing is not None and self._is_cold(key, result.turns[contender.name]):
+                    case.round(group)
+                one = case.round(group)
+                self._used[key] = time.monotonic()
         except WorkerFailed as failure:
             result.failures[contender.name] = str(failure)
             broken = self._groups.pop(key, None)
+            self._used.pop(key, None)
             if broken is not None:
                 broken.close()
             return
@@ -198,6 +207,11 @@ class Runner:
         if needed > psutil.virtual_memory().available:
             for other in self._groups.keys() - {key}:
                 self._leave(other)
+
+    def _is_cold(self, key: _Key, turns: Sequence[float]) -> bool:
+        """Return whether a group has to warm up for a case in which its turns took so long, s."""
+        pause = time.monotonic() - self._used.get(key, -math.inf)
+        return pause > _PAUSE and not (turns and turns[-1] > _VERY_LONG)
 
     def _group(self, key: _Key, contender: Contender) -> Group:
         if key not in self._groups:
@@ -215,6 +229,7 @@ class Runner:
             self._leave(key)
 
     def _leave(self, key: _Key) -> None:
+        self._used.pop(key, None)
         try:
             self._groups.pop(key).__exit__(None, None, None)
         except WorkerFailed as failure:

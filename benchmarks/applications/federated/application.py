@@ -38,13 +38,13 @@ asked again in the same round, and the round counts all eight. Another client le
 a later round, and the rest goes on without it. The weights at the end are those of a run in one
 process from which nobody but that one client is missing.
 
-A round's time is the median of all rounds. "All rounds" contain the first one, in which UCX and gRPC
-take up to twice as long as later, and TENSORPIPE does not. UCX keeps its receive buffers, 1.6 GB in
-all nine processes, and all of them are new then. `perf` over five rounds of FedSGD: in the first
-one, of 4.5 s, the two cores clear new pages for 3.5 s of their 9 s (`clear_page_erms`); the machine's
-host has to give these pages, too. In the later rounds there is no such work. TENSORPIPE takes new
-memory in each round. So where rounds are few, as here with FedSGD, the sum of all may be larger on
-UCX though each later round is shorter.
+A round's time is the median of all rounds. "All rounds" contain the first one, in which UCX and
+gRPC take up to twice as long as later, and TENSORPIPE does not. UCX keeps its receive buffers, 1.6
+GB in all nine processes, and all of them are new then. `perf` over five rounds of FedSGD: in the
+first one, of 4.5 s, the two cores clear new pages for 3.5 s of their 9 s (`clear_page_erms`); the
+machine's host has to give these pages, too. In the later rounds there is no such work. TENSORPIPE
+takes new memory in each round. So where rounds are few, as here with FedSGD, the sum of all may be
+larger on UCX though each later round is shorter.
 
 What differs from the paper: there the clients are machines of their own, so that their computing
 takes no time from each other and from the network; here nine processes, nine network stacks and the
