@@ -18,7 +18,7 @@ from benchmarks.cases.interface import CallCase, Figures, Metric, Target
 from tests.support.netns import Link
 
 IN_FLIGHT = 10
-# How many times the tensor of a call lies in memory at most: as argument and as result, at each end.
+# How many times the tensor of a call lies in memory at most: argument and result, at both ends.
 _COPIES = {"ucx": 2, "limit": 2, "tensorpipe": 3}
 
 
