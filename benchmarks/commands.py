@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import math
 import sys
 import time
@@ -84,11 +85,17 @@ def report(arguments: Sequence[str]) -> int:
     from benchmarks import page  # imported here, because only this module needs matplotlib
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=report.__doc__)
-    parser.add_argument("file", type=Path, help="what --out has written")
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="file",
+        help="what --out has written; cases of a later file replace those of an earlier one",
+    )
     parser.add_argument("--docs", type=Path, default=page.DOCS, help="folder to write into")
     given = parser.parse_args(arguments)
     try:
-        stored = records.read(given.file)
+        stored = functools.reduce(records.merged, map(records.read, given.files))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     page.write(stored, given.docs)

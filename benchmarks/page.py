@@ -93,7 +93,8 @@ def page(stored: Sequence[Mapping[str, Any]], pictures: Mapping[str, str]) -> st
     lines += [f"![{shows}](benchmarks/{name})\n" for name, shows in first.items()]
     told = summary.sentences(stored)
     lines += [told, ""] if told else []
-    lines += [_machine(machine), "", "## Targets", ""]
+    again = [_again(record) for record in records.of_type(stored, "again")]
+    lines += [_machine(machine), "", *again, "## Targets", ""]
     rows = table.target_rows(stored)
     lines += _markdown(("what", "", "found", "at least", "aim", "reached"), rows)
     lines += ["", *(f"- {line}" for line in _unmet(rows)), ""] if _unmet(rows) else [""]
@@ -128,6 +129,14 @@ def _machine(machine: Mapping[str, Any]) -> str:
         f"{machine['torch']}, UCX {machine['ucx']}. A process wakes another in "
         f"{machine['wake_up_us']} us; one core copies {machine['memcpy_gb_per_s']} GB/s. "
         f"{rest}"
+    )
+
+
+def _again(record: Mapping[str, Any]) -> str:
+    names = ", ".join(f"`{name}`" for name in record["cases"])
+    return (
+        f"Measured again in a run of their own, {record['time'][:10]}, revision "
+        f"`{record['revision']}`: {names}.\n"
     )
 
 

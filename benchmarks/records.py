@@ -1,7 +1,8 @@
 """What a run gave, as plain records: the lines of its JSON file.
 
 Table, page and plots are made from these and from nothing else, so that each can be made again
-from the file. Kinds, by ``type``: machine, result, ratio, target, failure, skip.
+from the file. Kinds, by ``type``: machine, result, ratio, target, failure, skip; again (cases that
+a later run measured again, and that run's machine).
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ def read(path: Path) -> list[Record]:
     if not records or records[0]["type"] != "machine":
         raise ValueError(f"{path} does not begin with the description of a machine")
     return records
+
+
+def merged(first: Sequence[Record], later: Sequence[Record]) -> list[Record]:
+    """Return a run in which the cases of a later run have the figures of that run."""
+    cases = list(dict.fromkeys(record["case"] for record in later if "case" in record))
+    kept = [record for record in first if record.get("case") not in cases]
+    again = {**later[0], "type": "again", "cases": cases}
+    return [*kept, again, *(record for record in later[1:])]
 
 
 def of_type(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:

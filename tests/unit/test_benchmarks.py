@@ -380,6 +380,27 @@ def stored(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_case_is_measured_again(tmp_path: Path) -> None:
+    metric = Metric("some call", targets=(Target(3, 5),))
+    other = result(Metric("other call"), [[7e-3]], [[7e-3]])
+    other.case.name = "other"
+    first, again = result(metric, [[1e-3]], [[2e-3]]), result(metric, [[1e-3]], [[4e-3]])
+    records.write(
+        tmp_path / "all.jsonl",
+        [MACHINE, *records.of_result(first, "ucx"), *records.of_result(other, "ucx")],
+    )
+    later = {**MACHINE, "time": "2026-01-03T00:00:00+00:00", "revision": "abc"}
+    records.write(tmp_path / "again.jsonl", [later, *records.of_result(again, "ucx")])
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    files = [str(tmp_path / name) for name in ("all.jsonl", "again.jsonl")]
+    assert commands.report([*files, "--docs", str(docs)]) == 0
+    text = (docs / "benchmarks.md").read_text()
+    assert "| some call | against tensorpipe | 4.00x | 3.00x | 5.00x | met |" in text
+    assert "2.00x" not in text and "| other call | ucx | 7.00 ms |" in text
+    assert "a run of their own, 2026-01-03, revision `abc`: `fixed`." in text
+
+
 def test_the_page_is_made_from_a_stored_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
