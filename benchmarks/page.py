@@ -26,7 +26,8 @@ make bench-all    # also gRPC and Ray, and what takes long; then writes this pag
 `compare` makes new processes for each pass, because one process differs from the next by up to
 30 %, and says between what each ratio lies; `--passes 30` narrows that.
 
-`python -m benchmarks report FILE` makes this page and the plots from the figures of any run.
+`python -m benchmarks report FILE` makes this page and the plots from the figures of any run; of
+several files, the cases of a later one replace those of an earlier one.
 """
 _HOW = """\
 All back ends of a run are alive at once and take turns, round by round, each round in another

@@ -176,7 +176,8 @@ _ONLY_IN_PYTHON = {
 def _compiled(function: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
         # The user has chosen TorchScript; docs/scripting.md says what its deprecation means.
-        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        # A DeprecationWarning up to torch 2.13, then a FutureWarning.
+        warnings.filterwarnings("ignore", "`torch.jit.script`")
         return torch.jit.script(function)
 
 

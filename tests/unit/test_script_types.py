@@ -99,8 +99,24 @@ def test_nothing_warns() -> None:
         warnings.simplefilter("error")
         scripting.script(uses_total)
         # Only of our own calls: who calls torch's own is told as ever.
-        with pytest.raises(DeprecationWarning, match="torch.jit.script"):
+        with pytest.raises((DeprecationWarning, FutureWarning), match="torch.jit.script"):
             torch.jit.script(total)
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_no_torch_warns(monkeypatch: pytest.MonkeyPatch, category: type[Warning]) -> None:
+    original: Any = torch.jit.script
+
+    def script(*given: Any, **named: Any) -> Any:
+        warnings.warn("`torch.jit.script` is deprecated.", category, stacklevel=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return original(*given, **named)
+
+    monkeypatch.setattr(torch.jit, "script", script)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scripting.script(uses_total)
 
 
 def test_what_is_not_for_torchscript_says_so() -> None:

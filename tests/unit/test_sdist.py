@@ -49,8 +49,8 @@ def tracked() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout")
+    if listed.returncode != 0 or not listed.stdout:
+        pytest.skip("not a git checkout, or a folder that git ignores")
     return [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
 
 
