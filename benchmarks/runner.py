@@ -113,7 +113,9 @@ class Runner:
 
     def run(self, cases: Sequence[tuple[Case, int]]) -> Iterator[CaseResult]:
         """Run cases, each with its number of rounds; yield a result when its case is done."""
-        total = sum(_turns(case, part) for case, rounds in cases for part in self._parts(rounds))
+        total = sum(
+            _turns(case, part) for case, rounds in cases for part in self._parts(case, rounds)
+        )
         bar = tqdm(
             total=total * len(self.contenders),
             disable=not sys.stderr.isatty(),
@@ -128,7 +130,7 @@ class Runner:
                 for number in range(self._passes):
                     for result, (case, rounds) in zip(results, stretch, strict=True):
                         bar.set_description(case.name)
-                        self._run(result, number, self._parts(rounds)[number], bar)
+                        self._run(result, number, self._parts(case, rounds)[number], bar)
                     if self._renew:
                         self._leave_unneeded([])
                 yield from results
@@ -143,8 +145,10 @@ class Runner:
                 result.skips[contender.name] = why
         return result
 
-    def _parts(self, rounds: int) -> list[int]:
+    def _parts(self, case: Case, rounds: int) -> list[int]:
         """Return the number of a case's rounds in each pass."""
+        if self._is_large(case):
+            return [rounds, *[0] * (self._passes - 1)]
         ends = [rounds * number // self._passes for number in range(self._passes + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -152,20 +156,34 @@ class Runner:
         """Run a case's rounds of a pass."""
         if rounds > 0:
             self._shape(result)
-        for turn in range(_turns(result.case, rounds)):
+        for turn, one in self._order(result, rounds):
             # The first turn is not counted: it connects and allocates, or the caches hold data of
             # another case.
             counts = result.case.alone or turn > 0
+            bar.update()
+            out = one.name in result.skips or one.name in result.failures
+            if out or _sits_out(result, one.name, counts=counts):
+                continue
+            took = self._turn(result, one, passing if counts else None)
+            result.turns[one.name].append(took)
+
+    def _order(self, result: CaseResult, rounds: int) -> Iterator[tuple[int, Contender]]:
+        """Yield the turns of a pass: number of the contender's turn, and contender."""
+        turns = _turns(result.case, rounds)
+        if self._is_large(result.case):
+            yield from ((turn, one) for one in self.contenders for turn in range(turns))
+            return
+        for turn in range(turns):
             # The order alternates, so that no contender always finds the caches of the other one.
-            result.begun += counts
+            result.begun += result.case.alone or turn > 0
             for one in reversed(self.contenders) if result.begun % 2 else self.contenders:
-                bar.update()
-                out = one.name in result.skips or one.name in result.failures
-                if out or _sits_out(result, one.name, counts=counts):
-                    continue
-                start = time.monotonic()
-                self._turn(result, one, passing if counts else None)
-                result.turns[one.name].append(time.monotonic() - start)
+                yield turn, one
+
+    def _is_large(self, case: Case) -> bool:
+        """Return whether the machine's memory does not do for all contenders at once. Then each has
+        all of its turns in a row, because new processes need some rounds to get warm."""
+        needed = sum(case.memory(one.backend) for one in self.contenders)
+        return needed > psutil.virtual_memory().total
 
     def _shape(self, result: CaseResult) -> None:
         """Make the network that a case needs; where that is impossible, skip the case for all."""
@@ -179,10 +197,12 @@ class Runner:
             for contender in self.contenders:
                 result.skips.setdefault(contender.name, str(reason))
 
-    def _turn(self, result: CaseResult, contender: Contender, passing: int | None) -> None:
+    def _turn(self, result: CaseResult, contender: Contender, passing: int | None) -> float:
+        """Run a round, which counts in a pass, if there is one; return how long it took, s."""
         case, key = result.case, _key(result.case, contender)
         try:
             self._make_room(key, case.memory(contender.backend))
+            start = time.monotonic()
             if case.alone:
                 with contextlib.closing(self._new_group(key, contender)) as group:
                     one = case.round(group)
@@ -190,6 +210,7 @@ class Runner:
                 group = self._group(key, contender)
                 if passing is not None and self._is_cold(key, result.turns[contender.name]):
                     case.round(group)
+                start = time.monotonic()
                 one = case.round(group)
                 self._used[key] = time.monotonic()
         except WorkerFailed as failure:
@@ -198,9 +219,11 @@ class Runner:
             self._used.pop(key, None)
             if broken is not None:
                 broken.close()
-            return
+            return 0.0
+        took = time.monotonic() - start
         if passing is not None:
             result.rounds[contender.name].append(replace(one, passing=passing))
+        return took
 
     def _make_room(self, key: _Key, needed: int) -> None:
         """End the groups of all others if they hold memory that the group in turn needs, B."""
