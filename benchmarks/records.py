@@ -84,7 +84,7 @@ def merged(first: Sequence[Record], later: Sequence[Record]) -> list[Record]:
     cases = list(dict.fromkeys(record["case"] for record in later if "case" in record))
     kept = [record for record in first if record.get("case") not in cases]
     again = {**later[0], "type": "again", "cases": cases}
-    return [*kept, again, *(record for record in later[1:])]
+    return [*kept, again, *later[1:]]
 
 
 def of_type(records: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:

@@ -79,7 +79,8 @@ struct PathInfo {
 
 // A frame whose head has arrived, and whose bulk is to be received. If the
 // Incoming is destroyed without receive() or refuse(), the sender's callback
-// gets kRefused. Thread: any, but only one thread at a time.
+// gets kRefused.
+// Thread: any, but only one thread at a time.
 class Incoming {
  public:
   virtual ~Incoming() = default;

@@ -169,9 +169,8 @@ def calls() -> int:
 
 
 def check_timeouts() -> None:
-    rpc.rpc_sync(
-        "worker1", forget
-    )  # an import of this module there is not part of the first attempt
+    # So that the first attempt does not have to import this module there.
+    rpc.rpc_sync("worker1", forget)
     # Each attempt has its own time-out.
     assert policy().rpc_sync("worker1", sleep_first, (3.0,), timeout=0.3) == 2
 

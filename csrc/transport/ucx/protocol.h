@@ -27,12 +27,12 @@
 //
 // The receiver of a frame moves its bulk: the receiver reads the sender's
 // memory (bulk/cma.cpp) or asks for the bulk with kPull, unless the bulk is in
-// the frame (bulk/carried.h). Then the receiver
-// tells the sender that the sender's memory is free again, in the header of the
-// next message to the sender. A kDone of its own says so if there is no such
-// message for a while, if the memory is large, or if the bulk was refused. If a
-// span has a region, the receiver may keep the memory instead of copying it,
-// and says so first (kKept). bulk/way.h has the ways in which bulk travels.
+// the frame (bulk/carried.h). Then the receiver tells the sender that the
+// sender's memory is free again, in the header of the next message to the
+// sender. A kDone of its own says so if there is no such message for a while,
+// if the memory is large, or if the bulk was refused. If a span has a region,
+// the receiver may keep the memory instead of copying it, and says so first
+// (kKept). bulk/way.h has the ways in which bulk travels.
 
 #include "base/buffer.h"
 #include "base/error.h"
