@@ -95,9 +95,8 @@ def options() -> str:
 
 def _row(option: Any) -> tuple[str, ...]:
     about = option.metadata["about"]
-    default = option.default.factory() if hasattr(option.default, "factory") else option.default
-    shown = about.default or f"`{default!r}` {about.unit}".rstrip()
-    return (f"`{option.alias}`", shown, about.doc)
+    shown = about.default or f"`{option.default!r}` {about.unit}".rstrip()
+    return (f"`{option.name}`", shown, about.doc)
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

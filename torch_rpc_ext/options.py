@@ -8,10 +8,12 @@ has one line more, in csrc/agent/agent_options.h.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-import attrs
 import torch
 
 from torch_rpc_ext._base import option_checks as checks
@@ -26,58 +28,90 @@ from torch.distributed.rpc import options as upstream  # noqa: E402
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 WireDtype = torch.dtype | dict[str, torch.dtype | None] | None
+# What may be given in place of the form that is kept.
+DeviceMaps = Mapping[str, Mapping[DeviceType, DeviceType] | DeviceMap]
+Interface = str | checks.IpAddress
 
 __all__ = ["UcxRpcBackendOptions"]
 
 
-class About(NamedTuple):
-    """The metadata of an option.
+if TYPE_CHECKING:
+    Given = TypeVar("Given", contravariant=True)
+    Kept = TypeVar("Kept", covariant=True)
+
+    class Option(Generic[Given, Kept]):
+        """The type of an option that may be given in several forms, and is kept in one."""
+
+        def __get__(self, options: object, owner: Any = None) -> Kept: ...
+        def __set__(self, options: object, value: Given) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What is known of an option beside its name and its default.
 
     Attributes:
+        check: takes the option's name and a value that a user has given; see option_checks.
         doc: what the option does, for docs/options.md.
         unit: '' for none.
         default: the default as the docs show it; '' where the docs show the field's own default.
         agent: whether the C++ agent gets the value as it is.
     """
 
+    check: Callable[[str, Any], Any]
     doc: str
     unit: str = ""
     default: str = ""
     agent: bool = True
 
+    @staticmethod
+    def of(option: dataclasses.Field[Any]) -> About:
+        """Return what _option() was given."""
+        about: About = option.metadata["about"]
+        return about
 
-def _about(doc: str, unit: str = "", default: str = "", *, agent: bool = True) -> dict[str, About]:
-    return {"about": About(doc, unit, default, agent)}
+
+def _option(
+    value: Any,
+    check: Callable[[str, Any], Any],
+    doc: str,
+    unit: str = "",
+    default: str = "",
+    *,
+    agent: bool = True,
+) -> Any:
+    """Return the field of an option with the default `value`; the others are those of About."""
+    return dataclasses.field(
+        default=value, metadata={"about": About(check, doc, unit, default, agent)}
+    )
 
 
-def _device_maps(
-    value: Mapping[str, Mapping[DeviceType, DeviceType]] | None,
-) -> dict[str, DeviceMap]:
+def _device_maps(name: str, value: Any) -> dict[str, DeviceMap]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"device_maps must map worker names to device maps, got {value!r}")
+        raise TypeError(f"{name} must map worker names to device maps, got {value!r}")
     maps: dict[str, DeviceMap] = {}
     for callee, device_map in value.items():
         if not isinstance(callee, str) or not isinstance(device_map, Mapping):
             raise TypeError(
-                f"device_maps must map worker names to device maps, got {callee!r}: {device_map!r}"
+                f"{name} must map worker names to device maps, got {callee!r}: {device_map!r}"
             )
         maps[callee] = upstream._to_device_map(dict(device_map))
     return maps
 
 
-def _devices(value: Sequence[DeviceType] | None) -> list[torch.device]:
+def _devices(name: str, value: Any) -> list[torch.device]:
     if value is None:
         return []
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError(f"devices must be a list of CUDA devices, got {value!r}")
+        raise TypeError(f"{name} must be a list of CUDA devices, got {value!r}")
     devices: list[torch.device] = upstream._to_device_list(list(value))
     return devices
 
 
-# NO_OP, because the class has a __setattr__ of its own, which refuses unknown names.
-@attrs.define(slots=False, kw_only=True, eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
+# The generated __init__ sets each option by __setattr__, which checks the value.
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class UcxRpcBackendOptions(RpcBackendOptions):
     """Options for ``init_rpc(backend=BackendType.UCX, rpc_backend_options=...)``.
 
@@ -100,282 +134,220 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     Source: torch/distributed/rpc/options.py, TensorPipeRpcBackendOptions.
     """
 
-    num_worker_threads: int = attrs.field(
-        default=checks.DEFAULT_NUM_WORKER_THREADS,
-        validator=checks.positive_int,
-        metadata=_about("Threads that run the requests of other workers."),
+    num_worker_threads: int = _option(
+        checks.DEFAULT_NUM_WORKER_THREADS,
+        checks.positive_int,
+        "Threads that run the requests of other workers.",
     )
-    rpc_timeout: float = attrs.field(
-        default=checks.DEFAULT_RPC_TIMEOUT,
-        converter=checks.as_float,
-        validator=checks.rpc_timeout,
-        metadata=_about("Time-out of a call that names none itself; 0 for none.", "s"),
+    rpc_timeout: float = _option(
+        checks.DEFAULT_RPC_TIMEOUT,
+        checks.rpc_timeout,
+        "Time-out of a call that names none itself; 0 for none.",
+        "s",
     )
-    init_method: str = attrs.field(
-        default=checks.DEFAULT_INIT_METHOD,
-        validator=checks.text,
-        metadata=_about(
-            "URL of the store through which the workers find each other: env://, tcp://host:port "
-            "or file:///path.",
-            agent=False,
-        ),
+    init_method: str = _option(
+        checks.DEFAULT_INIT_METHOD,
+        checks.text,
+        "URL of the store through which the workers find each other: env://, tcp://host:port "
+        "or file:///path.",
+        agent=False,
     )
-    device_maps: dict[str, DeviceMap] = attrs.field(
-        default=None,
-        converter=_device_maps,
-        metadata=_about(
-            "Callee's name -> {device here: device there}, as torch's TensorPipeRpcBackendOptions "
-            "has it; see `set_device_map()`.",
-            default="`{}`",
-            agent=False,
-        ),
+    device_maps: Option[DeviceMaps | None, dict[str, DeviceMap]] = _option(
+        None,
+        _device_maps,
+        "Callee's name -> {device here: device there}, as torch's TensorPipeRpcBackendOptions "
+        "has it; see `set_device_map()`.",
+        default="`{}`",
+        agent=False,
     )
-    devices: list[torch.device] = attrs.field(
-        default=None,
-        converter=_devices,
-        metadata=_about(
-            "Local CUDA devices that RPC uses; by default those of the device maps. See "
-            "`set_devices()`.",
-            default="`[]`",
-            agent=False,
-        ),
+    devices: Option[Sequence[DeviceType] | None, list[torch.device]] = _option(
+        None,
+        _devices,
+        "Local CUDA devices that RPC uses; by default those of the device maps. See "
+        "`set_devices()`.",
+        default="`[]`",
+        agent=False,
     )
-    init_timeout: float = attrs.field(
-        default=0.0,
-        converter=checks.as_float,
-        validator=checks.duration,
-        metadata=_about(
-            "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
-            f"{checks.MINIMUM_INIT_TIMEOUT:.0f} s.",
-            "s",
-            agent=False,
-        ),
+    init_timeout: float = _option(
+        0.0,
+        checks.duration,
+        "How long init_rpc waits for the other workers; 0 for rpc_timeout, but at least "
+        f"{checks.MINIMUM_INIT_TIMEOUT:.0f} s.",
+        "s",
+        agent=False,
     )
-    interface: tuple[str, ...] = attrs.field(
-        default=None,
-        converter=checks.interface,
-        metadata=_about(
-            "Network interfaces that TCP may use: a name, an IP address, or several "
-            "comma-separated. By default the one that routes to MASTER_ADDR.",
-            default="`()`",
-            agent=False,
-        ),
+    interface: Option[Interface | Iterable[Interface] | None, tuple[str, ...]] = _option(
+        None,
+        checks.interface,
+        "Network interfaces that TCP may use: a name, an IP address, or several "
+        "comma-separated. By default the one that routes to MASTER_ADDR.",
+        default="`()`",
+        agent=False,
     )
-    port_range: tuple[int, int] = attrs.field(
-        default=(0, 0),
-        converter=checks.port_range,
-        metadata=_about(
-            "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), two for each worker of a "
-            "host; 0 for any.",
-        ),
+    port_range: Option[int | str | Sequence[int] | None, tuple[int, int]] = _option(
+        (0, 0),
+        checks.port_range,
+        "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), two for each worker of a "
+        "host; 0 for any.",
     )
-    use_cma: bool = attrs.field(
-        default=True,
-        validator=checks.boolean,
-        metadata=_about(
-            "Move bulk data directly between processes of one host: through memory that they "
-            "share, or by process_vm_readv."
-        ),
+    use_cma: bool = _option(
+        True,
+        checks.boolean,
+        "Move bulk data directly between processes of one host: through memory that they "
+        "share, or by process_vm_readv.",
     )
-    use_shared_memory: bool = attrs.field(
-        default=True,
-        validator=checks.boolean,
-        metadata=_about("Use shared memory between processes of one host."),
+    use_shared_memory: bool = _option(
+        True, checks.boolean, "Use shared memory between processes of one host."
     )
-    use_cuda_ipc: bool = attrs.field(
-        default=True,
-        validator=checks.boolean,
-        metadata=_about(
-            "Copy CUDA tensors directly between processes of one host, both ways. See "
-            "[cuda.md](cuda.md)."
-        ),
+    use_cuda_ipc: bool = _option(
+        True,
+        checks.boolean,
+        "Copy CUDA tensors directly between processes of one host, both ways. See "
+        "[cuda.md](cuda.md).",
     )
-    busy_poll: bool = attrs.field(
-        default=True,
-        validator=checks.boolean,
-        metadata=_about(
-            "While the machine has an idle core, a thread that waits for an answer or for the next "
-            "request looks for it for up to 0.1 ms before it sleeps, as long as that pays. See "
-            "[tuning](howto/tuning.md#latency)."
-        ),
+    busy_poll: bool = _option(
+        True,
+        checks.boolean,
+        "While the machine has an idle core, a thread that waits for an answer or for the next "
+        "request looks for it for up to 0.1 ms before it sleeps, as long as that pays. See "
+        "[tuning](howto/tuning.md#latency).",
     )
-    keepalive: float = attrs.field(
-        default=2.0,
-        converter=checks.as_float,
-        validator=checks.at_least_100_ms,
-        metadata=_about(
-            "After how long a silent worker on another host is suspected to be dead.", "s"
-        ),
+    keepalive: float = _option(
+        2.0,
+        checks.at_least_100_ms,
+        "After how long a silent worker on another host is suspected to be dead.",
+        "s",
     )
-    secret: bytes | None = attrs.field(
-        default=None,
-        converter=checks.secret,
-        metadata=_about(
-            "What the workers of a group must know to speak to each other, 16 bytes or more, the "
-            "same for all. By default rank 0 draws one and the store gives it out. See "
-            "[security.md](security.md).",
-            default="see right",
-            agent=False,
-        ),
+    secret: Option[str | bytes | None, bytes | None] = _option(
+        None,
+        checks.secret,
+        "What the workers of a group must know to speak to each other, 16 bytes or more, the "
+        "same for all. By default rank 0 draws one and the store gives it out. See "
+        "[security.md](security.md).",
+        default="see right",
+        agent=False,
     )
-    secret_file: str | None = attrs.field(
-        default=None,
-        converter=checks.secret_file,
-        metadata=_about(
-            "A file that holds the secret, readable for its owner only.",
-            default="see right",
-            agent=False,
-        ),
+    secret_file: Option[str | os.PathLike[str] | None, str | None] = _option(
+        None,
+        checks.secret_file,
+        "A file that holds the secret, readable for its owner only.",
+        default="see right",
+        agent=False,
     )
-    encryption: str = attrs.field(
-        default="off",
-        validator=checks.encryption,
-        metadata=_about(
-            "Which connections are encrypted: `'off'`, `'between_hosts'` or `'on'`.", agent=False
-        ),
+    encryption: str = _option(
+        "off",
+        checks.encryption,
+        "Which connections are encrypted: `'off'`, `'between_hosts'` or `'on'`.",
+        agent=False,
     )
-    receive_cache_bytes: int = attrs.field(
-        default=None,
-        converter=checks.receive_cache,
-        validator=checks.byte_count,
-        metadata=_about(
-            "Memory kept for large tensors on their way, at both ends; by default 4 GiB, or an "
-            "eighth of the machine's memory where that is less.",
-            "bytes",
-            default="see right (bytes)",
-        ),
+    receive_cache_bytes: Option[int | None, int] = _option(
+        None,
+        checks.receive_cache,
+        "Memory kept for large tensors on their way, at both ends; by default 4 GiB, or an "
+        "eighth of the machine's memory where that is less.",
+        "bytes",
+        default="see right (bytes)",
     )
-    receive_cache_idle: float = attrs.field(
-        default=30.0,
-        converter=checks.as_float,
-        validator=checks.at_least_100_ms,
-        metadata=_about(
-            "After how long unused some of the memory of receive_cache_bytes is given back to the "
-            "system. When less than 1/16 of the machine's memory is left, all of it is.",
-            "s",
-        ),
+    receive_cache_idle: float = _option(
+        30.0,
+        checks.at_least_100_ms,
+        "After how long unused some of the memory of receive_cache_bytes is given back to the "
+        "system. When less than 1/16 of the machine's memory is left, all of it is.",
+        "s",
     )
-    receive_budget: int = attrs.field(
-        default=None,
-        converter=checks.receive_budget,
-        validator=checks.byte_count,
-        metadata=_about(
-            "Memory for the tensors of requests that have been received and that no thread serves "
-            "yet; more stay with their callers. By default an eighth of the machine's memory, or "
-            "of the cgroup's limit; 0 for no limit of all callers together: one caller has at most "
-            "64 MiB in any case. See [faults.md](faults.md#load).",
-            "bytes",
-            default="see right (bytes)",
-        ),
+    receive_budget: Option[int | None, int] = _option(
+        None,
+        checks.receive_budget,
+        "Memory for the tensors of requests that have been received and that no thread serves "
+        "yet; more stay with their callers. By default an eighth of the machine's memory, or "
+        "of the cgroup's limit; 0 for no limit of all callers together: one caller has at most "
+        "64 MiB in any case. See [faults.md](faults.md#load).",
+        "bytes",
+        default="see right (bytes)",
     )
-    max_message_bytes: int = attrs.field(
-        default=0,
-        validator=checks.byte_count,
-        metadata=_about(
-            "Largest message to accept; 0 for as much as the receiver's memory holds.", "bytes"
-        ),
+    max_message_bytes: int = _option(
+        0,
+        checks.byte_count,
+        "Largest message to accept; 0 for as much as the receiver's memory holds.",
+        "bytes",
     )
-    max_calls_in_flight: int = attrs.field(
-        default=checks.DEFAULT_MAX_CALLS_IN_FLIGHT,
-        validator=checks.count,
-        metadata=_about(
-            "Calls that this worker may have under way to each other worker. One more waits for "
-            "room, and fails with an OverloadedError at its time-out; 0 for no limit."
-        ),
+    max_calls_in_flight: int = _option(
+        checks.DEFAULT_MAX_CALLS_IN_FLIGHT,
+        checks.count,
+        "Calls that this worker may have under way to each other worker. One more waits for "
+        "room, and fails with an OverloadedError at its time-out; 0 for no limit.",
     )
-    max_bytes_in_flight: int = attrs.field(
-        default=0,
-        validator=checks.byte_count,
-        metadata=_about(
-            "Bytes of the calls that this worker may have under way to each other worker; a larger "
-            "call goes alone; 0 for no limit.",
-            "bytes",
-        ),
+    max_bytes_in_flight: int = _option(
+        0,
+        checks.byte_count,
+        "Bytes of the calls that this worker may have under way to each other worker; a larger "
+        "call goes alone; 0 for no limit.",
+        "bytes",
     )
-    wire_dtype: WireDtype = attrs.field(
-        default=None,
-        converter=checks.wire_dtype,
-        metadata=_about(
-            "What float32 tensors travel as, to other workers and back: `torch.bfloat16` or "
-            "`torch.float16`, half the bytes and less precise, for all workers or by worker: "
-            "`{'worker1': torch.bfloat16}`. By default float32. See "
-            "[the guide](howto/wire_dtype.md).",
-            default="see right",
-            agent=False,
-        ),
+    wire_dtype: Option[WireDtype | Mapping[str, torch.dtype | None], WireDtype] = _option(
+        None,
+        checks.wire_dtype,
+        "What float32 tensors travel as, to other workers and back: `torch.bfloat16` or "
+        "`torch.float16`, half the bytes and less precise, for all workers or by worker: "
+        "`{'worker1': torch.bfloat16}`. By default float32. See "
+        "[the guide](howto/wire_dtype.md).",
+        default="see right",
+        agent=False,
     )
-    integrity: bool = attrs.field(
-        default=False,
-        validator=checks.boolean,
-        metadata=_about(
-            "Send checksums with the bytes of each call of this worker, and of its answer. A call "
-            "whose bytes have changed on the way fails with an IntegrityError. See "
-            "[faults.md](faults.md#bytes-that-change-on-the-way)."
-        ),
+    integrity: bool = _option(
+        False,
+        checks.boolean,
+        "Send checksums with the bytes of each call of this worker, and of its answer. A call "
+        "whose bytes have changed on the way fails with an IntegrityError. See "
+        "[faults.md](faults.md#bytes-that-change-on-the-way).",
     )
-    allow_list: tuple[str, ...] | None = attrs.field(
-        default=None,
-        converter=checks.allow_list,
-        metadata=_about(
-            "What peers may call here: names of modules, functions, classes and operators "
-            "(`aten::add`). By default everything. See [faults.md](faults.md#what-peers-may-call).",
-            default="see right",
-            agent=False,
-        ),
+    allow_list: Option[Iterable[str] | None, tuple[str, ...] | None] = _option(
+        None,
+        checks.allow_list,
+        "What peers may call here: names of modules, functions, classes and operators "
+        "(`aten::add`). By default everything. See [faults.md](faults.md#what-peers-may-call).",
+        default="see right",
+        agent=False,
     )
     # Fault injection, for tests: the keywords of these options begin with an underscore.
-    messages_to_fail: list[str] = attrs.field(
-        factory=list,
-        validator=checks.message_names,
-        alias="_messages_to_fail",
-        metadata=_about("Message types of which the first sends fail."),
+    _messages_to_fail: list[str] = _option(
+        (), checks.message_names, "Message types of which the first sends fail.", default="`[]`"
     )
-    messages_to_lose: list[str] = attrs.field(
-        factory=list,
-        validator=checks.message_names,
-        alias="_messages_to_lose",
-        metadata=_about(
-            "Message types of which the first sends lose the connection, at this end only."
-        ),
+    _messages_to_lose: list[str] = _option(
+        (),
+        checks.message_names,
+        "Message types of which the first sends lose the connection, at this end only.",
+        default="`[]`",
     )
-    messages_to_corrupt: list[str] = attrs.field(
-        factory=list,
-        validator=checks.message_names,
-        alias="_messages_to_corrupt",
-        metadata=_about("Message types of which the first sends have one bit changed."),
+    _messages_to_corrupt: list[str] = _option(
+        (),
+        checks.message_names,
+        "Message types of which the first sends have one bit changed.",
+        default="`[]`",
     )
-    messages_to_forge: list[str] = attrs.field(
-        factory=list,
-        validator=checks.message_names,
-        alias="_messages_to_forge",
-        metadata=_about(
-            "Message types of which the first sends claim that their large tensors lie in memory "
-            "of the receiver."
-        ),
+    _messages_to_forge: list[str] = _option(
+        (),
+        checks.message_names,
+        "Message types of which the first sends claim that their large tensors lie in memory "
+        "of the receiver.",
+        default="`[]`",
     )
-    messages_to_delay: dict[str, float] = attrs.field(
-        factory=dict,
-        validator=checks.message_delays,
-        alias="_messages_to_delay",
-        metadata=_about("Message type -> delay.", "s"),
+    _messages_to_delay: dict[str, float] = _option(
+        None, checks.message_delays, "Message type -> delay.", "s", default="`{}` s"
     )
-    num_fail_sends: int = attrs.field(
-        default=0,
-        validator=checks.count,
-        alias="_num_fail_sends",
-        metadata=_about("How many sends of each such message fail."),
-    )
+    _num_fail_sends: int = _option(0, checks.count, "How many sends of each such message fail.")
 
-    def __attrs_pre_init__(self) -> None:
-        # pybind11 needs its base's __init__ before any other use of the object.
-        RpcBackendOptions.__init__(self)
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # pybind11 needs its base's __init__ before any other use of the object; the generated
+        # __init__ does not call it.
+        made = super().__new__(cls)
+        RpcBackendOptions.__init__(made)
+        return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         option = OPTIONS.get(name)
         if option is not None:
-            value = attrs.setters.pipe(attrs.setters.convert, attrs.setters.validate)(
-                self, option, value
-            )
+            value = About.of(option).check(name, value)
         elif not name.startswith("_"):
             # Without this error a misspelt option would have no effect and say nothing.
             known = ", ".join(public())
@@ -425,7 +397,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         Raises:
             ValueError: a device is no CUDA device.
         """
-        self.devices = _devices(devices)
+        self.devices = devices
 
     def effective_init_timeout(self) -> float:
         """Return how long init_rpc waits for the other workers, s."""
@@ -434,29 +406,35 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         return checks.default_init_timeout(self.rpc_timeout)
 
 
-OPTIONS: dict[str, attrs.Attribute[Any]] = {
-    option.name: option for option in attrs.fields(UcxRpcBackendOptions)
-}
+# Torch's C++ reads these two from the base, whose properties a dataclass hides by its defaults.
+del UcxRpcBackendOptions.rpc_timeout, UcxRpcBackendOptions.init_method
+# Of a class with a __new__ of its own, help() would show the parameters of __new__.
+_init = inspect.signature(UcxRpcBackendOptions.__init__)
+UcxRpcBackendOptions.__signature__ = _init.replace(  # type: ignore[attr-defined]
+    parameters=[*_init.parameters.values()][1:]
+)
+
+OPTIONS = {option.name: option for option in dataclasses.fields(UcxRpcBackendOptions)}
 
 
 def public() -> list[str]:
     """Return the names of all options but those for tests."""
-    return [name for name, option in OPTIONS.items() if option.alias == name]
+    return [name for name in OPTIONS if not name.startswith("_")]
 
 
 def of_agent(options: UcxRpcBackendOptions) -> dict[str, Any]:
     """Return name -> value of the options that the C++ agent gets as they are."""
     return {
-        name: getattr(options, name)
+        name.removeprefix("_"): getattr(options, name)
         for name, option in OPTIONS.items()
-        if option.metadata["about"].agent
+        if About.of(option).agent
     }
 
 
 def _docstring() -> str:
     arguments = []
     for name in public():
-        about: About = OPTIONS[name].metadata["about"]
+        about = About.of(OPTIONS[name])
         unit = f" ({about.unit})" if about.unit else ""
         arguments.append(f"{name}: {about.doc}{unit}")
     text = UcxRpcBackendOptions.__doc__ or ""  # None under `python -OO`

@@ -28,7 +28,6 @@ NO_GPU = 77
 #: Module -> pip's name of the package that contains it.
 _ALWAYS = {
     "setuptools": "setuptools",
-    "attrs": "attrs",
     "ninja": "ninja",
     "numpy": "numpy",
     "libucx": "libucx-cu13",

@@ -1,8 +1,8 @@
 """Checks of options: validators, which accept a value or refuse it, and converters.
 
-A validator has attrs' form: it takes (options, attribute, value) and raises TypeError or ValueError
-with the option's name, the value and what to do. A converter takes what the user gave, checks it,
-and returns it in the one form that the rest of the package uses.
+A check takes the option's name and what the user has given. It returns the value in the one form
+that the rest of the package uses, or raises TypeError or ValueError with the option's name, the
+value and what to do.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import ipaddress
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-
-import attrs
 
 # Upstream's defaults (torch/csrc/distributed/rpc/rpc_agent.h, tensorpipe_agent.h). They are copies,
 # because reading torch's constants would import torch; a test compares them with torch's.
@@ -30,7 +28,6 @@ DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
 # shorten init_rpc below this, s.
 MINIMUM_INIT_TIMEOUT = 3.0
 
-Attribute = attrs.Attribute
 WireDtype = Any  # torch.dtype | Mapping[str, torch.dtype | None] | None: torch is not imported here
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -39,54 +36,49 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def positive_int(_: object, option: Attribute[int], value: Any) -> None:
+def _int(name: str, value: Any, unit: str = "") -> int:
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int{unit}, got {value!r}")
+    return int(value)
+
+
+def positive_int(name: str, value: Any) -> int:
     """Accept an int above 0."""
-    if not _is_int(value):
-        raise TypeError(f"{option.name} must be an int, got {value!r}")
-    if value <= 0:
-        raise ValueError(f"{option.name} must be positive, got {value}")
+    if _int(name, value) <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return int(value)
 
 
-def count(_: object, option: Attribute[int], value: Any) -> None:
+def count(name: str, value: Any) -> int:
     """Accept an int, 0 included."""
-    if not _is_int(value):
-        raise TypeError(f"{option.name} must be an int, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{option.name} must be 0 or more, got {value}")
+    if _int(name, value) < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+    return int(value)
 
 
-def byte_count(_: object, option: Attribute[int], value: Any) -> None:
+def byte_count(name: str, value: Any) -> int:
     """Accept a number of bytes, 0 included."""
-    if not _is_int(value):
-        raise TypeError(f"{option.name} must be an int (bytes), got {value!r}")
-    if value < 0:
-        raise ValueError(f"{option.name} must be 0 or more bytes, got {value}")
+    if _int(name, value, " (bytes)") < 0:
+        raise ValueError(f"{name} must be 0 or more bytes, got {value}")
     if value > sys.maxsize:
-        raise ValueError(f"{option.name} must be less than 2**63 bytes, got {value}")
+        raise ValueError(f"{name} must be less than 2**63 bytes, got {value}")
+    return int(value)
 
 
-def _seconds(name: str, value: Any) -> None:
+def _seconds(name: str, value: Any) -> float:
+    # float() would take text and bool, too.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
     if math.isnan(value):
         raise ValueError(f"{name} must be a number of seconds, got nan")
+    return float(value)
 
 
-def as_float(value: float) -> float:
-    """Convert an int to a float and leave everything else to the validator: float() takes text."""
-    return float(value) if _is_int(value) else value
-
-
-def rpc_timeout(_: object, option: Attribute[float], value: Any) -> None:
-    """Accept seconds; 0 means no time-out."""
-    require_rpc_timeout(value)
-
-
-def require_rpc_timeout(value: Any) -> None:
-    """Raise for a value that is no time-out; a negative number gets upstream's text."""
-    _seconds("rpc_timeout", value)
-    if value < 0:
-        raise ValueError(f"RPC Timeout must be non-negative, got rpc_timeout={value}")
+def rpc_timeout(name: str, value: Any) -> float:
+    """Accept seconds; 0 means no time-out. A negative number gets upstream's text."""
+    if _seconds(name, value) < 0:
+        raise ValueError(f"RPC Timeout must be non-negative, got {name}={value}")
+    return float(value)
 
 
 def require_call_timeout(seconds: float) -> None:
@@ -102,30 +94,22 @@ def require_call_timeout(seconds: float) -> None:
         )
 
 
-def duration(_: object, option: Attribute[float], value: Any) -> None:
+def duration(name: str, value: Any) -> float:
     """Accept seconds, 0 included."""
-    _finite(option.name, value)
-
-
-def _finite(name: str, value: Any) -> None:
-    _seconds(name, value)
-    if value < 0 or math.isinf(value):
+    if _seconds(name, value) < 0 or math.isinf(value):
         raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
+    return float(value)
 
 
-def at_least_100_ms(_: object, option: Attribute[float], value: Any) -> None:
+def at_least_100_ms(name: str, value: Any) -> float:
     """Accept seconds, 0.1 or more."""
-    _finite(option.name, value)
-    if value < 0.1:
-        raise ValueError(f"{option.name} must be at least 0.1 s, got {value!r}")
+    if duration(name, value) < 0.1:
+        raise ValueError(f"{name} must be at least 0.1 s, got {float(value)!r}")
+    return float(value)
 
 
-def text(_: object, option: Attribute[str], value: Any) -> None:
+def text(name: str, value: Any) -> str:
     """Accept a string that is not empty."""
-    _text(option.name, value)
-
-
-def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {value!r}")
     if not value:
@@ -133,39 +117,41 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def boolean(_: object, option: Attribute[bool], value: Any) -> None:
+def boolean(name: str, value: Any) -> bool:
     """Accept True and False only: 0, 1 and 'no' are mistakes more often than not."""
     if not isinstance(value, bool):
-        raise TypeError(f"{option.name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
-def secret(value: str | bytes | None) -> bytes | None:
+def secret(name: str, value: Any) -> bytes | None:
     """Accept text or bytes; the length is checked when the agent starts."""
     if value is None or isinstance(value, bytes):
         return value
     if isinstance(value, str):
         return value.encode()
     # The text never holds the value: it is a secret.
-    raise TypeError(f"secret must be a str or bytes, got {type(value).__name__}")
+    raise TypeError(f"{name} must be a str or bytes, got {type(value).__name__}")
 
 
-def secret_file(value: str | os.PathLike[str] | None) -> str | None:
+def secret_file(name: str, value: Any) -> str | None:
     """Accept a path."""
     if value is None:
         return None
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"secret_file must be a path, got {value!r}")
-    return os.fspath(value)
+        raise TypeError(f"{name} must be a path, got {value!r}")
+    return str(os.fspath(value))
 
 
 ENCRYPTION = ("off", "between_hosts", "on")  # in the order of csrc's enum
 
 
-def encryption(_: object, option: Attribute[str], value: Any) -> None:
+def encryption(name: str, value: Any) -> str:
     """Accept one of ENCRYPTION."""
     if value not in ENCRYPTION:
         known = ", ".join(map(repr, ENCRYPTION))
-        raise ValueError(f"{option.name} must be one of {known}, got {value!r}")
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    return str(value)
 
 
 # What float32 tensors may travel as, in the order of csrc's enum.
@@ -189,20 +175,18 @@ def wire_dtype_number(name: str, value: Any) -> int:
     return WIRE_DTYPES.index(str(value))
 
 
-def wire_dtype(value: WireDtype) -> WireDtype:
+def wire_dtype(name: str, value: Any) -> WireDtype:
     """Accept a dtype of WIRE_DTYPES, or None, or a mapping from worker names to these."""
     if not isinstance(value, Mapping):
-        wire_dtype_number("wire_dtype", value)
+        wire_dtype_number(name, value)
         return value
     for worker, dtype in value.items():
-        _text("each key of wire_dtype", worker)
-        wire_dtype_number(f"wire_dtype[{worker!r}]", dtype)
+        text(f"each key of {name}", worker)
+        wire_dtype_number(f"{name}[{worker!r}]", dtype)
     return dict(value)
 
 
-def interface(
-    value: str | IpAddress | Iterable[str | IpAddress] | None, name: str = "interface"
-) -> tuple[str, ...]:
+def interface(name: str, value: Any) -> tuple[str, ...]:
     """Accept names and IP addresses of interfaces: one, several comma-separated, or a list.
 
     The agent checks at its start whether they exist: options may be built on another host.
@@ -228,11 +212,9 @@ def interface(
     return tuple(result)
 
 
-def port_range(value: int | str | tuple[int, int] | None) -> tuple[int, int]:
+def port_range(name: str, value: Any) -> tuple[int, int]:
     """Accept a port, 'lo-hi' or (lo, hi), both ends included; 0 or None for any port."""
-    wrong = (
-        f"port_range must be a port, 'lo-hi' or (lo, hi) with 1 <= lo <= hi <= 65535, got {value!r}"
-    )
+    wrong = f"{name} must be a port, 'lo-hi' or (lo, hi) with 1 <= lo <= hi <= 65535, got {value!r}"
     if value is None:
         return (0, 0)
     if isinstance(value, str):
@@ -257,7 +239,7 @@ def port_range(value: int | str | tuple[int, int] | None) -> tuple[int, int]:
     return (low, high)
 
 
-def allow_list(value: Sequence[str] | None) -> tuple[str, ...] | None:
+def allow_list(name: str, value: Any) -> tuple[str, ...] | None:
     """Accept a list of names, or None for everything.
 
     The agent checks at its start whether they exist: that check imports the modules.
@@ -266,34 +248,36 @@ def allow_list(value: Sequence[str] | None) -> tuple[str, ...] | None:
         return None
     # A string is iterable too, and would become a list of letters.
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(
-            f"allow_list must be a list of names, or None for everything, got {value!r}"
-        )
-    return tuple(_text("each entry of allow_list", entry) for entry in value)
+        raise TypeError(f"{name} must be a list of names, or None for everything, got {value!r}")
+    return tuple(text(f"each entry of {name}", entry) for entry in value)
 
 
-def message_names(_: object, option: Attribute[list[str]], value: Any) -> None:
+def message_names(name: str, value: Any) -> list[str]:
     """Accept a list of message type names (fault injection)."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"{option.name} must be a list of message type names, got {value!r}")
+        raise TypeError(f"{name} must be a list of message type names, got {value!r}")
+    return list(value)
 
 
-def message_delays(_: object, option: Attribute[dict[str, float]], value: Any) -> None:
-    """Accept message type name -> delay in seconds (fault injection)."""
+def message_delays(name: str, value: Any) -> dict[str, float]:
+    """Accept message type name -> delay in seconds, or None for none (fault injection)."""
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{option.name} must map message type names to seconds, got {value!r}")
-    for name, delay in value.items():
-        _finite(_text(option.name, name), delay)
+        raise TypeError(f"{name} must map message type names to seconds, got {value!r}")
+    return {text(name, kind): duration(kind, delay) for kind, delay in value.items()}
 
 
-def receive_cache(value: int | None) -> int:
+def receive_cache(name: str, value: Any) -> int:
     """Replace None by 4 GiB, or by an eighth of the machine's memory where that is less; bytes."""
-    return min(4 << 30, _physical_memory() // 8) if value is None else value
+    return byte_count(name, min(4 << 30, _physical_memory() // 8) if value is None else value)
 
 
-def receive_budget(value: int | None) -> int:
+def receive_budget(name: str, value: Any) -> int:
     """Replace None by an eighth of the memory that this process may use; bytes."""
-    return min(_physical_memory(), *_cgroup_limits()) // 8 if value is None else value
+    if value is None:
+        value = min(_physical_memory(), *_cgroup_limits()) // 8
+    return byte_count(name, value)
 
 
 def _physical_memory() -> int:

@@ -55,7 +55,7 @@ from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import require_call_timeout, require_rpc_timeout
+from torch_rpc_ext._base.option_checks import require_call_timeout, rpc_timeout
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
 
@@ -214,7 +214,7 @@ def _remote(
 
 
 def _set_rpc_timeout(seconds: float) -> None:
-    require_rpc_timeout(seconds)
+    rpc_timeout("rpc_timeout", seconds)
     _original(rpc, "_set_rpc_timeout")(seconds)
 
 

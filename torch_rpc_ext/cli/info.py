@@ -63,7 +63,7 @@ def collect(*, interface: str | None, self_test: bool) -> dict[str, Any]:
 
     data = info()
     try:
-        wanted = option_checks.interface(interface, "--interface")
+        wanted = option_checks.interface("--interface", interface)
         choice = interfaces.choose(wanted, option_checks.DEFAULT_INIT_METHOD)
         data["interface"] = choice.described()
     except ValueError as error:
