@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.group import Group, workers
+from tests.process.group import Group, shutdown, workers
 from tests.support import script
 from tests.support.backend import needs_ucx, on_ucx
 
@@ -199,6 +200,52 @@ def test_immediate_shutdown_does_not_wait() -> None:
 
 def leave() -> None:
     rpc.shutdown(graceful=False)
+
+
+class Lingering:
+    """A value whose end takes until another worker has tried to call."""
+
+    def __init__(self, begun: str, tried: str) -> None:
+        self.begun, self.tried = Path(begun), Path(tried)
+
+    def __del__(self) -> None:
+        self.begun.touch()
+        wait_for(self.tried)
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+HELD: list[Any] = []
+
+
+def hold_a_lingering_value(to: str, begun: str, tried: str) -> None:
+    HELD.append(rpc.remote(to, Lingering, args=(begun, tried)))
+    HELD[0]._get_future().wait()
+
+
+def call_in_between(to: str, begun: str, tried: str) -> str:
+    wait_for(Path(begun))
+    try:
+        return f"answered: {rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=10)}"
+    except RuntimeError:
+        return "refused"
+    finally:
+        Path(tried).touch()
+
+
+@needs_ucx("serves on, and may crash when a peer deletes an RRef meanwhile")
+def test_nothing_is_served_while_the_table_of_rrefs_is_taken_apart(tmp_path: Path) -> None:
+    """Upstream takes it apart without a lock; a request that deleted an RRef crashed the worker."""
+    begun, tried = str(tmp_path / "begun"), str(tmp_path / "tried")
+    with Group(2) as group:
+        group[0].run(hold_a_lingering_value, "worker1", begun, tried)
+        call = group[0].start(call_in_between, "worker1", begun, tried)
+        group[1].run(shutdown, graceful=False)
+        assert call.result(30) == "refused"
 
 
 def test_init_again() -> None:
