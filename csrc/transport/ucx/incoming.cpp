@@ -50,7 +50,7 @@ class Lease {
 // The parts of a frame.
 struct Parts {
   std::vector<BulkEntry> entries;
-  base::Buffer carried; // bulk that has come in the frame, in order
+  base::Buffer carried = {}; // bulk that has come in the frame, in order
   base::Buffer bytes; // the rest, which ends with the head
   size_t headOffset = 0; // in `bytes`
 };
