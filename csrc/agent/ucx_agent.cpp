@@ -7,6 +7,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -151,7 +152,7 @@ void UcxAgent::join(bool /*shutdown*/, float timeout) {
   }
 }
 
-void UcxAgent::shutdownImpl() {
+void UcxAgent::stop() {
   if (stopped_.exchange(true)) {
     return;
   }
@@ -199,6 +200,14 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             " tried to send() a message of type ",
             static_cast<int>(message->type()),
             " but RPC is no longer running on this node."));
+  }
+  if (stopped_.load()) {
+    // An RRef that dies now would log an exception.
+    auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+    future->setError(
+        std::make_exception_ptr(
+            std::runtime_error("RPC has ended on this worker")));
+    return future;
   }
   return caller_.send(
       to, message, callTimeout(rpcTimeoutSeconds, getRpcTimeout()), deviceMap);

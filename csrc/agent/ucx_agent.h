@@ -54,7 +54,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   void join(bool shutdown = false, float timeout = 0) override;
   void sync() override {}
   void startImpl() override;
-  void shutdownImpl() override;
+  void shutdownImpl() override {
+    stop();
+  }
   const rpc::WorkerInfo& getWorkerInfo(const std::string& name) const override;
   const rpc::WorkerInfo& getWorkerInfo(rpc::worker_id_t id) const override;
   std::vector<rpc::WorkerInfo> getWorkerInfos() const override;
@@ -82,6 +84,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
     return receiver_;
   }
 
+  // Ends all that this agent does: no request is served any more, no call is
+  // answered, and the threads end. shutdown() does that as well, but must not
+  // come before upstream's RRefContext has been destroyed: from then on, send()
+  // throws, also for RRefs that die.
+  void stop();
   // To be called in a forked child, where the agent's threads do not exist and
   // UCX belongs to the parent: from here on nothing is sent, not even for RRefs
   // that die.

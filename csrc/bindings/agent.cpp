@@ -348,6 +348,7 @@ void bindAgent(py::module_& module) {
           py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())
       .def("waiting_callers", &describeWaiting, Release())
+      .def("stop", &UcxAgent::stop, Release())
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
         // For a forked child, where the agent must not be destroyed.
         self->abandon();

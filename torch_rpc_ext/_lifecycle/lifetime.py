@@ -84,6 +84,7 @@ def _at_exit() -> None:
     if session is None:
         return
     with contextlib.suppress(Exception):
+        session.agent.stop()  # first, as hooks.py says of _destroy_rref_context
         native_rpc._destroy_rref_context(True)
     abandon(session)
 

@@ -30,6 +30,8 @@ They are installed while our agent runs and removed when it ends; other agents g
   issue 86525); here it stays in the graph. A compressed sparse tensor (CSR, CSC, BSR, BSC), whose
   storage upstream's C++ cannot get, travels here as its parts. Passing on an RRef whose owner has
   died and come back is an error here; in upstream the receiver waits without an end.
+- api._destroy_rref_context: stops the agent first. Upstream's C++ walks through its table of RRefs
+  without a lock, and a request that deletes an RRef at that moment makes the process crash.
 - instantiator._do_instantiate_remote_module_template: upstream's RemoteModule with an interface
   asks its worker twice at once for the module of generated functions. In upstream the second
   request gets that module while the first still compiles the functions, and forward() may find none
@@ -98,6 +100,7 @@ def install(
         return
     _agent = agent
     _replace(api, "_wait_all_workers", _waiting_by(wait_all_workers, api._wait_all_workers))
+    _replace(api, "_destroy_rref_context", _once_nothing_runs(api._destroy_rref_context, agent))
     _replace(api, "_invoke_rpc", functools.wraps(api._invoke_rpc)(_invoke_rpc))
     _replace(api, "_invoke_rpc_builtin", _invoke_rpc_builtin)
     _replace(api, "_invoke_rpc_torchscript", _invoke_rpc_torchscript)
@@ -154,6 +157,15 @@ def _waiting_by(
         wait_all_workers(original, timeout)
 
     return _wait_all_workers
+
+
+def _once_nothing_runs(original: Callable[..., Any], agent: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _destroy_rref_context(ignore_leaks: bool = True) -> None:
+        agent.stop()
+        original(ignore_leaks)
+
+    return _destroy_rref_context
 
 
 def _invoke_rpc(

@@ -40,6 +40,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.distributed.rpc.api._all_gather_sequence_id_to_states",
         "torch.distributed.rpc.api._default_pickler",
         "torch.distributed.rpc.api._delete_all_user_and_unforked_owner_rrefs",
+        "torch.distributed.rpc.api._destroy_rref_context",
         "torch.distributed.rpc.api._get_current_rpc_agent",
         "torch.distributed.rpc.api._get_should_profile",
         "torch.distributed.rpc.api._init_rpc_states",
