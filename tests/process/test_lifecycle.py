@@ -246,6 +246,7 @@ def test_nothing_is_served_while_the_table_of_rrefs_is_taken_apart(tmp_path: Pat
         call = group[0].start(call_in_between, "worker1", begun, tried)
         group[1].run(shutdown, graceful=False)
         assert call.result(30) == "refused"
+        group[0].run(shutdown, graceful=False)
 
 
 def test_init_again() -> None:

@@ -99,7 +99,7 @@ def test_every_truncation(threshold: int) -> None:
         decode(head + b"x", bulk)
 
 
-@pytest.mark.timeout(400)  # thousands of messages, on a machine that may be loaded
+@pytest.mark.timeout(1200)  # thousands of messages, on a machine that may be loaded
 @pytest.mark.parametrize("threshold", [INLINE, BULK])
 def test_every_bit(threshold: int) -> None:
     head, bulk = sample(threshold)

@@ -219,7 +219,11 @@ def _start_operators() -> Any:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # All threads, because requests run in threads of the agent.
     config = _ExperimentalConfig(profile_all_threads=True)
-    profiler = torch.profiler.profile(activities=activities, experimental_config=config)
+    # acc_events says what to keep of several cycles. There is one; without the option torch 2.12
+    # writes a warning.
+    profiler = torch.profiler.profile(
+        activities=activities, experimental_config=config, acc_events=True
+    )
     # The two halves of profiler.start(); each needs another kind of silence.
     with quiet.first_use():
         profiler.prepare_trace()
