@@ -56,6 +56,7 @@ class About:
         unit: '' for none.
         default: the default as the docs show it; '' where the docs show the field's own default.
         agent: whether the C++ agent gets the value as it is.
+        tests: whether it is for tests only.
     """
 
     check: Callable[[str, Any], Any]
@@ -63,6 +64,7 @@ class About:
     unit: str = ""
     default: str = ""
     agent: bool = True
+    tests: bool = False
 
     @staticmethod
     def of(option: dataclasses.Field[Any]) -> About:
@@ -72,18 +74,10 @@ class About:
 
 
 def _option(
-    value: Any,
-    check: Callable[[str, Any], Any],
-    doc: str,
-    unit: str = "",
-    default: str = "",
-    *,
-    agent: bool = True,
+    value: Any, check: Callable[[str, Any], Any], doc: str, unit: str = "", **more: Any
 ) -> Any:
     """Return the field of an option with the default `value`; the others are those of About."""
-    return dataclasses.field(
-        default=value, metadata={"about": About(check, doc, unit, default, agent)}
-    )
+    return dataclasses.field(default=value, metadata={"about": About(check, doc, unit, **more)})
 
 
 def _device_maps(name: str, value: Any) -> dict[str, DeviceMap]:
@@ -309,33 +303,42 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         default="see right",
         agent=False,
     )
-    # Fault injection, for tests: the keywords of these options begin with an underscore.
-    _messages_to_fail: list[str] = _option(
-        (), checks.message_names, "Message types of which the first sends fail.", default="`[]`"
+    # Fault injection.
+    messages_to_fail: list[str] = _option(
+        (),
+        checks.message_names,
+        "Message types of which the first sends fail.",
+        default="`[]`",
+        tests=True,
     )
-    _messages_to_lose: list[str] = _option(
+    messages_to_lose: list[str] = _option(
         (),
         checks.message_names,
         "Message types of which the first sends lose the connection, at this end only.",
         default="`[]`",
+        tests=True,
     )
-    _messages_to_corrupt: list[str] = _option(
+    messages_to_corrupt: list[str] = _option(
         (),
         checks.message_names,
         "Message types of which the first sends have one bit changed.",
         default="`[]`",
+        tests=True,
     )
-    _messages_to_forge: list[str] = _option(
+    messages_to_forge: list[str] = _option(
         (),
         checks.message_names,
         "Message types of which the first sends claim that their large tensors lie in memory "
         "of the receiver.",
         default="`[]`",
+        tests=True,
     )
-    _messages_to_delay: dict[str, float] = _option(
-        None, checks.message_delays, "Message type -> delay.", "s", default="`{}` s"
+    messages_to_delay: dict[str, float] = _option(
+        None, checks.message_delays, "Message type -> delay.", "s", default="`{}` s", tests=True
     )
-    _num_fail_sends: int = _option(0, checks.count, "How many sends of each such message fail.")
+    num_fail_sends: int = _option(
+        0, checks.count, "How many sends of each such message fail.", tests=True
+    )
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         # pybind11 needs its base's __init__ before any other use of the object; the generated
@@ -419,15 +422,13 @@ OPTIONS = {option.name: option for option in dataclasses.fields(UcxRpcBackendOpt
 
 def public() -> list[str]:
     """Return the names of all options but those for tests."""
-    return [name for name in OPTIONS if not name.startswith("_")]
+    return [name for name, option in OPTIONS.items() if not About.of(option).tests]
 
 
 def of_agent(options: UcxRpcBackendOptions) -> dict[str, Any]:
     """Return name -> value of the options that the C++ agent gets as they are."""
     return {
-        name.removeprefix("_"): getattr(options, name)
-        for name, option in OPTIONS.items()
-        if About.of(option).agent
+        name: getattr(options, name) for name, option in OPTIONS.items() if About.of(option).agent
     }
 
 

@@ -56,9 +56,9 @@ class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
         **options: Any,
     ) -> None:
         super().__init__(
-            _messages_to_fail=messages_to_fail,
-            _messages_to_delay=messages_to_delay,
-            _num_fail_sends=num_fail_sends,
+            messages_to_fail=messages_to_fail,
+            messages_to_delay=messages_to_delay,
+            num_fail_sends=num_fail_sends,
             **options,
         )
 

@@ -256,7 +256,7 @@ def damaged() -> None:
 
 
 def test_checksums_of_large_tensors_are_the_devices() -> None:
-    faults = {"_messages_to_corrupt": ["SCRIPT_CALL"], "_num_fail_sends": 1}
+    faults = {"messages_to_corrupt": ["SCRIPT_CALL"], "num_fail_sends": 1}
     with pair(integrity=True, **faults) as group:
         group.run(damaged)
         for dtype in (None, torch.bfloat16):

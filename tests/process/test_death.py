@@ -20,7 +20,7 @@ import torch
 from torch.distributed import autograd, rpc
 
 from tests.process import functions as f
-from tests.process.group import Group, Worker
+from tests.process.group import Group, Worker, shutdown
 from tests.support.backend import needs_ucx, on_ucx
 from tests.support.script import running
 
@@ -528,6 +528,16 @@ def test_a_stopped_worker_is_not_dead() -> None:
         group.run(check_alive, "worker1")
 
 
+@needs_ucx("its errors are those of its sockets")
+def test_calls_to_a_worker_that_has_left_fail_at_once() -> None:
+    with Group(2) as group:
+        group[0].run(check_alive, "worker1")
+        group[1].run(shutdown, graceful=False)
+        for _ in range(2):
+            assert "the peer shut down" in group[0].run(error_of_call_to, "worker1")
+        group[0].run(shutdown, graceful=False)
+
+
 def meet_a_connection_that_broke(to: str) -> None:
     from torch_rpc_ext.errors import PeerLostError
 
@@ -551,7 +561,7 @@ def meet_a_connection_that_broke(to: str) -> None:
 def test_a_connection_that_broke_at_one_end_only(env: dict[str, str], encryption: str) -> None:
     """UCX would let the other end go on sending to nobody, so the agent has to tell the other
     end."""
-    faults: dict[str, Any] = {"_messages_to_lose": ["SCRIPT_RET"], "_num_fail_sends": 1}
+    faults: dict[str, Any] = {"messages_to_lose": ["SCRIPT_RET"], "num_fail_sends": 1}
     options = [{"encryption": encryption}, {"encryption": encryption, **faults}]
     with Group(2, env=env, options=options) as group:
         group[0].run(meet_a_connection_that_broke, "worker1")

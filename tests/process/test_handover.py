@@ -458,6 +458,6 @@ def check_forged(message: str) -> None:
 @pytest.mark.parametrize("message", ["SCRIPT_CALL", "SCRIPT_RET"])
 @needs_ucx("has no such memory")
 def test_memory_that_was_never_sent_cannot_be_returned(message: str) -> None:
-    forging = {"_messages_to_forge": [message], "_num_fail_sends": 1}
+    forging = {"messages_to_forge": [message], "num_fail_sends": 1}
     with Group(2, options=[forging, {}] if message == "SCRIPT_CALL" else [{}, forging]) as group:
         group.run(check_forged, message)

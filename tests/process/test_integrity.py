@@ -24,7 +24,7 @@ def ramp(size: int) -> Tensor:
 
 
 def corrupting(message: str, times: int = 1) -> dict[str, object]:
-    return {"_messages_to_corrupt": [message], "_num_fail_sends": times}
+    return {"messages_to_corrupt": [message], "num_fail_sends": times}
 
 
 def request_fails(size: int) -> None:
