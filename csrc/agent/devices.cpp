@@ -122,7 +122,7 @@ void Devices::serveIpc(Arrival& arrival) {
         base::LogLevel::kWarning,
         "closing the connection to worker \"" + peer->name +
             "\": " + error.message);
-    arrival.connection->close();
+    arrival.connection->lose(error);
   }
   if (kind == device::IpcMessage::kOffer) {
     memory_.trimLater(); // closes what was opened for the trial copies

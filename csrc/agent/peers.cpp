@@ -59,10 +59,11 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
               openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
-      // A dead process does not come back at the same address.
-      const bool isDead =
-          it->second.connection->peer() == transport::PeerState::kDead;
-      if (isDead || now < it->second.again) {
+      // Who is dead or has left does not come back at the same address.
+      const auto last = it->second.connection->peer();
+      const bool isGone = last == transport::PeerState::kDead ||
+          last == transport::PeerState::kLeft;
+      if (isGone || now < it->second.again) {
         return it->second.connection;
       }
     }
@@ -227,7 +228,8 @@ std::optional<std::string> Peers::onClosed(
   if (why.empty()) {
     why = error.message;
   }
-  if (error.kind == base::ErrorKind::kPeerLost && member != nullptr) {
+  const bool left = connection->peer() == transport::PeerState::kLeft;
+  if ((left || error.kind == base::ErrorKind::kPeerLost) && member != nullptr) {
     // Each attempt to connect costs a descriptor inside of UCX, so the next one
     // comes after a pause.
     state->unreachable[*id] = {

@@ -79,8 +79,8 @@ class Peers {
   size_t size() const;
 
  private:
-  // A worker that could not be reached at `address`, and when to try again:
-  // calls to a dead worker must not each cost an attempt.
+  // A worker that could not be reached at `address`, or has left, and when to
+  // try again: calls to a dead worker must not each cost an attempt.
   struct Unreachable {
     transport::ConnectionPtr connection; // closed; tells each call why
     std::string address;

@@ -43,7 +43,7 @@ void Receiver::onFrame(
             group_.peers().nameOf(connection.get()) +
             "\": " + decoder.error().message);
     incoming->refuse(decoder.error());
-    connection->close();
+    connection->lose(decoder.error());
     return;
   }
   auto arrival = std::make_shared<Arrival>();
