@@ -20,7 +20,7 @@ try:
     import cloudpickle  # type: ignore[import-untyped]
 except ImportError as problem:
     raise ImportError(
-        "torch_rpc_ext.launch needs cloudpickle: pip install 'torch-rpc-ext[launch]'"
+        "torch_rpc_ext.launch needs cloudpickle: pip install cloudpickle"
     ) from problem
 
 #: In place of a request: end when all earlier requests are done.
