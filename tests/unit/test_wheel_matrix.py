@@ -72,3 +72,10 @@ def test_wheels_of_one_python_become_one(tmp_path: Path) -> None:
         f"torch_rpc_ext/{extension}" for extension in extensions
     ]
     assert names.count("torch_rpc_ext/libtorch_rpc_ext_core.so.0") == 1
+
+
+@pytest.mark.parametrize("module", ["wheel", "try_wheel", "compat"])
+def test_its_programs_need_nothing_of_the_tests(module: str) -> None:
+    """A fresh clone has no pytest when `make wheel-test` begins."""
+    code = f"import sys; sys.modules['pytest'] = None; import tests.release.{module}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
