@@ -202,7 +202,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             " but RPC is no longer running on this node."));
   }
   if (stopped_.load()) {
-    // An RRef that dies now would log an exception.
+    // Not thrown: an RRef that dies between stop() and the destruction of
+    // RRefContext comes here, and would log the exception.
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     future->setError(
         std::make_exception_ptr(

@@ -85,9 +85,10 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   }
 
   // Ends all that this agent does: no request is served any more, no call is
-  // answered, and the threads end. shutdown() does that as well, but must not
-  // come before upstream's RRefContext has been destroyed: from then on, send()
-  // throws, also for RRefs that die.
+  // answered, and the threads end. To be called before upstream's RRefContext
+  // is destroyed, which takes no lock. shutdown() also calls stop(), and comes
+  // after that: once shutdown() has been called, send() throws, and each RRef
+  // that dies while the RRefContext still exists would log the exception.
   void stop();
   // To be called in a forked child, where the agent's threads do not exist and
   // UCX belongs to the parent: from here on nothing is sent, not even for RRefs

@@ -138,8 +138,9 @@ class Connection {
   // The peer sees kShutDown.
   virtual void close() = 0;
 
-  // Ends the connection as if it had broken, because the group takes the peer
-  // for dead, or because another worker has taken over the peer's name.
+  // Ends the connection as if it had broken: the group takes the peer for dead,
+  // another worker has taken over the peer's name, or the peer has sent what
+  // this worker cannot read.
   virtual void lose(const base::Error& /*why*/) {
     close();
   }

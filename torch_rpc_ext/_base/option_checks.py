@@ -1,4 +1,4 @@
-"""Checks of options: validators, which accept a value or refuse it, and converters.
+"""Checks of options, and their defaults.
 
 A check takes the option's name and what the user has given. It returns the value in the one form
 that the rest of the package uses, or raises TypeError or ValueError with the option's name, the
@@ -44,25 +44,28 @@ def _int(name: str, value: Any, unit: str = "") -> int:
 
 def positive_int(name: str, value: Any) -> int:
     """Accept an int above 0."""
-    if _int(name, value) <= 0:
-        raise ValueError(f"{name} must be positive, got {value}")
-    return int(value)
+    number = _int(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, got {number}")
+    return number
 
 
 def count(name: str, value: Any) -> int:
     """Accept an int, 0 included."""
-    if _int(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, got {value}")
-    return int(value)
+    number = _int(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
+    return number
 
 
 def byte_count(name: str, value: Any) -> int:
     """Accept a number of bytes, 0 included."""
-    if _int(name, value, " (bytes)") < 0:
-        raise ValueError(f"{name} must be 0 or more bytes, got {value}")
-    if value > sys.maxsize:
-        raise ValueError(f"{name} must be less than 2**63 bytes, got {value}")
-    return int(value)
+    number = _int(name, value, " (bytes)")
+    if number < 0:
+        raise ValueError(f"{name} must be 0 or more bytes, got {number}")
+    if number > sys.maxsize:
+        raise ValueError(f"{name} must be less than 2**63 bytes, got {number}")
+    return number
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -140,7 +143,8 @@ def secret_file(name: str, value: Any) -> str | None:
         return None
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path, got {value!r}")
-    return str(os.fspath(value))
+    path: str = os.fspath(value)
+    return path
 
 
 ENCRYPTION = ("off", "between_hosts", "on")  # in the order of csrc's enum

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed import rpc as _untyped_rpc
+from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext._calls import fan_out
 from torch_rpc_ext._group import sessions
@@ -17,6 +18,7 @@ from torch_rpc_ext._lifecycle.shutdown import wait_all_workers
 from torch_rpc_ext._upstream import hooks
 
 # Upstream's functions have no types.
+api: Any = _untyped_api
 rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
@@ -84,8 +86,7 @@ def _at_exit() -> None:
     if session is None:
         return
     with contextlib.suppress(Exception):
-        session.agent.stop()  # first, as hooks.py says of _destroy_rref_context
-        native_rpc._destroy_rref_context(True)
+        api._destroy_rref_context(True)  # the hook, which stops the agent first
     abandon(session)
 
 

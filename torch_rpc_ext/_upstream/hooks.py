@@ -100,7 +100,7 @@ def install(
         return
     _agent = agent
     _replace(api, "_wait_all_workers", _waiting_by(wait_all_workers, api._wait_all_workers))
-    _replace(api, "_destroy_rref_context", _once_nothing_runs(api._destroy_rref_context, agent))
+    _replace(api, "_destroy_rref_context", functools.wraps(api._destroy_rref_context)(_destroy))
     _replace(api, "_invoke_rpc", functools.wraps(api._invoke_rpc)(_invoke_rpc))
     _replace(api, "_invoke_rpc_builtin", _invoke_rpc_builtin)
     _replace(api, "_invoke_rpc_torchscript", _invoke_rpc_torchscript)
@@ -159,13 +159,9 @@ def _waiting_by(
     return _wait_all_workers
 
 
-def _once_nothing_runs(original: Callable[..., Any], agent: Any) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _destroy_rref_context(ignore_leaks: bool = True) -> None:
-        agent.stop()
-        original(ignore_leaks)
-
-    return _destroy_rref_context
+def _destroy(*args: Any, **kwargs: Any) -> None:
+    _agent.stop()
+    _original(api, "_destroy_rref_context")(*args, **kwargs)
 
 
 def _invoke_rpc(

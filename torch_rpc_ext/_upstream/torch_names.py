@@ -27,7 +27,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._distributed_rpc.WorkerInfo",
         "torch._C._distributed_rpc._cleanup_python_rpc_handler",
         "torch._C._distributed_rpc._delete_all_user_and_unforked_owner_rrefs",
-        "torch._C._distributed_rpc._destroy_rref_context",
         "torch._C._distributed_rpc._get_current_rpc_agent",
         "torch._C._distributed_rpc._is_current_rpc_agent_set",
         "torch._C._distributed_rpc._reset_current_rpc_agent",
