@@ -1,6 +1,7 @@
 #include "agent/barrier.h"
 
 #include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -18,7 +19,11 @@ void Barrier::arrive(
     Round& round = state->rounds[number];
     round.sum += active;
     round.arrived.insert(worker);
-    round.answers.push_back(std::move(answer));
+    if (worker == self_) {
+      round.answers.push_back(std::move(answer));
+    } else {
+      round.answers.push_front(std::move(answer));
+    }
     for (const auto& [name, why] : state->lost) {
       if (round.arrived.count(name) == 0) {
         error = why;

@@ -4,12 +4,13 @@
 #include "base/synchronized.h"
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <set>
 #include <string>
 #include <unordered_map>
-#include <vector>
+#include <utility>
 
 namespace torch_rpc_ext::agent {
 
@@ -24,9 +25,12 @@ class Barrier {
  public:
   using Answer = std::function<void(const base::Error&, int64_t sum)>;
 
+  explicit Barrier(std::string self) : self_(std::move(self)) {}
+
   // `worker` has reached `round` with `active` calls under way. `answer` runs
   // once `expected` workers have reached the round, or with an error if one of
-  // these workers is lost.
+  // these workers is lost. The answer of this worker itself runs last: this
+  // worker may then end, and could not tell the others any more.
   void arrive(
       size_t expected,
       uint64_t round,
@@ -44,13 +48,14 @@ class Barrier {
   struct Round {
     int64_t sum = 0;
     std::set<std::string> arrived;
-    std::vector<Answer> answers;
+    std::deque<Answer> answers; // that of this worker is the last
   };
   struct State {
     std::unordered_map<uint64_t, Round> rounds;
     std::map<std::string, base::Error> lost; // by worker
   };
 
+  const std::string self_;
   base::Synchronized<State> state_;
 };
 

@@ -31,7 +31,8 @@ Group::Group(
           membership_,
           Hello{.group = {}, .workerId = self_.id_, .name = self_.name_},
           remote_,
-          loopback_) {}
+          loopback_),
+      barrier_(self_.name_) {}
 
 void Group::start(base::Poller& poller, transport::Handler& handler) {
   remote_->start(poller, runner_, handler);

@@ -12,6 +12,14 @@ namespace {
 constexpr std::chrono::milliseconds kFirstPause{1000};
 constexpr std::chrono::milliseconds kLongestPause{5000};
 
+// Whether the worker at the other end is dead or has left. Such a worker does
+// not come back at the same address.
+bool isGone(const transport::Connection& connection) {
+  const auto peer = connection.peer();
+  return peer == transport::PeerState::kDead ||
+      peer == transport::PeerState::kLeft;
+}
+
 } // namespace
 
 Peers::Peers(
@@ -51,6 +59,9 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   const auto now = std::chrono::steady_clock::now();
   {
     const auto state = state_.lock();
+    if (auto own = leftBy(*state, *member)) {
+      return own;
+    }
     auto it = state->unreachable.find(id);
     // A worker that has come back at another address is tried at once.
     if (it != state->unreachable.end() &&
@@ -59,11 +70,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
               openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
-      // Who is dead or has left does not come back at the same address.
-      const auto last = it->second.connection->peer();
-      const bool isGone = last == transport::PeerState::kDead ||
-          last == transport::PeerState::kLeft;
-      if (isGone || now < it->second.again) {
+      if (isGone(*it->second.connection) || now < it->second.again) {
         return it->second.connection;
       }
     }
@@ -71,6 +78,10 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
                    : remote_->connect(member->address, introduction());
   auto state = state_.lock();
+  if (auto it = state->unreachable.find(id); it != state->unreachable.end() &&
+      it->second.address == member->address && isGone(*it->second.connection)) {
+    return it->second.connection; // the worker has gone meanwhile
+  }
   if (made->closed()) {
     // The connection failed at once, and onClosed() did not know whose it was.
     // The call that is sent on it gets the reason; a call after the pause
@@ -172,6 +183,20 @@ Peers::openTo(const State& state, const std::string& name, uint32_t minLife) {
   return nullptr;
 }
 
+transport::ConnectionPtr Peers::leftBy(
+    const State& state,
+    const Membership::Member& member) {
+  const auto own = state.connections.find(member.info.id_);
+  if (own == state.connections.end() ||
+      own->second->peer() != transport::PeerState::kLeft) {
+    return nullptr;
+  }
+  const auto peer = state.known.find(own->second.get());
+  return peer != state.known.end() && peer->second.life == member.life
+      ? own->second
+      : nullptr;
+}
+
 std::vector<transport::ConnectionPtr> Peers::succeed(
     const Membership::Member& member) {
   const auto id = static_cast<worker_id_t>(member.info.id_);
@@ -216,8 +241,10 @@ std::optional<std::string> Peers::onClosed(
   if (member != nullptr && member->life != peer.life) {
     return std::nullopt; // a later life has taken its place
   }
+  // A goodbye on one connection is that of the worker.
+  const bool left = connection->peer() == transport::PeerState::kLeft;
   for (const auto& [other, otherPeer] : state->known) {
-    if (otherPeer.name == name && otherPeer.life == peer.life &&
+    if (!left && otherPeer.name == name && otherPeer.life == peer.life &&
         !other->closed()) {
       return std::nullopt; // the worker is still there
     }
@@ -228,15 +255,19 @@ std::optional<std::string> Peers::onClosed(
   if (why.empty()) {
     why = error.message;
   }
-  const bool left = connection->peer() == transport::PeerState::kLeft;
   if ((left || error.kind == base::ErrorKind::kPeerLost) && member != nullptr) {
     // Each attempt to connect costs a descriptor inside of UCX, so the next one
-    // comes after a pause.
-    state->unreachable[*id] = {
-        connection,
-        member->address,
-        std::chrono::steady_clock::now() + kFirstPause,
-        kFirstPause};
+    // comes after a pause. An attempt that began before the worker was gone,
+    // and ends later, does not make the worker one that may be reached again.
+    auto& entry = state->unreachable[*id];
+    if (entry.connection == nullptr || entry.address != member->address ||
+        !isGone(*entry.connection)) {
+      entry = {
+          connection,
+          member->address,
+          std::chrono::steady_clock::now() + kFirstPause,
+          kFirstPause};
+    }
   }
   return name;
 }

@@ -51,7 +51,8 @@ class Peers {
   base::Error onConnected(
       const transport::ConnectionPtr& connection,
       const std::string& hello);
-  // Returns the name of the worker if this was the last connection to it.
+  // Returns the name of the worker if this was the last connection to it, or
+  // the worker has said goodbye.
   std::optional<std::string> onClosed(
       const transport::ConnectionPtr& connection,
       const base::Error& error);
@@ -110,6 +111,11 @@ class Peers {
   // one; null if there is none.
   static transport::ConnectionPtr
   openTo(const State& state, const std::string& name, uint32_t minLife);
+  // The connection over which a member has said goodbye, between the goodbye
+  // and onClosed(); null if there is none.
+  static transport::ConnectionPtr leftBy(
+      const State& state,
+      const Membership::Member& member);
 
   const Membership& membership_;
   const Hello self_;

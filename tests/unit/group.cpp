@@ -5,6 +5,7 @@
 #include "agent/hello.h"
 #include "sanitize/stress.h"
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,6 +47,9 @@ class FakeContext final : public transport::Context {
   transport::ConnectionPtr connect(const std::string&, const std::string&)
       override {
     ++connects;
+    if (meanwhile) {
+      meanwhile();
+    }
     last = std::make_shared<FakeConnection>();
     return last;
   }
@@ -54,6 +58,7 @@ class FakeContext final : public transport::Context {
   }
 
   int connects = 0;
+  std::function<void()> meanwhile; // runs in connect()
   bool stopped = false;
   std::shared_ptr<FakeConnection> last;
 };
@@ -145,6 +150,58 @@ void testBrokenWayIsNoExit() {
   require(f.next() == WorkerEvents::Kind::kReturned, "it is back");
 }
 
+const base::Error kGoodbye{base::ErrorKind::kShutDown, "the peer shut down"};
+
+// A call may come between the goodbye and the end of its connection.
+void testAWorkerThatHasLeftIsNotConnectedToAgain() {
+  Fixture f;
+  auto& peers = f.group.peers();
+  peers.connection(1);
+  const auto connection = f.remote->last;
+  connection->state = PeerState::kLeft;
+  require(peers.connection(1) == connection, "calls fail with the goodbye");
+  f.group.onClosed(connection, kGoodbye);
+  require(peers.connection(1) == connection, "and later ones, too");
+  require(f.remote->connects == 1, "nobody is there to connect to");
+  require(f.next() == WorkerEvents::Kind::kLeft, "it left");
+}
+
+// Two workers that call each other at once have two connections.
+void testAGoodbyeOnOneConnectionIsForAll() {
+  Fixture f;
+  auto& peers = f.group.peers();
+  peers.connection(1);
+  const auto first = f.remote->last;
+  base::Error error;
+  const auto second = f.accept(0, error);
+  first->state = PeerState::kLeft;
+  f.group.onClosed(first, kGoodbye);
+  require(peers.connection(1) == first, "calls fail with the goodbye");
+  require(f.next() == WorkerEvents::Kind::kLeft, "it left");
+  second->state = PeerState::kBroken;
+  f.group.onClosed(second, kLost);
+  require(peers.connection(1) == first, "whatever the other one says later");
+  require(f.remote->connects == 1, "nobody is there to connect to");
+  f.group.add("b", 1, "another address", 1);
+  require(peers.connection(1) == f.remote->last, "it has come back");
+  require(f.remote->connects == 2, "at another address");
+}
+
+void testLeavesWhileThisWorkerConnects() {
+  Fixture f;
+  auto& peers = f.group.peers();
+  base::Error error;
+  const auto accepted = f.accept(0, error);
+  accepted->state = PeerState::kBroken; // so that the call connects anew
+  f.remote->meanwhile = [&] {
+    const auto other = f.accept(0, error);
+    other->state = PeerState::kLeft;
+    f.group.onClosed(other, kGoodbye);
+  };
+  const auto connection = peers.connection(1);
+  require(connection->peer() == PeerState::kLeft, "the call learns of it");
+}
+
 void testAnOpenConnectionServesBeforeOneThatConnects() {
   Fixture f;
   const auto& peers = f.group.peers();
@@ -198,6 +255,19 @@ void testStrangersAreRefused() {
       f.heard == std::vector<std::string>{"ended"}, "no member is gone by it");
 }
 
+// This worker may end as soon as its own answer is there.
+void testTheLeaderOfABarrierIsToldLast() {
+  Fixture f;
+  std::vector<std::string> told;
+  for (const std::string worker : {"a", "b"}) {
+    f.group.barrier().arrive(
+        2, /*round=*/0, worker, 0, [&told, worker](const auto&, int64_t) {
+          told.push_back(worker);
+        });
+  }
+  require(told == std::vector<std::string>{"b", "a"}, "others first");
+}
+
 void testLeaves() {
   Fixture f;
   f.group.isAlive("b");
@@ -215,10 +285,14 @@ void testLeaves() {
 int main() {
   testConnectsOnceAndNoticesDeath();
   testBrokenWayIsNoExit();
+  testAWorkerThatHasLeftIsNotConnectedToAgain();
+  testAGoodbyeOnOneConnectionIsForAll();
+  testLeavesWhileThisWorkerConnects();
   testAnOpenConnectionServesBeforeOneThatConnects();
   testSuccessorEndsFormerLife();
   testIsRemovedWhileItComesBack();
   testStrangersAreRefused();
+  testTheLeaderOfABarrierIsToldLast();
   testLeaves();
   return 0;
 }
