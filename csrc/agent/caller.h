@@ -81,8 +81,8 @@ class Caller {
   void lose(const transport::Connection* connection, const base::Error& error) {
     calls_.failAll(connection, error);
   }
-  // Fails all calls, so that the threads that wait for them go on. Further
-  // calls that count in the limits fail too (OpenCalls::limit()).
+  // Fails all calls, so that the threads that wait for them go on, and all
+  // further calls.
   void failAll(const base::Error& error) {
     calls_.failAll(error);
   }

@@ -13,6 +13,7 @@
 
 #include <torch/csrc/distributed/rpc/message.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -41,7 +42,7 @@ class OpenCalls {
   // fail() or failLater().
   void begin(PendingCall& call);
   // Waits until the limits of calls in flight leave room for the call
-  // (LoadLimits). Only calls of users' functions wait.
+  // (LoadLimits). Only calls of users' functions wait. After failAll(), fails.
   base::Error limit(
       PendingCall& call,
       const torch::distributed::rpc::Message& message);
@@ -67,8 +68,8 @@ class OpenCalls {
   void failLater(PendingCall call, const base::Error& error);
   // Fails the calls that were sent over `connection`.
   void failAll(const transport::Connection* connection, const base::Error&);
-  // Fails all calls, also those that wait in limit(), and all further calls of
-  // users' functions.
+  // Fails all calls, also those that wait in limit(), and all further ones.
+  // None throws: an RRef that dies after this makes a call, too.
   void failAll(const base::Error& error);
 
   // Waits until a call ends, for `patience` at most, unless none is open.
@@ -90,6 +91,7 @@ class OpenCalls {
   const Peers& peers_;
   const ExceptionDecoder decodeException_;
   LoadLimits load_;
+  std::atomic<bool> allEnd_{false}; // after failAll() of all connections
   metrics::CallLog log_;
   base::Synchronized<uint64_t> ended_; // how many calls have ended so far
   std::condition_variable endedChanged_;

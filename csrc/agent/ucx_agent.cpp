@@ -201,15 +201,6 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             static_cast<int>(message->type()),
             " but RPC is no longer running on this node."));
   }
-  if (stopped_.load()) {
-    // Not thrown: an RRef that dies between stop() and the destruction of
-    // RRefContext comes here, and would log the exception.
-    auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
-    future->setError(
-        std::make_exception_ptr(
-            std::runtime_error("RPC has ended on this worker")));
-    return future;
-  }
   return caller_.send(
       to, message, callTimeout(rpcTimeoutSeconds, getRpcTimeout()), deviceMap);
 }

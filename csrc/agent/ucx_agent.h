@@ -85,7 +85,8 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   }
 
   // Ends all that this agent does: no request is served any more, no call is
-  // answered, and the threads end. To be called before upstream's RRefContext
+  // answered, and the threads end. A second call returns at once, even if the
+  // first is still at work. To be called before upstream's RRefContext
   // is destroyed, which takes no lock. shutdown() also calls stop(), and comes
   // after that: once shutdown() has been called, send() throws, and each RRef
   // that dies while the RRefContext still exists would log the exception.

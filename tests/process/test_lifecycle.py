@@ -250,6 +250,25 @@ def test_nothing_is_served_while_the_table_of_rrefs_is_taken_apart(tmp_path: Pat
         group[0].run(shutdown, graceful=False)
 
 
+def calls_after_the_stop() -> list[str]:
+    rpc.api._get_current_rpc_agent().stop()
+    errors = []
+    for call in (rpc.rpc_sync, rpc.remote):
+        with pytest.raises(RuntimeError) as caught:
+            call("worker1", torch.add, args=(torch.ones(1), 1))
+        assert "this worker shut down" in str(caught.value)
+        errors.append(type(caught.value).__name__)
+    return errors
+
+
+@needs_ucx("its agent has no stop()")
+def test_calls_of_a_worker_that_stops_say_so() -> None:
+    with Group(2) as group:
+        assert group.run(calls_after_the_stop) == ["ShutDownError", "ShutDownError"]
+        for worker in (group[0], group[1]):
+            worker.run(shutdown, graceful=False)
+
+
 def test_init_again() -> None:
     with Group(2, init=False) as group:
         for _ in range(3):

@@ -78,6 +78,11 @@ _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 # the interface, which may do anything.
 _generating = threading.RLock()
 
+# Held while the agent stops and upstream's table of RRefs ends. An RLock, because an RRef's value
+# may end RPC when it is dropped.
+_destroying = threading.RLock()
+_DESTROY_PATIENCE = 10.0  # s; a stop() takes 3 at most, unless it waits for the thread that waits
+
 # Name of a function that is replaced -> (upstream's module, upstream's function).
 _originals: dict[str, tuple[Any, Callable[..., Any]]] = {}
 # The agent of the running session.
@@ -160,8 +165,18 @@ def _waiting_by(
 
 
 def _destroy(*args: Any, **kwargs: Any) -> None:
-    _agent.stop()
-    _original(api, "_destroy_rref_context")(*args, **kwargs)
+    agent, original = _agent, _original(api, "_destroy_rref_context")
+    # Another thread may be here already, and its agent.stop() still at work; a second stop()
+    # returns at once. The wait has an end, because that stop() may wait for this very thread.
+    mine = _destroying.acquire(timeout=_DESTROY_PATIENCE)
+    try:
+        agent.stop()
+    finally:  # also after Ctrl-C: otherwise the RRefs would keep their values for ever
+        try:
+            original(*args, **kwargs)
+        finally:
+            if mine:
+                _destroying.release()
 
 
 def _invoke_rpc(
