@@ -48,7 +48,12 @@ T = TypeVar("T")
 __all__ = ["RetryPolicy"]
 
 # Kinds of error after which another attempt may succeed.
-TRANSIENT = (errors.PeerLostError, errors.CallTimeoutError, errors.OverloadedError)
+TRANSIENT = (
+    errors.PeerLostError,
+    errors.ShutDownError,  # a worker that has left in order may be started again, as one that died
+    errors.CallTimeoutError,
+    errors.OverloadedError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,9 @@ class RetryPolicy:
             together do not come back together.
         deadline: no attempt begins later than this after the first, s, and no attempt has a longer
             time-out than what is left; None for no deadline.
-        retry_on: classes of errors after which to call again; by default a lost worker, a
-            time-out and overload. What the remote function raises is not among them.
+        retry_on: classes of errors after which to call again; by default a worker that is
+            lost or has shut down, a time-out and overload. What the remote function raises is not
+            among them.
 
     Raises:
         ValueError: a value is out of range; the text names it.

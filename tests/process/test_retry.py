@@ -259,11 +259,17 @@ def ask_the_restarted(asynchronous: bool) -> str:
     return str(answer.wait() if asynchronous else answer)
 
 
+@pytest.mark.parametrize("ending", ["killed", "in order"])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_worker_that_is_killed_and_comes_back(asynchronous: bool) -> None:
+def test_a_worker_that_ends_and_comes_back(asynchronous: bool, ending: str) -> None:
     with Group(2, dynamic=True) as group:
         assert group.run(ask_the_restarted, asynchronous) == "worker1"
-        group[1].kill()
+        if ending == "killed":
+            group[1].kill()
+        else:
+            group[1].leave()
+            group[1].child.process.join(30)
+            group[1].killed = True  # nobody is there to be asked to leave
         call = group[0].start(ask_the_restarted, asynchronous)
         time.sleep(0.5)
         assert not call.done(), "there is nobody to answer"
