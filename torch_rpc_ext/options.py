@@ -35,15 +35,28 @@ Interface = str | checks.IpAddress
 __all__ = ["UcxRpcBackendOptions"]
 
 
-if TYPE_CHECKING:
-    Given = TypeVar("Given", contravariant=True)
-    Kept = TypeVar("Kept", covariant=True)
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
 
-    class Option(Generic[Given, Kept]):
-        """The type of an option that may be given in several forms, and is kept in one."""
+
+class Option(Generic[Given, Kept]):
+    """The type of an option that may be given in several forms, and is kept in one.
+
+    For type checkers and typing.get_type_hints() only: no object has this class.
+    """
+
+    if TYPE_CHECKING:
 
         def __get__(self, options: object, owner: Any = None) -> Kept: ...
         def __set__(self, options: object, value: Given) -> None: ...
+
+
+class _SignatureOfInit:
+    """The signature of a class with a __new__ of its own: that of __init__, of subclasses too."""
+
+    def __get__(self, options: object, owner: type) -> inspect.Signature:
+        of_init = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return of_init.replace(parameters=[*of_init.parameters.values()][1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -411,11 +424,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
 # Torch's C++ reads these two from the base, whose properties a dataclass hides by its defaults.
 del UcxRpcBackendOptions.rpc_timeout, UcxRpcBackendOptions.init_method
-# Of a class with a __new__ of its own, help() would show the parameters of __new__.
-_init = inspect.signature(UcxRpcBackendOptions.__init__)
-UcxRpcBackendOptions.__signature__ = _init.replace(  # type: ignore[attr-defined]
-    parameters=[*_init.parameters.values()][1:]
-)
+# Without this, help() would show the parameters of __new__.
+UcxRpcBackendOptions.__signature__ = _SignatureOfInit()  # type: ignore[attr-defined]
 
 OPTIONS = {option.name: option for option in dataclasses.fields(UcxRpcBackendOptions)}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import ipaddress
+import typing
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch_rpc_ext import UcxRpcBackendOptions
 from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._native.loader import load
 from torch_rpc_ext.options import OPTIONS, of_agent, public
+from torch_rpc_ext.testing import FaultyUcxRpcBackendOptions
 
 
 def test_defaults_are_upstreams() -> None:
@@ -39,6 +42,23 @@ def test_each_option_is_a_documented_keyword() -> None:
     for name, option in OPTIONS.items():
         assert option.metadata["about"].doc
         assert (f"{name}: " in documented) == (name in public())
+
+
+def test_the_classes_describe_themselves() -> None:
+    hints = typing.get_type_hints(UcxRpcBackendOptions)
+    assert set(OPTIONS) <= set(hints)
+    faulty = inspect.signature(FaultyUcxRpcBackendOptions).parameters
+    required = {name for name, p in faulty.items() if p.default is p.empty}
+    assert required == {"messages_to_fail", "messages_to_delay", "num_fail_sends", "options"}
+
+
+def test_a_member_of_a_text_enum_is_its_text() -> None:
+    class Encryption(str, enum.Enum):  # noqa: UP042  str() of a StrEnum is its text
+        ON = "on"
+
+    options = UcxRpcBackendOptions(encryption=Encryption.ON)
+    assert repr(options.encryption) == "'on'"
+    assert copy.copy(options).encryption == "on"
 
 
 def test_the_agent_takes_what_is_for_it_and_nothing_else() -> None:

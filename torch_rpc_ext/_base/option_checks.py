@@ -155,7 +155,7 @@ def encryption(name: str, value: Any) -> str:
     if value not in ENCRYPTION:
         known = ", ".join(map(repr, ENCRYPTION))
         raise ValueError(f"{name} must be one of {known}, got {value!r}")
-    return str(value)
+    return ENCRYPTION[ENCRYPTION.index(value)]  # a member of a (str, Enum) has another str()
 
 
 # What float32 tensors may travel as, in the order of csrc's enum.
