@@ -353,6 +353,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         0, checks.count, "How many sends of each such message fail.", tests=True
     )
 
+    __signature__ = _SignatureOfInit()  # without this, help() would show __new__'s parameters
+
     def __new__(cls, *_: Any, **__: Any) -> Self:
         # pybind11 needs its base's __init__ before any other use of the object; the generated
         # __init__ does not call it.
@@ -424,8 +426,6 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
 # Torch's C++ reads these two from the base, whose properties a dataclass hides by its defaults.
 del UcxRpcBackendOptions.rpc_timeout, UcxRpcBackendOptions.init_method
-# Without this, help() would show the parameters of __new__.
-UcxRpcBackendOptions.__signature__ = _SignatureOfInit()  # type: ignore[attr-defined]
 
 OPTIONS = {option.name: option for option in dataclasses.fields(UcxRpcBackendOptions)}
 

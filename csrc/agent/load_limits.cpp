@@ -33,8 +33,8 @@ LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
               "max_bytes_in_flight)"};
     }
   }
-  if (state->stopped) {
-    return {base::ErrorKind::kShutDown, "this worker shut down"};
+  if (base::Error error = stopped(*state)) {
+    return error;
   }
   Load& load = state->loads[to];
   ++load.calls;
@@ -56,6 +56,16 @@ void LoadLimits::stop() {
   auto state = state_.lock();
   state->stopped = true;
   changed_.notify_all();
+}
+
+base::Error LoadLimits::stopped() const {
+  return stopped(*state_.lock());
+}
+
+base::Error LoadLimits::stopped(const State& state) {
+  return state.stopped
+      ? base::Error{base::ErrorKind::kShutDown, "this worker shut down"}
+      : base::Error{};
 }
 
 uint64_t LoadLimits::heldBack() const {

@@ -37,6 +37,8 @@ class LoadLimits {
   void end(worker_id_t to, uint64_t bytes);
   // Ends all waits, and refuses all calls from here on.
   void stop();
+  // The error of each call after stop(); none before.
+  base::Error stopped() const;
 
   // How many calls have had to wait so far.
   uint64_t heldBack() const;
@@ -54,6 +56,7 @@ class LoadLimits {
   };
 
   bool fits(const Load& load, uint64_t bytes) const;
+  static base::Error stopped(const State& state);
 
   const uint64_t maxCalls_;
   const uint64_t maxBytes_;

@@ -133,11 +133,8 @@ void OpenCalls::begin(PendingCall& call) {
 }
 
 base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
-  if (allEnd_.load()) {
-    return {base::ErrorKind::kShutDown, "this worker shut down"};
-  }
   if (!isUserCall(message.type())) {
-    return {}; // RRefs, backward passes, shutdown: others wait for them
+    return load_.stopped(); // no limit: others wait for it
   }
   if (load_.countsBytes()) {
     call.bytes = bytesOf(message);
@@ -289,7 +286,6 @@ void OpenCalls::failAll(
 }
 
 void OpenCalls::failAll(const base::Error& error) {
-  allEnd_ = true;
   load_.stop();
   for (auto& call : pending_.takeAll(nullptr)) {
     failLater(std::move(call), error);

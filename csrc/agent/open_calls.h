@@ -13,7 +13,6 @@
 
 #include <torch/csrc/distributed/rpc/message.h>
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -91,7 +90,6 @@ class OpenCalls {
   const Peers& peers_;
   const ExceptionDecoder decodeException_;
   LoadLimits load_;
-  std::atomic<bool> allEnd_{false}; // after failAll() of all connections
   metrics::CallLog log_;
   base::Synchronized<uint64_t> ended_; // how many calls have ended so far
   std::condition_variable endedChanged_;

@@ -80,7 +80,9 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   auto state = state_.lock();
   if (auto it = state->unreachable.find(id); it != state->unreachable.end() &&
       it->second.address == member->address && isGone(*it->second.connection)) {
-    return it->second.connection; // the worker has gone meanwhile
+    // The worker has gone meanwhile. What was made ends by itself, when nobody
+    // answers.
+    return it->second.connection;
   }
   if (made->closed()) {
     // The connection failed at once, and onClosed() did not know whose it was.

@@ -51,8 +51,8 @@ class Peers {
   base::Error onConnected(
       const transport::ConnectionPtr& connection,
       const std::string& hello);
-  // Returns the name of the worker if this was the last connection to it, or
-  // the worker has said goodbye.
+  // Returns the name of the worker if this was the last connection to it; for
+  // each of its connections if the worker has said goodbye.
   std::optional<std::string> onClosed(
       const transport::ConnectionPtr& connection,
       const base::Error& error);

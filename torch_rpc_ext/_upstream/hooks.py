@@ -81,7 +81,7 @@ _generating = threading.RLock()
 # Held while the agent stops and upstream's table of RRefs ends. An RLock, because an RRef's value
 # may end RPC when it is dropped.
 _destroying = threading.RLock()
-_DESTROY_PATIENCE = 10.0  # s; a stop() takes 3 at most, unless it waits for the thread that waits
+_DESTROY_PATIENCE = 10.0  # s; longer than a stop() waits for anything
 
 # Name of a function that is replaced -> (upstream's module, upstream's function).
 _originals: dict[str, tuple[Any, Callable[..., Any]]] = {}
@@ -170,13 +170,13 @@ def _destroy(*args: Any, **kwargs: Any) -> None:
     # returns at once. The wait has an end, because that stop() may wait for this very thread.
     mine = _destroying.acquire(timeout=_DESTROY_PATIENCE)
     try:
-        agent.stop()
-    finally:  # also after Ctrl-C: otherwise the RRefs would keep their values for ever
         try:
+            agent.stop()
+        finally:  # also after Ctrl-C: otherwise the RRefs would keep their values for ever
             original(*args, **kwargs)
-        finally:
-            if mine:
-                _destroying.release()
+    finally:
+        if mine:
+            _destroying.release()
 
 
 def _invoke_rpc(
