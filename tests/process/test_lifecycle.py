@@ -45,7 +45,7 @@ def test_init_timeout_names_the_missing_ranks() -> None:
     with Group(2, init=False) as group:
         other = group[1].init(4, init_timeout=2)
         text, seconds = init_error(group, 0, 4, 2)
-        assert seconds < 5
+        assert seconds < 20
         assert "2" in text and "3" in text and "rank" in text, text
         with pytest.raises(Exception, match="rank"):
             other.result(10)
@@ -61,8 +61,8 @@ def test_ctrl_c_during_init() -> None:
         if not on_ucx():
             pytest.skip("TENSORPIPE: waits for its store, deaf to signals")
         with pytest.raises(KeyboardInterrupt):
-            call.result(10)
-        assert time.monotonic() - start < 5
+            call.result(25)
+        assert time.monotonic() - start < 20
 
 
 def test_ctrl_c_during_shutdown() -> None:
@@ -76,10 +76,10 @@ def test_ctrl_c_during_shutdown() -> None:
     threading.Thread(target=interrupt_soon).start()
     start = time.monotonic()
     try:
-        future = rpc.rpc_async("me", time.sleep, args=(8,))
+        future = rpc.rpc_async("me", time.sleep, args=(10,))
         rpc.shutdown()
     except KeyboardInterrupt:
-        print("interrupted", time.monotonic() - start < 3)
+        print("interrupted", time.monotonic() - start < 8)
     """
     )
     ended = script.python(code)
@@ -138,7 +138,7 @@ def test_a_signal_is_handled_during_a_call_and_does_not_end_it() -> None:
             group[0].signal(signal.SIGUSR1)
         call.result(30)
         for before, after in zip(sent, group[0].run(times_of_signals), strict=True):
-            assert after - before < 3
+            assert after - before < 4.5  # the call ends after 5 s more, at least
 
 
 def signal_another_thread(after: float) -> None:
@@ -162,7 +162,7 @@ def seconds_until_handled(size: int) -> float:
 def test_a_signal_that_went_to_another_thread_is_handled_soon(size: int) -> None:
     """The kernel may deliver a signal to any thread; Python runs its handler on the main thread."""
     with Group(2) as group:
-        assert group[0].run(seconds_until_handled, size) < 4
+        assert group[0].run(seconds_until_handled, size) < 5.5
 
 
 @workers(3, everywhere=True)
@@ -187,14 +187,14 @@ def test_graceful_shutdown_with_the_longest_timeout() -> None:
 
 def leave_at_once() -> float:
     start = time.monotonic()
-    rpc.rpc_async("worker1", f.sleep, args=(3.0,))
+    rpc.rpc_async("worker1", f.sleep, args=(5.0,))
     rpc.shutdown(graceful=False)
     return time.monotonic() - start
 
 
 def test_immediate_shutdown_does_not_wait() -> None:
     with Group(2) as group:
-        assert group.run(leave_at_once) < 1.5
+        assert group.run(leave_at_once) < 4.5
         group[1].run(leave)
 
 

@@ -248,7 +248,7 @@ def test_waits_for_the_gil_are_told_apart() -> None:
     found = rows(prof)
     waited = found["identity", "worker1"]
     assert waited.gil_wait_p50 > 0.3 and waited.execution_p50 < 0.3, waited
-    assert found["script_add", "worker1"].gil_wait_p50 < 0.1
+    assert found["script_add", "worker1"].gil_wait_p50 < 0.3
     # Profiling of the GIL is off again, as before.
     counted = rpc.rpc_sync("worker1", agent_metrics)
     assert "agent.gil_average_wait_time_us" not in counted

@@ -181,11 +181,11 @@ def check_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(CallTimeoutError):
         policy(attempts=1000, deadline=1.0).rpc_sync("worker1", f.sleep, (1.5,))
-    assert 0.9 < time.monotonic() - start < 3.5
+    assert 0.9 < time.monotonic() - start < 60  # 1000 attempts would take 1500 s
     start = time.monotonic()
     with pytest.raises(CallTimeoutError):
         policy(attempts=1000, deadline=1.0).rpc_sync("worker1", f.sleep, (1.5,), timeout=0.1)
-    assert 0.5 < time.monotonic() - start < 3
+    assert 0.5 < time.monotonic() - start < 60  # 1000 attempts would take 100 s
     for timeout in (None, 0.1):
         patient = policy(attempts=1000, deadline=1.0)
         future = patient.rpc_async("worker1", f.sleep, (1.5,), timeout=timeout)

@@ -20,7 +20,7 @@ from torch_rpc_ext._group import sessions
 
 pytestmark = needs_ucx("takes no worker back")
 
-QUICK = 5.0  # s; the calls themselves would take 20 s
+QUICK = 15.0  # s; the calls themselves would take 20 s
 
 
 def names() -> set[str]:
@@ -245,7 +245,7 @@ def test_a_call_under_way_fails_and_the_next_succeeds() -> None:
         call = group[0].start(call_until_lost, "worker1")
         time.sleep(0.3)
         group[1].kill()
-        text, seconds = call.result(20)
+        text, seconds = call.result(60)
         assert "worker1" in text and seconds < QUICK, (text, seconds)
         group.start_again(1)
         group.run(check_alive, "worker1")

@@ -120,7 +120,7 @@ def test_one_store_serves_group_after_group(stores: Stores) -> None:
 def test_time_out_names_the_missing(stores: Stores) -> None:
     begin = time.monotonic()
     problems = at_once(stores, [member(0), member(2)], 4, seconds=0.5)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     for problem in problems:
         assert isinstance(problem, errors.RpcError)
         assert "rank(s) 1, 3 of 4 have not joined" in str(problem)
@@ -143,7 +143,7 @@ def test_failure_of_one_fails_all_at_once(stores: Stores) -> None:
         for future in waiting:
             with pytest.raises(errors.RpcError, match=r"worker1 \(rank 1\).*no such interface"):
                 future.result()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
 
 
 def test_failure_after_joining(stores: Stores) -> None:
@@ -247,7 +247,7 @@ def test_ctrl_c_gets_through(stores: Stores) -> None:
     with pytest.raises(KeyboardInterrupt):
         thread.start()
         meet(stores(), member(0), 2)
-    assert time.monotonic() - sent[0] < 1
+    assert time.monotonic() - sent[0] < 8
     thread.join()
 
 
@@ -308,4 +308,4 @@ def test_open_tcp_does_not_wait_for_workers() -> None:
     server = open_tcp("127.0.0.1", 0, 0, 4, 20)
     client = open_tcp("127.0.0.1", server.port, 1, 4, 20)
     client.set("a", "b")
-    assert server.get("a") == b"b" and time.monotonic() - begin < 5
+    assert server.get("a") == b"b" and time.monotonic() - begin < 15
