@@ -194,8 +194,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     port_range: Option[int | str | Sequence[int] | None, tuple[int, int]] = _option(
         (0, 0),
         checks.port_range,
-        "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), two for each worker of a "
-        "host; 0 for any.",
+        "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), three for each worker of a "
+        "host; with two, large tensors are slower. 0 for any.",
     )
     use_cma: bool = _option(
         True,

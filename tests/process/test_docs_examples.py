@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.process.test_dynamic import leave
 from tests.process.test_guest import command, unused_port  # noqa: F401  a fixture
+from tests.support import script
 from tests.support.backend import ROOT, needs_ucx
+from tests.support.pages import programs
+from tests.support.ports import free_port
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -38,6 +43,8 @@ def train_step() -> None:
 def test_python(page: str, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     for block in blocks(page, "python"):
+        if block.startswith("# watched.py"):  # has a test of its own
+            continue
         exec(compile(block, page, "exec"), {"train_step": train_step})
     if page == "profiling.md":
         assert json.loads(Path("trace.json").read_text())["traceEvents"]
@@ -68,6 +75,29 @@ def test_commands(
 
 def in_folder(words: Sequence[str], folder: Path) -> list[str]:
     return [str(folder / word) if word.endswith(".json") else word for word in words]
+
+
+@pytest.mark.parametrize("calls", [3, 6000])
+@needs_ucx("is not what the commands join")
+def test_a_group_to_watch(tmp_path: Path, calls: int) -> None:
+    [program] = [program for program in programs("docs/cli.md") if program.name == "watched.py"]
+    path = tmp_path / program.name
+    path.write_text(program.code.replace("6000", str(calls)))
+    port = str(free_port())
+    words = shlex.split(program.command.replace("29500", port))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], str(path)]
+    with script.running(torchrun) as group:
+        if calls == 3:
+            ended = group.end(60)
+            assert ended.code == 0, ended
+            return
+        env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        ping = [sys.executable, "-m", "torch_rpc_ext", "ping", "worker1"]
+        deadline = time.monotonic() + 60
+        while (found := subprocess.run(ping, env=env, capture_output=True, text=True)).returncode:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+        assert "worker1" in found.stdout, found
 
 
 @needs_ucx("is not what the example runs on")

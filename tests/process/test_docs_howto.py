@@ -115,13 +115,16 @@ class NoTakeover:
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     [program] = [program for program in programs(HOWTO) if program.name == "both.py"]
     path = program.write(tmp_path)
-    words = shlex.split(program.command.replace("host0:29400", f"127.0.0.1:{free_port()}"))
+    line = program.command.replace("host0", "127.0.0.1").replace("29500", str(free_port()))
+    words = shlex.split(line)
+    assert words[3:5] == ["--node-rank", "0"]
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], str(path)]
+    other = [*command[:6], "1", *command[7:]]
     env = {"GLOO_SOCKET_IFNAME": "lo"}
-    with script.running(command, env) as first, script.running(command, env) as second:
+    with script.running(command, env) as first, script.running(other, env) as second:
         ends = [one.end(120) for one in (first, second)]
     assert [ended.code for ended in ends] == [0, 0], ends
-    assert program.prints in [ended.out for ended in ends], ends
+    assert [ended.out for ended in ends] == [program.prints, ""], ends
 
 
 SRUN = """#!/bin/sh

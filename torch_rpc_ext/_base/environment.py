@@ -40,7 +40,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         UCX,
-        "Which UCX to load; a system UCX may carry InfiniBand, the wheel does not.",
+        "Which UCX to load; a system UCX may have InfiniBand, the one of the package libucx does not.",
         "'wheel' (default), 'system', or the folder that holds libucp.so.0",
     ),
     Variable(
