@@ -163,7 +163,7 @@ FRAME = Boxes(
             ),
         ),
         ("", (Cell("payload (upstream's pickle)", strong=True), Cell("small storages"))),
-        ("beside the frame, not in it", (Cell("bulk: storages above 16 KiB, payloads likewise"),)),
+        ("outside of the frame", (Cell("bulk: storages above 16 KiB, payloads likewise"),)),
     ),
 )
 

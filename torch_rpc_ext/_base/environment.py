@@ -40,7 +40,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         UCX,
-        "Which UCX to load; a system UCX may have InfiniBand, the one of the package libucx does not.",
+        "Which UCX to load; a system UCX may have InfiniBand, that of libucx-cu13 has none.",
         "'wheel' (default), 'system', or the folder that holds libucp.so.0",
     ),
     Variable(
