@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import autograd, rpc
+from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
 from tests.process.group import Group, Worker, shutdown
@@ -298,6 +299,62 @@ def test_rrefs_of_a_dead_owner_raise_at_once() -> None:
         group[1].kill()
         group.run(use_lost_rrefs)
         group[2].run(check_alive, "worker0")
+
+
+def fetch(rref: Any) -> Any:
+    return rref.to_here()
+
+
+@torch.jit.script
+def fetch_in_script(rref: RRef[torch.Tensor]) -> torch.Tensor:
+    return rref.to_here()
+
+
+def pass_on_lost_rref() -> None:
+    tensor = f.HELD["tensor"]
+    for call in (
+        lambda: rpc.rpc_sync("worker2", fetch, args=(tensor,)),
+        lambda: rpc.remote("worker2", fetch, args=(tensor,)).to_here(),
+    ):
+        assert peer_lost(call) < QUICK
+    with pytest.raises(RuntimeError, match='on worker "worker1" failed .*died'):
+        rpc.rpc_sync("worker2", fetch_in_script, args=(tensor,))
+    f.HELD.clear()
+
+
+@needs_ucx("does not begin, as the owner never confirms that the RRef has one user more")
+def test_a_function_begins_with_an_rref_of_a_dead_owner() -> None:
+    with Group(3) as group:
+        group.run(f.hold_rrefs)
+        group[2].run(check_alive, "worker1")
+        group[1].kill()
+        group.run(pass_on_lost_rref)
+        assert group[2].run(pending_users) == 0
+        group[2].run(check_alive, "worker0")
+
+
+def pass_on_rref_of_an_unknown_dead_owner() -> None:
+    from torch_rpc_ext.errors import PeerLostError
+
+    with pytest.raises(PeerLostError) as raised:
+        rpc.rpc_sync("worker2", fetch, args=(f.HELD["tensor"],))
+    assert raised.value.worker == "worker1", repr(raised.value)
+    f.HELD.clear()
+
+
+@pytest.mark.slow  # 13 s: worker2 tries to reach the owner as long as torch would
+@needs_ucx("ends the process that got the RRef, or the function does not begin")
+def test_a_function_begins_with_an_rref_of_a_dead_owner_that_was_never_called() -> None:
+    with Group(3) as group:
+        group.run(f.hold_rrefs)
+        group[1].kill()
+        group.run(pass_on_rref_of_an_unknown_dead_owner)
+        assert group[2].run(pending_users) == 0
+        group[2].run(check_alive, "worker0")
+
+
+def pending_users() -> int:
+    return int(rpc._get_debug_info()["num_pending_users"])
 
 
 def contexts() -> int:
