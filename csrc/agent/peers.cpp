@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds kLongestPause{5000};
 
 // Whether the worker at the other end is dead or has left. Such a worker does
 // not come back at the same address.
-bool isGone(const transport::Connection& connection) {
+bool peerIsGone(const transport::Connection& connection) {
   const auto peer = connection.peer();
   return peer == transport::PeerState::kDead ||
       peer == transport::PeerState::kLeft;
@@ -70,7 +70,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
               openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
-      if (isGone(*it->second.connection) || now < it->second.again) {
+      if (peerIsGone(*it->second.connection) || now < it->second.again) {
         return it->second.connection;
       }
     }
@@ -79,7 +79,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
                    : remote_->connect(member->address, introduction());
   auto state = state_.lock();
   if (auto it = state->unreachable.find(id); it != state->unreachable.end() &&
-      it->second.address == member->address && isGone(*it->second.connection)) {
+      it->second.address == member->address && peerIsGone(*it->second.connection)) {
     // The worker has gone meanwhile. What was made ends by itself, when nobody
     // answers.
     return it->second.connection;
@@ -263,7 +263,7 @@ std::optional<std::string> Peers::onClosed(
     // and ends later, does not make the worker one that may be reached again.
     auto& entry = state->unreachable[*id];
     if (entry.connection == nullptr || entry.address != member->address ||
-        !isGone(*entry.connection)) {
+        !peerIsGone(*entry.connection)) {
       entry = {
           connection,
           member->address,
@@ -285,6 +285,16 @@ std::vector<std::string> Peers::lost() const {
 
 bool Peers::isLost(const std::string& name) const {
   return state_.lock()->lost.contains(name);
+}
+
+bool Peers::isGone(worker_id_t id) const {
+  const auto member = membership_.find(id);
+  const auto state = state_.lock();
+  const auto it = state->unreachable.find(id);
+  return it != state->unreachable.end() && member != nullptr &&
+      it->second.address == member->address &&
+      peerIsGone(*it->second.connection) &&
+      openTo(*state, member->info.name_, member->life + 1) == nullptr;
 }
 
 std::string Peers::whyLost(const std::string& name) const {

@@ -65,6 +65,9 @@ class Peers {
   // back.
   std::vector<std::string> lost() const;
   bool isLost(const std::string& name) const;
+  // Whether the worker, in the life that this worker knows of, has died or has
+  // left, and has not come back.
+  bool isGone(worker_id_t id) const;
   // Why the last connection of a lost worker ended; empty for a worker that is
   // not lost.
   std::string whyLost(const std::string& name) const;

@@ -88,6 +88,7 @@ UcxAgent::UcxAgent(
           group_,
           devices_,
           std::move(hooks.decodeException)),
+      forkRequests_(executor_, group_, caller_),
       server_(options_, executor_, counters_, memory_, group_, devices_, *cb_),
       groupShutdown_(
           group_,
@@ -157,7 +158,8 @@ void UcxAgent::stop() {
     return;
   }
   group_.leave();
-  // The calls first, so that the threads that wait for their answers can end.
+  forkRequests_.stop(); // first: it would send again what fails next
+  // The calls early, so that the threads that wait for their answers can end.
   caller_.failAll({base::ErrorKind::kShutDown, "this worker shut down"});
   devices_.stop(kStopPatience); // needs the transport: see Devices::stop()
   group_.stop();
@@ -201,8 +203,10 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             static_cast<int>(message->type()),
             " but RPC is no longer running on this node."));
   }
-  return caller_.send(
-      to, message, callTimeout(rpcTimeoutSeconds, getRpcTimeout()), deviceMap);
+  const auto timeout = callTimeout(rpcTimeoutSeconds, getRpcTimeout());
+  return message->type() == rpc::MessageType::RREF_FORK_REQUEST
+      ? forkRequests_.send(to, message, timeout)
+      : caller_.send(to, message, timeout, deviceMap);
 }
 
 void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {

@@ -5,6 +5,7 @@
 #include "agent/caller.h"
 #include "agent/devices.h"
 #include "agent/executor.h"
+#include "agent/fork_requests.h"
 #include "agent/group.h"
 #include "agent/group_shutdown.h"
 #include "agent/receive_memory.h"
@@ -144,6 +145,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   Group group_;
   Devices devices_;
   Caller caller_;
+  ForkRequests forkRequests_;
   Server server_;
   GroupShutdown groupShutdown_;
   Receiver receiver_;

@@ -1,0 +1,75 @@
+#pragma once
+
+#include "agent/caller.h"
+#include "agent/executor.h"
+#include "agent/group.h"
+#include "base/synchronized.h"
+#include "base/timer.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <chrono>
+#include <map>
+#include <memory>
+
+namespace torch_rpc_ext::agent {
+
+// The messages RREF_FORK_REQUEST, by which a worker that got an RRef from
+// another user asks the RRef's owner to count this worker as a user, too. Until
+// the owner has confirmed that, torch does not begin the function that got the
+// RRef; and if torch's own attempts have all failed, its callback throws, on a
+// thread where nothing catches, so that the process ends. Therefore the futures
+// of these messages never hold an error. If the owner is gone, there is nothing
+// to count: the function begins, and using the RRef raises an error that says
+// what happened to its owner.
+//
+// Owns: the requests that wait for their next attempt, and a timer.
+// Thread: any.
+// Outlives: the transport's callbacks.
+class ForkRequests {
+ public:
+  using WorkerInfo = torch::distributed::rpc::WorkerInfo;
+  using Message = torch::distributed::rpc::Message;
+  using JitFuture = torch::distributed::rpc::JitFuture;
+
+  // The references outlive it.
+  ForkRequests(Executor& executor, Group& group, Caller& caller);
+
+  // The future is completed when the owner has confirmed, or is gone, or could
+  // not be reached for as long as torch would have tried. Without an answer
+  // each attempt ends after `timeout`.
+  c10::intrusive_ptr<JitFuture> send(
+      const WorkerInfo& owner,
+      const c10::intrusive_ptr<Message>& message,
+      std::chrono::milliseconds timeout);
+  // Makes no further attempt. What waits is never completed.
+  void stop();
+
+ private:
+  using Clock = base::Timer::Clock;
+  struct Request {
+    WorkerInfo owner;
+    c10::intrusive_ptr<Message> message;
+    std::chrono::milliseconds timeout;
+    c10::intrusive_ptr<JitFuture> future;
+    int failures = 0; // changed by the one thread that has the request
+  };
+  using RequestPtr = std::shared_ptr<Request>;
+  struct State {
+    std::multimap<Clock::time_point, RequestPtr> waiting;
+    bool stopped = false;
+  };
+
+  void attempt(const RequestPtr& request);
+  void failed(const RequestPtr& request);
+  void onTimer();
+
+  Executor& executor_;
+  Group& group_;
+  Caller& caller_;
+  base::Synchronized<State> state_;
+  base::Timer timer_; // last: its handler uses the others
+};
+
+} // namespace torch_rpc_ext::agent
