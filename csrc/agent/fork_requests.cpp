@@ -34,13 +34,18 @@ c10::intrusive_ptr<rpc::JitFuture> ForkRequests::send(
     const c10::intrusive_ptr<Message>& message,
     std::chrono::milliseconds timeout) {
   auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get());
-  attempt(
-      std::make_shared<Request>(Request{owner, message, timeout, future}));
+  attempt(std::make_shared<Request>(Request{owner, message, timeout, future}));
   return future;
 }
 
+bool ForkRequests::ownerIsGone(const Request& request) const {
+  const auto owner = request.owner.id_;
+  return group_.ownerDied(*request.message, owner) ||
+      group_.peers().isGone(owner);
+}
+
 void ForkRequests::attempt(const RequestPtr& request) {
-  if (group_.ownerIsGone(*request->message, request->owner.id_)) {
+  if (ownerIsGone(*request)) {
     confirm(*request->future);
     return;
   }
@@ -62,7 +67,7 @@ void ForkRequests::attempt(const RequestPtr& request) {
 }
 
 void ForkRequests::failed(const RequestPtr& request) {
-  if (group_.ownerIsGone(*request->message, request->owner.id_)) {
+  if (ownerIsGone(*request)) {
     confirm(*request->future);
     return;
   }
@@ -94,9 +99,8 @@ void ForkRequests::onTimer() {
   while (!waiting.empty() && waiting.begin()->first <= Clock::now()) {
     // A completion, because the function that waits for the owner begins there.
     executor_.submitCompletion(
-        base::makeTask([this, request = waiting.begin()->second] {
-          attempt(request);
-        }));
+        base::makeTask(
+            [this, request = waiting.begin()->second] { attempt(request); }));
     waiting.erase(waiting.begin());
   }
   if (!waiting.empty()) {

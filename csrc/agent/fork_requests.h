@@ -61,6 +61,7 @@ class ForkRequests {
     bool stopped = false;
   };
 
+  bool ownerIsGone(const Request& request) const;
   void attempt(const RequestPtr& request);
   void failed(const RequestPtr& request);
   void onTimer();

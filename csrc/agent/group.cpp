@@ -211,10 +211,6 @@ base::Error Group::ownerDied(const Message& message, worker_id_t owner) const {
   return rref ? ownerDied(*rref, owner) : base::Error{};
 }
 
-bool Group::ownerIsGone(const Message& message, worker_id_t owner) const {
-  return ownerDied(message, owner) || peers_.isGone(owner);
-}
-
 void Group::addTo(Metrics& metrics) const {
   metrics["agent.peers"] = std::to_string(peers_.size());
 }

@@ -106,12 +106,6 @@ class Group {
       const torch::distributed::rpc::Message& message,
       worker_id_t owner) const;
 
-  // Whether the owner of the RRef that the message is about has died or has left,
-  // as far as this worker knows.
-  bool ownerIsGone(
-      const torch::distributed::rpc::Message& message,
-      worker_id_t owner) const;
-
   const Membership& membership() const {
     return membership_;
   }

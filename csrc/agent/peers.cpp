@@ -79,7 +79,8 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
                    : remote_->connect(member->address, introduction());
   auto state = state_.lock();
   if (auto it = state->unreachable.find(id); it != state->unreachable.end() &&
-      it->second.address == member->address && peerIsGone(*it->second.connection)) {
+      it->second.address == member->address &&
+      peerIsGone(*it->second.connection)) {
     // The worker has gone meanwhile. What was made ends by itself, when nobody
     // answers.
     return it->second.connection;
