@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import autograd, rpc
+from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
 from tests.process.group import Group, Worker
@@ -136,6 +137,16 @@ def hold() -> None:
     rpc.rpc_sync("worker2", keep, args=(f.HELD["tensor"],))
 
 
+@torch.jit.script
+def fetch(rref: RRef[torch.Tensor]) -> torch.Tensor:
+    return rref.to_here()
+
+
+@torch.jit.script
+def pass_on(rref: RRef[torch.Tensor]) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", fetch, (rref,))
+
+
 def keep(rref: Any) -> None:
     f.HELD["passed on"] = rref
 
@@ -163,6 +174,8 @@ def use_old() -> None:
         in_a_context(tensor.to_here),
     ):
         owner_died(call)
+    with pytest.raises(RuntimeError, match="owner of this RRef died"):
+        pass_on(tensor)
     f.HELD.clear()
 
 
