@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <cmath>
 #include <exception>
 #include <utility>
 
@@ -74,17 +75,15 @@ void ForkRequests::failed(const RequestPtr& request) {
   if (request->failures == kRetries.maxRetries) {
     base::log(
         base::LogLevel::kWarning,
-        "an RRef of worker \"" + request->owner.name_ +
-            "\" is used here without the worker's knowledge: it could not be "
-            "told so, and may release the value");
+        "could not tell worker \"" + request->owner.name_ +
+            "\" that this worker uses one of its RRefs, too: it may release "
+            "the value of the RRef");
     confirm(*request->future);
     return;
   }
-  Clock::duration pause = kRetries.rpcRetryDuration;
-  for (int i = 0; i < request->failures; ++i) {
-    pause = std::chrono::duration_cast<Clock::duration>(
-        pause * kRetries.retryBackoff);
-  }
+  const auto pause = std::chrono::duration_cast<Clock::duration>(
+      kRetries.rpcRetryDuration *
+      std::pow(kRetries.retryBackoff, request->failures));
   ++request->failures;
   auto state = state_.lock();
   if (!state->stopped) {

@@ -18,11 +18,12 @@ namespace torch_rpc_ext::agent {
 // The messages RREF_FORK_REQUEST, by which a worker that got an RRef from
 // another user asks the RRef's owner to count this worker as a user, too. Until
 // the owner has confirmed that, torch does not begin the function that got the
-// RRef; and if torch's own attempts have all failed, its callback throws, on a
-// thread where nothing catches, so that the process ends. Therefore the futures
-// of these messages never hold an error. If the owner is gone, there is nothing
-// to count: the function begins, and using the RRef raises an error that says
-// what happened to its owner.
+// RRef. If all attempts of torch fail, torch's callback throws; and because
+// Caller::send() fails a call to a lost worker before it returns, the callback
+// would run on torch's retry thread, where nothing catches the exception: the
+// process would end. Therefore the future of such a message never holds an
+// error. An owner that is gone has nothing to count: the function begins, and
+// using the RRef raises an error that says what happened to the owner.
 //
 // Owns: the requests that wait for their next attempt, and a timer.
 // Thread: any.
@@ -36,14 +37,15 @@ class ForkRequests {
   // The references outlive it.
   ForkRequests(Executor& executor, Group& group, Caller& caller);
 
-  // The future is completed when the owner has confirmed, or is gone, or could
-  // not be reached for as long as torch would have tried. Without an answer
-  // each attempt ends after `timeout`.
+  // The future is completed when the owner has confirmed, or when this worker
+  // learns that the owner is gone, or after as many attempts as torch would
+  // have made. An attempt that gets no answer ends after `timeout`.
   c10::intrusive_ptr<JitFuture> send(
       const WorkerInfo& owner,
       const c10::intrusive_ptr<Message>& message,
       std::chrono::milliseconds timeout);
-  // Makes no further attempt. What waits is never completed.
+  // Makes no further attempt: the futures of requests that wait for one are
+  // never completed.
   void stop();
 
  private:

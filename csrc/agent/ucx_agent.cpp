@@ -158,8 +158,8 @@ void UcxAgent::stop() {
     return;
   }
   group_.leave();
-  forkRequests_.stop(); // first: it would send again what fails next
-  // The calls early, so that the threads that wait for their answers can end.
+  forkRequests_.stop(); // it would send again what failAll() fails
+  // Before the parts below, so that the threads that wait for answers can end.
   caller_.failAll({base::ErrorKind::kShutDown, "this worker shut down"});
   devices_.stop(kStopPatience); // needs the transport: see Devices::stop()
   group_.stop();

@@ -343,7 +343,7 @@ def pass_on_rref_of_an_unknown_dead_owner() -> None:
 
 
 @pytest.mark.slow  # 13 s: worker2 tries to reach the owner as long as torch would
-@needs_ucx("ends the process that got the RRef, or the function does not begin")
+@needs_ucx("does not begin, as the owner never confirms that the RRef has one user more")
 def test_a_function_begins_with_an_rref_of_a_dead_owner_that_was_never_called() -> None:
     with Group(3) as group:
         group.run(f.hold_rrefs)
