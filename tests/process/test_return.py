@@ -18,6 +18,7 @@ from tests.process.test_death import check_alive
 from tests.support import netns
 from tests.support.backend import needs_ucx
 from torch_rpc_ext._group import sessions
+from torch_rpc_ext._group.stores import Deadline, poll
 
 pytestmark = needs_ucx("takes no worker back")
 
@@ -110,6 +111,54 @@ def test_barriers_count_on(waiting: bool) -> None:
         again.run(meet)
         for call in calls:
             call.result()
+
+
+def is_waiting(name: str) -> bool:
+    """On the leader: whether that worker has said that it waits in a barrier."""
+    with rpc.api._all_gather_dict_lock:
+        states = rpc.api._all_gather_sequence_id_to_states.values()
+        return any(name in state.gathered_objects for state in states)
+
+
+def wait_until_waiting(name: str) -> None:
+    assert poll(lambda: is_waiting(name), Deadline(30))
+
+
+def gather(value: str) -> dict[str, str]:
+    gathered: dict[str, str] = rpc.api._all_gather(value)
+    return gathered
+
+
+@pytest.mark.parametrize("others", [(), (1,), (0, 1)], ids=["alone", "with 1", "with 0 and 1"])
+def test_one_that_waited_in_a_barrier_comes_back(others: tuple[int, ...]) -> None:
+    """What a worker said before it died, that it is in the barrier, counts no more."""
+    with Group(4) as group:
+        group.run_all(meet)
+        group[2].start(gather, "former")
+        group.run(wait_until_waiting, "worker2")
+        calls = [group[rank].start(gather, "present") for rank in others]
+        group[2].kill()
+        again = group.start_again(2)
+        calls += [group[rank].start(gather, "present") for rank in (0, 1, 3) if rank not in others]
+        calls.append(again.start(gather, "present"))
+        for call in calls:
+            assert set(call.result().values()) == {"present"}
+        group.run_all(meet)
+
+
+def serve_until_shutdown() -> None:
+    rpc.shutdown()
+
+
+def test_one_that_served_in_shutdown_comes_back() -> None:
+    with Group(2) as group:
+        group[1].start(serve_until_shutdown)
+        group.run(wait_until_waiting, "worker1")
+        group.run(check_alive, "worker1")
+        group[1].kill()
+        group.start_again(1)
+        group.run(check_alive, "worker1")
+        assert not group.run(is_waiting, "worker1")
 
 
 def test_rank_0_comes_back() -> None:
