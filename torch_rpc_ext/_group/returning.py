@@ -196,7 +196,7 @@ def member_returned(text: str) -> dict[str, int]:
 
     Returns:
         For each set of workers that has called upstream's _all_gather: how many times. A call that
-        waits for the returned worker now is not counted.
+        waits for other workers now is not counted, because the returned worker has to be in it.
 
     Raises:
         RefusedError: the caller is another worker, or no such worker was in this group.
@@ -213,6 +213,10 @@ def member_returned(text: str) -> dict[str, int]:
     dynamic.add_member(session, member)
     with api._all_gather_dict_lock:
         counts = dict(api._all_gather_sequence_id)
+        for states in api._all_gather_sequence_id_to_states.values():
+            if not states.proceed_signal.is_set():
+                # The former life waits no more, and upstream refuses to note a worker twice.
+                states.gathered_objects.pop(member.name, None)
         for names, count in counts.items():
             states = api._all_gather_sequence_id_to_states.get(f"{names}{count - 1}")
             if states is not None and member.name not in states.gathered_objects:
