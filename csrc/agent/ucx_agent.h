@@ -1,18 +1,10 @@
 #pragma once
 
 #include "agent/agent_hooks.h"
+#include "agent/agent_metrics.h"
 #include "agent/agent_options.h"
-#include "agent/caller.h"
-#include "agent/devices.h"
-#include "agent/executor.h"
-#include "agent/fork_requests.h"
-#include "agent/group.h"
-#include "agent/group_shutdown.h"
-#include "agent/receive_memory.h"
-#include "agent/receiver.h"
-#include "agent/server.h"
-#include "metrics/counters.h"
-#include "transport/transport.h"
+#include "agent/agent_parts.h"
+#include "metrics/call_log.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
@@ -27,13 +19,13 @@ namespace torch_rpc_ext::agent {
 
 namespace rpc = torch::distributed::rpc;
 
-// torch's RpcAgent: makes the parts of the agent, and passes the calls of torch
-// and of the transport on to them. It contains no protocol itself.
+// torch's RpcAgent: passes the calls of torch on to the parts of the agent. It
+// contains no protocol itself.
 //
-// Owns: the parts, the threads (Executor), the counters.
+// Owns: the parts.
 // Thread: any.
-// Outlives: the transport's callbacks, which end with shutdown().
-class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
+// Outlives: the threads of the parts, which end with stop().
+class UcxAgent final : public rpc::RpcAgent {
  public:
   UcxAgent(
       AgentOptions options,
@@ -68,21 +60,11 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   const std::vector<c10::Device>& getDevices() const override;
   void addGilWaitTime(std::chrono::microseconds wait) override;
 
-  // ---- the parts ----
-  Group& group() {
-    return group_;
+  AgentParts& parts() {
+    return parts_;
   }
-  Devices& devices() {
-    return devices_;
-  }
-  Caller& caller() {
-    return caller_;
-  }
-  Server& server() {
-    return server_;
-  }
-  const Receiver& receiver() const {
-    return receiver_;
+  const AgentParts& parts() const {
+    return parts_;
   }
 
   // Ends all that this agent does: no request is served any more, no call is
@@ -100,7 +82,7 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   }
   // Name -> distribution; times are in ns, sizes in bytes.
   std::map<std::string, metrics::Distribution> histograms() const {
-    return histogramsOf(counters_);
+    return histogramsOf(parts_.counters());
   }
   // For a profiler: until endCallLog(), logs up to `most` calls sent and as
   // many served, and measures the waits for the GIL.
@@ -112,43 +94,9 @@ class UcxAgent final : public rpc::RpcAgent, private transport::Handler {
   LoggedCalls endCallLog();
 
  private:
-  // ---- transport::Handler ----
-  std::string introduction() override;
-  base::Error onAccept(
-      const transport::ConnectionPtr& connection,
-      const std::string& hello) override;
-  base::Error onConnected(
-      const transport::ConnectionPtr& connection,
-      const std::string& hello) override;
-  void onFrame(
-      const transport::ConnectionPtr& connection,
-      std::unique_ptr<transport::Incoming> incoming) override;
-  void onClosed(
-      const transport::ConnectionPtr& connection,
-      const base::Error& error) override;
-
-  // Through these two functions a part calls parts that are below it in this
-  // class, so no part needs a reference to them. No call takes this path.
-  Group::Listeners listeners(AgentHooks& hooks);
-  bool trimParts(ReceiveMemory::Duration idle);
-
-  const AgentOptions options_;
-  const std::function<void()> startHook_;
   std::atomic<bool> stopped_{false};
   std::atomic<bool> gilProfiled_{false}; // as it was before beginCallLog()
-  metrics::Counters counters_;
-  // Each part refers to parts above it, which are made before and destroyed
-  // after it. The threads come first, then the memory, because the transport
-  // may hold blocks of the memory until it is destroyed.
-  Executor executor_;
-  ReceiveMemory memory_;
-  Group group_;
-  Devices devices_;
-  Caller caller_;
-  ForkRequests forkRequests_;
-  Server server_;
-  GroupShutdown groupShutdown_;
-  Receiver receiver_;
+  AgentParts parts_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -145,8 +145,8 @@ void bindOptions(py::module_& module) {
 
 std::vector<std::map<std::string, std::string>> describePeers(UcxAgent& agent) {
   std::vector<std::map<std::string, std::string>> peers;
-  for (const auto& [name, path] : agent.group().peers().paths()) {
-    const auto devices = agent.devices().describe(name);
+  for (const auto& [name, path] : agent.parts().group().peers().paths()) {
+    const auto devices = agent.parts().devices().describe(name);
     peers.push_back(
         {{"worker", name},
          {"state", path.state},
@@ -162,7 +162,7 @@ std::vector<std::map<std::string, std::string>> describePeers(UcxAgent& agent) {
 std::map<std::string, std::pair<uint64_t, uint64_t>> describeWaiting(
     const UcxAgent& agent) {
   std::map<std::string, std::pair<uint64_t, uint64_t>> waiting;
-  for (const auto& [name, load] : agent.receiver().waitingCallers()) {
+  for (const auto& [name, load] : agent.parts().receiver().waitingCallers()) {
     waiting[name] = {load.waitingRequests, load.waitingBytes};
   }
   return waiting;
@@ -251,15 +251,17 @@ void bindAgent(py::module_& module) {
           py::arg("is_static"))
       .def_property_readonly(
           "address",
-          [](UcxAgent& self) { return py::bytes(self.group().address()); })
+          [](UcxAgent& self) {
+            return py::bytes(self.parts().group().address());
+          })
       .def_property_readonly(
           "group_id",
           [](UcxAgent& self) {
-            return py::bytes(self.group().membership().group());
+            return py::bytes(self.parts().group().membership().group());
           })
       .def_property_readonly(
           "is_static_group",
-          [](UcxAgent& self) { return self.group().isStatic(); })
+          [](UcxAgent& self) { return self.parts().group().isStatic(); })
       .def(
           "set_group",
           [](UcxAgent& self,
@@ -269,9 +271,9 @@ void bindAgent(py::module_& module) {
                      tuple<std::string, rpc::worker_id_t, py::bytes, uint32_t>>&
                  members,
              const py::bytes& secret) {
-            self.group().setSecret(group, secret);
+            self.parts().group().setSecret(group, secret);
             for (const auto& [name, id, address, life] : members) {
-              self.group().add(name, id, address, life);
+              self.parts().group().add(name, id, address, life);
             }
           },
           py::arg("group"),
@@ -286,7 +288,7 @@ void bindAgent(py::module_& module) {
              uint32_t life) {
             std::string bytes = address;
             py::gil_scoped_release release;
-            self.group().add(name, id, std::move(bytes), life);
+            self.parts().group().add(name, id, std::move(bytes), life);
           },
           py::arg("name"),
           py::arg("worker_id"),
@@ -295,7 +297,7 @@ void bindAgent(py::module_& module) {
       .def(
           "remove_member",
           [](UcxAgent& self, const std::string& name) {
-            self.group().remove(name);
+            self.parts().group().remove(name);
           },
           py::arg("name"))
       .def(
@@ -304,7 +306,7 @@ void bindAgent(py::module_& module) {
              std::unordered_map<std::string, rpc::DeviceMap> maps,
              std::unordered_map<std::string, rpc::DeviceMap> reverseMaps,
              std::vector<c10::Device> devices) {
-            self.devices().tables().set(
+            self.parts().devices().tables().set(
                 std::move(maps), std::move(reverseMaps), std::move(devices));
           },
           py::arg("device_maps"),
@@ -316,7 +318,7 @@ void bindAgent(py::module_& module) {
              const torch::jit::PythonFutureWrapper& future) {
             auto held = future.fut;
             py::gil_scoped_release release;
-            self->caller().await(*held, checkInterrupt);
+            self->parts().caller().await(*held, checkInterrupt);
           },
           py::arg("future"))
       // Upstream's class has this function without the overload for an id; a
@@ -339,11 +341,13 @@ void bindAgent(py::module_& module) {
           Release())
       .def(
           "lost_workers",
-          [](UcxAgent& self) { return self.group().peers().lost(); },
+          [](UcxAgent& self) { return self.parts().group().peers().lost(); },
           Release())
       .def(
           "watch",
-          [](UcxAgent& self, rpc::worker_id_t id) { self.group().watch(id); },
+          [](UcxAgent& self, rpc::worker_id_t id) {
+            self.parts().group().watch(id);
+          },
           Release(),
           py::arg("worker_id"))
       .def("describe_peers", &describePeers, Release())

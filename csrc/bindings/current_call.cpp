@@ -42,7 +42,9 @@ std::optional<PyServedCall> currentCall() {
     return std::nullopt;
   }
   return PyServedCall{
-      *call, ours->group().peers().nameOf(call->connection.get()), ours};
+      *call,
+      ours->parts().group().peers().nameOf(call->connection.get()),
+      ours};
 }
 
 // In seconds of time.monotonic().
@@ -71,14 +73,14 @@ uint64_t whenLost(const PyServedCall& self, std::function<void()> callback) {
   const auto agent = self.agent.lock();
   return agent == nullptr
       ? 0
-      : agent->server().lostCallers().add(
+      : agent->parts().server().lostCallers().add(
             self.call.connection,
             [callback = std::move(callback)] { tell(callback); });
 }
 
 void forget(const PyServedCall& self, uint64_t number) {
   if (const auto agent = self.agent.lock()) {
-    agent->server().lostCallers().remove(number);
+    agent->parts().server().lostCallers().remove(number);
   }
 }
 

@@ -66,7 +66,7 @@ bool isAlive(const std::string& worker) {
       "torch_rpc_ext::is_alive: only the UCX agent knows who is alive, and "
       "another back end is running; use init_rpc(..., "
       "backend=rpc.BackendType.UCX)");
-  return ours->group().isAlive(worker);
+  return ours->parts().group().isAlive(worker);
 }
 
 c10::Dict<std::string, double> metrics() {

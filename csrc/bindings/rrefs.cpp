@@ -57,9 +57,9 @@ void watchCreation(const rpc::PyRRef& python) {
     const auto ours = std::dynamic_pointer_cast<UcxAgent>(
         rpc::RpcAgent::getCurrentRpcAgent());
     if (ours == nullptr ||
-        ours->caller().beforeFailure(agent::AnswerWait::lastCallId(), [rref] {
-          compat::failedToCreate(*rref);
-        })) {
+        ours->parts().caller().beforeFailure(
+            agent::AnswerWait::lastCallId(),
+            [rref] { compat::failedToCreate(*rref); })) {
       return;
     }
     future->wait(); // the call is just ending on another thread
@@ -79,7 +79,7 @@ void watchCreation(const rpc::PyRRef& python) {
 void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
   const auto rref = rrefOf(python);
   const base::Error error =
-      agent.group().ownerDied(rref->rrefId(), rref->owner());
+      agent.parts().group().ownerDied(rref->rrefId(), rref->owner());
   if (error) {
     throw agent::RpcError(error.kind, rref->ownerName(), error.message);
   }

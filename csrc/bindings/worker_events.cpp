@@ -42,12 +42,12 @@ PlainEvent plainEvent(const WorkerEvents::Event& event) {
 }
 
 void beginWorkerEvents(UcxAgent& agent) {
-  agent.group().events().begin();
+  agent.parts().group().events().begin();
 }
 
 std::optional<PlainEvent> nextWorkerEvent(UcxAgent& agent, float seconds) {
   const auto event =
-      agent.group().events().next(agent::toMilliseconds(seconds));
+      agent.parts().group().events().next(agent::toMilliseconds(seconds));
   return event ? std::optional(plainEvent(*event)) : std::nullopt;
 }
 
