@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
+from tests.process.deaths import wait_until_stopped
 from tests.process.group import Group
-from tests.process.test_death import wait_until_stopped
 from tests.support import native
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_ports

@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import rpc
 
 import torch_rpc_ext
+from tests.process.deaths import check_alive
 from tests.process.group import SECONDS, Group, workers
-from tests.process.test_death import check_alive
 from tests.support.backend import needs_ucx
 from torch_rpc_ext.events import Subscription, WorkerEvent
 

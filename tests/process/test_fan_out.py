@@ -15,8 +15,8 @@ from torch.distributed import rpc
 
 import torch_rpc_ext
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group, workers
-from tests.process.test_death import check_alive
 from tests.process.test_handover import region_of
 from tests.process.test_network import Hosts, group_on, received
 from tests.support.backend import needs_ucx

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group
-from tests.process.test_death import check_alive
 from tests.support.backend import needs_ucx
 
 LISTEN = "0A"

@@ -14,8 +14,7 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.group import Group
-from tests.process.test_death import (
+from tests.process.deaths import (
     QUICK,
     call_error,
     check_alive,
@@ -24,6 +23,7 @@ from tests.process.test_death import (
     open_sockets,
     wait_until_serving,
 )
+from tests.process.group import Group
 from tests.support import netns
 from tests.support.backend import needs_ucx, on_ucx
 from tests.support.cut import set_user_timeout

@@ -20,8 +20,8 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process import remote_functions
+from tests.process.deaths import wait_until_stopped
 from tests.process.group import Group, workers
-from tests.process.test_death import wait_until_stopped
 from tests.process.test_dynamic import init_one_by_one, leave
 from tests.process.test_guest import call_without, command
 from tests.support.backend import needs_ucx, on_ucx

@@ -14,8 +14,8 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group
-from tests.process.test_death import check_alive
 from tests.support.backend import needs_ucx
 from torch_rpc_ext.errors import OverloadedError
 

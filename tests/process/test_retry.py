@@ -16,8 +16,8 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process import remote_functions as m
+from tests.process.deaths import served
 from tests.process.group import Group
-from tests.process.test_death import served
 from tests.support.backend import needs_ucx
 
 pytestmark = needs_ucx("has no errors by kind")

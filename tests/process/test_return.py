@@ -13,8 +13,8 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group, Worker
-from tests.process.test_death import check_alive
 from tests.support import netns
 from tests.support.backend import needs_ucx
 from torch_rpc_ext._group import sessions

@@ -17,8 +17,8 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group, workers
-from tests.process.test_death import check_alive
 from tests.process.test_hostile import listening_ports
 from tests.support.backend import needs_ucx
 from tests.support.capture import Capture

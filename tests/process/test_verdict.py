@@ -17,8 +17,8 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive, wait_until_stopped
 from tests.process.group import Group, Worker
-from tests.process.test_death import check_alive, wait_until_stopped
 from tests.process.test_docs_howto import forbid_direct_copies
 from tests.support.backend import on_ucx
 from tests.support.cut import cut_connections

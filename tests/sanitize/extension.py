@@ -26,6 +26,7 @@ _FLAGS = f"{_SANITIZE} -fno-sanitize=vptr -fno-omit-frame-pointer -O1 -g1"
 _TESTS = (
     "tests/process/test_calls.py",
     "tests/process/test_death.py",
+    "tests/process/test_death_rrefs.py",
     "tests/process/test_dynamic.py",
     "tests/process/test_handover.py",
     "tests/process/test_hostile.py",
