@@ -5,7 +5,6 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <exception>
 #include <stdexcept>
 #include <string>
 #include <utility>

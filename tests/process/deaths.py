@@ -95,7 +95,7 @@ def wait_until_stopped(pid: int) -> None:
     deadline = time.monotonic() + 10
     tasks = Path(f"/proc/{pid}/task")
     while any(runs(task) for task in tasks.iterdir()):
-        assert time.monotonic() < deadline, "it does not stop"
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
         time.sleep(0.01)
 
 

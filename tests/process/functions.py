@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,15 @@ def hold_rrefs() -> None:
         # The message that confirms the creation of an RRef may come after the RRef's value. If the
         # user dies before that message, the RRef counts as never created.
         rref._get_future().wait()
+
+
+def uses_of_held_rrefs() -> list[Callable[[], Any]]:
+    """All ways to use the RRefs of hold_rrefs() that ask their owner."""
+    owned, tensor = HELD["owned"], HELD["tensor"]
+    return [
+        owned.to_here,
+        tensor.to_here,
+        lambda: owned.rpc_sync().hello(),
+        lambda: owned.rpc_async().hello().wait(),
+        lambda: owned.remote().hello(),
+    ]

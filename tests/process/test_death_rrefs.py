@@ -13,24 +13,13 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
-from tests.process.deaths import (
-    QUICK,
-    check_alive,
-    peer_lost,
-)
+from tests.process.deaths import QUICK, check_alive, peer_lost
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
 
 def use_lost_rrefs() -> None:
-    owned, tensor = f.HELD["owned"], f.HELD["tensor"]
-    for call in (
-        owned.to_here,
-        tensor.to_here,
-        lambda: owned.rpc_sync().hello(),
-        lambda: owned.rpc_async().hello().wait(),
-        lambda: owned.remote().hello(),
-    ):
+    for call in f.uses_of_held_rrefs():
         assert peer_lost(call) < QUICK
     f.HELD.clear()
 

@@ -13,7 +13,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
-from tests.process.deaths import check_alive
+from tests.process.deaths import QUICK, check_alive
 from tests.process.group import Group, Worker
 from tests.support import netns
 from tests.support.backend import needs_ucx
@@ -21,8 +21,6 @@ from torch_rpc_ext._group import sessions
 from torch_rpc_ext._group.stores import Deadline, poll
 
 pytestmark = needs_ucx("takes no worker back")
-
-QUICK = 15.0  # s; the calls themselves would take 20 s
 
 
 def names() -> set[str]:
@@ -211,13 +209,9 @@ def owner_died(call: Any) -> None:
 
 
 def use_old() -> None:
-    owned, tensor = f.HELD["owned"], f.HELD["tensor"]
+    tensor = f.HELD["tensor"]
     for call in (
-        owned.to_here,
-        tensor.to_here,
-        lambda: owned.rpc_sync().hello(),
-        lambda: owned.rpc_async().hello().wait(),
-        lambda: owned.remote().hello(),
+        *f.uses_of_held_rrefs(),
         lambda: rpc.rpc_sync("worker1", keep, args=(tensor,)),
         lambda: rpc.rpc_sync("worker2", keep, args=(tensor,)),
         in_a_context(tensor.to_here),
