@@ -375,11 +375,8 @@ def test_on_another_host_the_others_say_whether_the_former_lives(
         second = other_worker1(group, hosts[0])
         with pytest.raises(RefusedError, match=r"worker1 .*is alive"):
             second.init(3, **options).result()
-        hosts[1].run("ip", "link", "set", "eth0", "down")
-        try:
+        with netns.cut(hosts[1], hosts[0]):
             second.init(3, **options).result()
-        finally:
-            hosts[1].run("ip", "link", "set", "eth0", "up")
         group.workers[1] = second
         group.run_all(check_all)
         former.run(finds_its_place_taken)

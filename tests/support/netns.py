@@ -113,6 +113,20 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @contextlib.contextmanager
+def cut(host: Host, other: Host) -> Iterator[None]:
+    """Nothing that the host sends over IPv4 reaches the other one.
+
+    The devices of both stay up, so new workers can start: a device of a veth pair whose other end
+    is down has no carrier, and UCX does not use it.
+    """
+    host.run("ip", "route", "add", "blackhole", f"{other.ipv4}/32")
+    try:
+        yield
+    finally:
+        host.run("ip", "route", "del", "blackhole", f"{other.ipv4}/32")
+
+
+@contextlib.contextmanager
 def star(count: int, link: Link) -> Iterator[Star]:
     """Make so many hosts, each joined to a switch by such a link; raises NotPossible with the
     reason where the machine forbids it. IPv4 only.
