@@ -39,6 +39,7 @@ from torch.futures import Future
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._calls.attempts import begin
+from torch_rpc_ext._group import sessions
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -77,7 +78,7 @@ class RetryPolicy:
             time-out than what is left; None for no deadline.
         retry_on: classes of errors after which to call again; by default a worker that is
             lost or has shut down, a time-out and overload. What the remote function raises is not
-            among them.
+            among them. A ShutDownError because this worker shuts down is never one of them.
 
     Raises:
         ValueError: a value is out of range; the text names it.
@@ -189,13 +190,25 @@ class RetryPolicy:
         if self.deadline is not None:
             # A pause that would end after the deadline is not begun.
             stop = tenacity.stop_any(stop, tenacity.stop_before_delay(self.deadline))
+        session = sessions.current()
+
+        def again(error: BaseException) -> bool:
+            if isinstance(error, errors.ShutDownError) and _has_ended(session):
+                return False  # this worker shuts down: no other attempt could succeed
+            return isinstance(error, self.retry_on)
+
         return {
             "stop": stop,
             "wait": tenacity.wait_exponential(multiplier=self.wait, max=self.max_wait)
             + tenacity.wait_random(0, self.jitter),
-            "retry": tenacity.retry_if_exception_type(self.retry_on),
+            "retry": tenacity.retry_if_exception(again),
             "reraise": True,
         }
+
+
+def _has_ended(session: sessions.Session | None) -> bool:
+    """Whether RPC has been shut down here, or is at that; False if it did not run on UCX."""
+    return session is not None and (session is not sessions.current() or session.agent.stopped)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

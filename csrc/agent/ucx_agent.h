@@ -74,6 +74,9 @@ class UcxAgent final : public rpc::RpcAgent {
   // after that: once shutdown() has been called, send() throws, and each RRef
   // that dies while the RRefContext still exists would log the exception.
   void stop();
+  bool stopped() const {
+    return stopped_.load();
+  }
   // To be called in a forked child, where the agent's threads do not exist and
   // UCX belongs to the parent: from here on nothing is sent, not even for RRefs
   // that die.

@@ -336,8 +336,10 @@ void bindAgent(py::module_& module) {
           Release())
       .def(
           "get_worker_info",
-          [](const UcxAgent& self, rpc::worker_id_t id)
-              -> const rpc::WorkerInfo& { return self.getWorkerInfo(id); },
+          [](const UcxAgent& self,
+             rpc::worker_id_t id) -> const rpc::WorkerInfo& {
+            return self.parts().group().membership().byId(id);
+          },
           Release())
       .def(
           "lost_workers",
@@ -353,6 +355,7 @@ void bindAgent(py::module_& module) {
       .def("describe_peers", &describePeers, Release())
       .def("waiting_callers", &describeWaiting, Release())
       .def("stop", &UcxAgent::stop, Release())
+      .def_property_readonly("stopped", &UcxAgent::stopped)
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
         // For a forked child, where the agent must not be destroyed.
         self->abandon();

@@ -279,6 +279,22 @@ def test_a_worker_that_ends_and_comes_back(asynchronous: bool, ending: str) -> N
             worker.run(leave)
 
 
+def shut_down_during_a_call() -> None:
+    from torch_rpc_ext.errors import ShutDownError
+
+    patient = policy(attempts=1000, wait=0.05, max_wait=0.2, deadline=30)
+    call = patient.rpc_async("worker1", time.sleep, args=(2,))
+    rpc.shutdown(graceful=False)
+    with pytest.raises(ShutDownError, match="this worker shut down"):
+        call.wait()
+
+
+def test_this_workers_own_shutdown_ends_the_attempts() -> None:
+    with Group(2, dynamic=True) as group:
+        group.run(shut_down_during_a_call)
+        group.close(gently=False)
+
+
 def leave() -> None:
     rpc.shutdown()
 
