@@ -25,7 +25,7 @@ from torch_rpc_ext._group.members import Member, device_tables, host_identity
 from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._security import group_secret
-from torch_rpc_ext._upstream import tensorpipe, torch_names
+from torch_rpc_ext._upstream import hooks, tensorpipe, torch_names
 from torch_rpc_ext.options import UcxRpcBackendOptions, of_agent
 
 # Upstream's functions have no types.
@@ -282,7 +282,8 @@ def _attach(native: Any) -> None:
     def shutdown(self: Any) -> None:
         """Stop the agent; see torch.distributed.rpc.shutdown."""
         try:
-            native_shutdown(self)
+            with hooks.one_at_a_time():
+                native_shutdown(self)
         finally:
             session = sessions.current()
             if session is not None and session.me.rank == self.get_worker_info().id:

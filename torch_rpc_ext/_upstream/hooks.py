@@ -44,10 +44,11 @@ Source: torch/distributed/rpc/api.py, internal.py; torch/distributed/nn/jit/inst
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 # the interface, which may do anything.
 _generating = threading.RLock()
 
-# Held while the agent stops and upstream's table of RRefs ends. An RLock, because an RRef's value
+# Held while the agent stops and upstream's table of RRefs ends, and while the agent's C++ object is
+# shut down. An RLock, because an RRef's value
 # may end RPC when it is dropped.
 _destroying = threading.RLock()
 _DESTROY_PATIENCE = 10.0  # s; longer than a stop() waits for anything
@@ -166,14 +168,25 @@ def _waiting_by(
 
 def _destroy(*args: Any, **kwargs: Any) -> None:
     agent, original = _agent, _original(api, "_destroy_rref_context")
-    # Another thread may be here already, and its agent.stop() still at work; a second stop()
-    # returns at once. The wait has an end, because that stop() may wait for this very thread.
-    mine = _destroying.acquire(timeout=_DESTROY_PATIENCE)
-    try:
+    with one_at_a_time():
         try:
-            agent.stop()
+            if agent is not None:  # else another thread has ended RPC meanwhile
+                agent.stop()
         finally:  # also after Ctrl-C: otherwise the RRefs would keep their values for ever
             original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keep other threads from ending RPC while this thread does a step of that.
+
+    Upstream's steps must not run in two threads at once: both would wait for the end of the same
+    thread of torch. The wait has an end, because the other thread's agent.stop() may wait for this
+    very thread.
+    """
+    mine = _destroying.acquire(timeout=_DESTROY_PATIENCE)
+    try:
+        yield
     finally:
         if mine:
             _destroying.release()
