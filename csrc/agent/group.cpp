@@ -46,6 +46,7 @@ std::string Group::introduction() const {
 base::Error Group::onAccept(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
+  beginLifeOf(hello);
   auto error = peers_.onAccept(connection, hello);
   heardOf(connection);
   return error;
@@ -54,9 +55,31 @@ base::Error Group::onAccept(
 base::Error Group::onConnected(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
+  beginLifeOf(hello);
   auto error = peers_.onConnected(connection, hello);
   heardOf(connection);
   return error;
+}
+
+void Group::beginLifeOf(const std::string& hello) {
+  auto peer = parseHello(hello);
+  if (!peer.ok()) {
+    return;
+  }
+  const auto member =
+      membership_.find(static_cast<worker_id_t>(peer.value().workerId));
+  // Only the life that comes next: a peer that claims another one must not
+  // exhaust the ids.
+  if (member != nullptr && peer.value().group == membership_.group() &&
+      peer.value().life == member->life + 1) {
+    beginLife(peer.value().life);
+  }
+}
+
+void Group::beginLife(uint32_t life) {
+  if (life > compat::lifeOfRRefs()) {
+    compat::beginRRefIds(life);
+  }
 }
 
 void Group::heardOf(const transport::ConnectionPtr& connection) {
@@ -141,10 +164,7 @@ void Group::add(
     worker_id_t id,
     std::string address,
     uint32_t life) {
-  if (life > compat::lifeOfRRefs()) {
-    // Before any RRef with that life can be made.
-    compat::beginRRefIds(life);
-  }
+  beginLife(life); // before any RRef can be made at that life
   const auto formerId = membership_.idOf(name);
   const auto former = formerId ? membership_.find(*formerId) : nullptr;
   const auto member = membership_.add(name, id, std::move(address), life);
@@ -193,7 +213,8 @@ bool Group::isAlive(const std::string& worker) {
 
 base::Error Group::ownerDied(const RRefId& rref, worker_id_t owner) const {
   const auto member = membership_.find(owner);
-  if (member == nullptr || !compat::isOlder(rref, member->life)) {
+  if (member == nullptr ||
+      !compat::isOlder(rref, peers_.reachedLife(*member))) {
     return {};
   }
   return {
@@ -203,9 +224,8 @@ base::Error Group::ownerDied(const RRefId& rref, worker_id_t owner) const {
 }
 
 base::Error Group::ownerDied(const Message& message, worker_id_t owner) const {
-  const auto member = membership_.find(owner);
-  if (member == nullptr || member->life == 0) {
-    return {}; // the common case: the owner has had one life only
+  if (compat::lifeOfRRefs() == 0) {
+    return {}; // the common case: every worker has had one life only
   }
   const auto rref = ownedRRef(message);
   return rref ? ownerDied(*rref, owner) : base::Error{};

@@ -94,6 +94,21 @@ const Membership::WorkerInfo& Membership::byId(worker_id_t id) const {
   return it->second->info;
 }
 
+const Membership::WorkerInfo& Membership::byIdOrFormer(worker_id_t id) const {
+  {
+    const auto state = state_.lock();
+    const auto& former = state->former;
+    const auto last =
+        std::find_if(former.rbegin(), former.rend(), [&](const auto& member) {
+          return member->info.id_ == id;
+        });
+    if (!state->byId.contains(id) && last != former.rend()) {
+      return (*last)->info;
+    }
+  }
+  return byId(id);
+}
+
 std::vector<Membership::WorkerInfo> Membership::all() const {
   const auto state = state_.lock();
   std::vector<WorkerInfo> infos;

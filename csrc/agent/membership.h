@@ -43,10 +43,13 @@ class Membership {
       uint32_t life);
   void remove(const std::string& name);
 
-  // Both throw the errors that users of upstream know if there is no such
+  // All three throw the errors that users of upstream know if there is no such
   // member.
   const WorkerInfo& byName(const std::string& name) const;
   const WorkerInfo& byId(worker_id_t id) const;
+  // Also of the worker that had this id last and has left the group: RRefs that
+  // it owns still name it.
+  const WorkerInfo& byIdOrFormer(worker_id_t id) const;
 
   std::vector<WorkerInfo> all() const;
   // Nothing for a name that is not in the group.

@@ -53,13 +53,13 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   const auto member = membership_.find(id);
   TORCH_CHECK(
       member != nullptr,
-      "could not find destination worker with id ",
-      id,
-      ": it is not in the group, or has left it");
+      "could not find destination worker \"",
+      membership_.byIdOrFormer(id).name_,
+      "\": it has left the group");
   const auto now = std::chrono::steady_clock::now();
   {
     const auto state = state_.lock();
-    if (auto own = leftBy(*state, *member)) {
+    if (auto own = goneBy(*state, *member)) {
       return own;
     }
     auto it = state->unreachable.find(id);
@@ -167,7 +167,20 @@ base::Error Peers::onConnected(
   if (!peer.ok()) {
     return peer.error();
   }
+  const auto id = static_cast<worker_id_t>(peer.value().workerId);
+  const auto member = membership_.find(id);
   auto state = state_.lock();
+  const auto gone = state->unreachable.find(id);
+  if (member != nullptr && member->life == peer.value().life &&
+      gone != state->unreachable.end() &&
+      gone->second.address == member->address &&
+      peerIsGone(*gone->second.connection)) {
+    // The attempt began before the goodbye, and the worker answers as long as
+    // it stops.
+    return {
+        base::ErrorKind::kShutDown,
+        "worker \"" + peer.value().name + "\" has shut down"};
+  }
   state->known[connection.get()] = {
       peer.value().name, peer.value().life, connection};
   state->lost.erase(peer.value().name);
@@ -186,12 +199,11 @@ Peers::openTo(const State& state, const std::string& name, uint32_t minLife) {
   return nullptr;
 }
 
-transport::ConnectionPtr Peers::leftBy(
+transport::ConnectionPtr Peers::goneBy(
     const State& state,
     const Membership::Member& member) {
   const auto own = state.connections.find(member.info.id_);
-  if (own == state.connections.end() ||
-      own->second->peer() != transport::PeerState::kLeft) {
+  if (own == state.connections.end() || !peerIsGone(*own->second)) {
     return nullptr;
   }
   const auto peer = state.known.find(own->second.get());
@@ -244,10 +256,10 @@ std::optional<std::string> Peers::onClosed(
   if (member != nullptr && member->life != peer.life) {
     return std::nullopt; // a later life has taken its place
   }
-  // A goodbye on one connection is that of the worker.
-  const bool left = connection->peer() == transport::PeerState::kLeft;
+  // A goodbye or a death on one connection is that of the worker.
+  const bool gone = peerIsGone(*connection);
   for (const auto& [other, otherPeer] : state->known) {
-    if (!left && otherPeer.name == name && otherPeer.life == peer.life &&
+    if (!gone && otherPeer.name == name && otherPeer.life == peer.life &&
         !other->closed()) {
       return std::nullopt; // the worker is still there
     }
@@ -258,7 +270,7 @@ std::optional<std::string> Peers::onClosed(
   if (why.empty()) {
     why = error.message;
   }
-  if ((left || error.kind == base::ErrorKind::kPeerLost) && member != nullptr) {
+  if ((gone || error.kind == base::ErrorKind::kPeerLost) && member != nullptr) {
     // Each attempt to connect costs a descriptor inside of UCX, so the next one
     // comes after a pause. An attempt that began before the worker was gone,
     // and ends later, does not make the worker one that may be reached again.
@@ -327,6 +339,17 @@ std::optional<PeerLife> Peers::lifeOf(
   return it == state->known.end()
       ? std::nullopt
       : std::optional(PeerLife{it->second.name, it->second.life});
+}
+
+uint32_t Peers::reachedLife(const Membership::Member& member) const {
+  const auto state = state_.lock();
+  const auto it = state->unreachable.find(member.info.id_);
+  if (it == state->unreachable.end() || it->second.address != member.address) {
+    return member.life;
+  }
+  const auto successor = openTo(*state, member.info.name_, member.life + 1);
+  return successor == nullptr ? member.life
+                              : state->known.at(successor.get()).life;
 }
 
 std::map<std::string, transport::PathInfo> Peers::paths() const {

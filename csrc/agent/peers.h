@@ -78,6 +78,11 @@ class Peers {
   std::string nameOf(const transport::Connection* connection) const;
   std::optional<PeerLife> lifeOf(const transport::Connection* connection) const;
 
+  // The life that a call to the member reaches now. That is a later life than
+  // the member's if the member is lost and has come back, and this worker has
+  // not yet been told.
+  uint32_t reachedLife(const Membership::Member& member) const;
+
   // Worker name -> path, for each connection that calls use.
   std::map<std::string, transport::PathInfo> paths() const;
   size_t size() const;
@@ -114,9 +119,9 @@ class Peers {
   // one; null if there is none.
   static transport::ConnectionPtr
   openTo(const State& state, const std::string& name, uint32_t minLife);
-  // The connection over which a member has said goodbye, between the goodbye
-  // and onClosed(); null if there is none.
-  static transport::ConnectionPtr leftBy(
+  // The connection over which a member has said goodbye, or was seen to die,
+  // between that and onClosed(); null if there is none.
+  static transport::ConnectionPtr goneBy(
       const State& state,
       const Membership::Member& member);
 

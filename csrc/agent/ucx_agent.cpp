@@ -134,7 +134,7 @@ const rpc::WorkerInfo& UcxAgent::getWorkerInfo(const std::string& name) const {
 }
 
 const rpc::WorkerInfo& UcxAgent::getWorkerInfo(rpc::worker_id_t id) const {
-  return parts_.group().membership().byId(id);
+  return parts_.group().membership().byIdOrFormer(id);
 }
 
 std::vector<rpc::WorkerInfo> UcxAgent::getWorkerInfos() const {

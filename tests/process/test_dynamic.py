@@ -93,6 +93,69 @@ def test_a_restarted_worker_takes_its_name_again() -> None:
         group[0].run(leave)
 
 
+def fetch(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def hold_rref_of(owner: str) -> None:
+    kept.append(rpc.remote(owner, f.identity, args=(1,)))
+    assert kept[0].to_here() == 1
+
+
+def wait_until_nobody_knows(name: str) -> None:
+    end = time.monotonic() + 20
+    while name in names():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def pass_on_the_rref() -> Any:
+    return rpc.rpc_sync("worker2", fetch, args=(kept[0],), timeout=20)
+
+
+def drop_the_rref() -> None:
+    kept.clear()
+
+
+def error_of_passing_it_on() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        pass_on_the_rref()
+    drop_the_rref()
+    return str(raised.value)
+
+
+def begin_to_leave_with_an_rref_in_use(group: Group) -> Any:
+    """worker1 leaves; it waits until worker0 drops an RRef, but no worker counts it as a member."""
+    init_one_by_one(group)
+    group.run(hold_rref_of, "worker1")
+    leaving = group[1].start(leave)
+    for worker in (group[0], group[2]):
+        worker.run(wait_until_nobody_knows, "worker1")
+    return leaving
+
+
+@needs_ucx("does not find the owner any more")
+def test_an_rref_is_used_until_its_owner_has_left() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        leaving = begin_to_leave_with_an_rref_in_use(group)
+        assert group.run(pass_on_the_rref) == 1
+        group.run(drop_the_rref)
+        leaving.result(20)
+        for worker in (group[2], group[0]):
+            worker.run(leave)
+
+
+@needs_ucx("does not begin the function")
+def test_a_function_begins_with_an_rref_of_an_owner_that_left() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        begin_to_leave_with_an_rref_in_use(group)
+        group[1].kill()
+        error = group.run(error_of_passing_it_on)
+        assert '"worker1": it has left the group' in error, error
+        for worker in (group[2], group[0]):
+            worker.run(leave)
+
+
 kept: list[Any] = []
 
 

@@ -3,6 +3,7 @@
 
 #include "agent/group.h"
 #include "agent/hello.h"
+#include "compat/torch_compat.h"
 #include "sanitize/stress.h"
 
 #include <functional>
@@ -202,6 +203,43 @@ void testLeavesWhileThisWorkerConnects() {
   require(connection->peer() == PeerState::kLeft, "the call learns of it");
 }
 
+// An attempt to connect may begin before the goodbye and be answered after it.
+void testAWorkerThatHasLeftIsNotBack() {
+  Fixture f;
+  base::Error error;
+  const auto connection = f.accept(0, error);
+  connection->state = PeerState::kLeft;
+  f.group.onClosed(connection, kGoodbye);
+  require(f.next() == WorkerEvents::Kind::kLeft, "it left");
+  error = f.group.onConnected(
+      std::make_shared<FakeConnection>(),
+      agent::encode(agent::Hello{"id of the group", 1, "b", 0}));
+  require(error.kind == base::ErrorKind::kShutDown, "nobody is there");
+  require(f.group.peers().isLost("b"), "it is still lost");
+  require(f.next() == WorkerEvents::Kind::kEnded, "no event says otherwise");
+}
+
+// The same for a death, which this worker may see on one connection first.
+void testADeathOnOneConnectionIsForAll() {
+  Fixture f;
+  auto& peers = f.group.peers();
+  peers.connection(1);
+  const auto first = f.remote->last;
+  base::Error error;
+  const auto second = f.accept(0, error);
+  first->state = PeerState::kDead;
+  require(peers.connection(1) == first, "calls fail with the death");
+  f.group.onClosed(first, kLost);
+  require(f.next() == WorkerEvents::Kind::kLost, "it died");
+  require(
+      f.heard == std::vector<std::string>{"ended", "b exited"},
+      "what it held is released");
+  second->state = PeerState::kBroken;
+  f.group.onClosed(second, kLost);
+  require(peers.isGone(1), "whatever the other one says later");
+  require(f.remote->connects == 1, "nobody is there to connect to");
+}
+
 void testAnOpenConnectionServesBeforeOneThatConnects() {
   Fixture f;
   const auto& peers = f.group.peers();
@@ -233,6 +271,44 @@ void testSuccessorEndsFormerLife() {
   require(
       error.kind == base::ErrorKind::kRefused,
       "its former life is no member any more");
+}
+
+// A worker that comes back connects before this worker is told that the group
+// has let it in. Calls reach it from then on.
+void testWhatASuccessorOwns() {
+  using torch::distributed::rpc::RRefId;
+  const RRefId before(0, 1);
+  const RRefId after(0, (int64_t{1} << 40) + 1);
+  compat::beginRRefIds(0);
+  Fixture f;
+  base::Error error;
+  const auto former = f.accept(0, error);
+  former->state = PeerState::kDead;
+  f.group.onClosed(former, kLost);
+  require(!f.group.ownerDied(before, 1), "a call says that the owner is lost");
+  const auto successor = f.accept(1, error);
+  require(compat::lifeOfRRefs() == 1, "new RRefs are the successor's");
+  require(
+      f.group.ownerDied(before, 1).kind == base::ErrorKind::kPeerLost,
+      "the successor does not know the RRef");
+  require(!f.group.ownerDied(after, 1), "it knows this one");
+  f.group.add("b", 1, "another address", 1);
+  require(!f.group.ownerDied(after, 1), "and still does as a member");
+}
+
+// A second process that takes the name of a worker that lives.
+void testACopyOwnsNothing() {
+  compat::beginRRefIds(0);
+  Fixture f;
+  base::Error error;
+  const auto first = f.accept(0, error);
+  const auto copy = f.accept(1, error);
+  require(
+      !f.group.ownerDied(torch::distributed::rpc::RRefId(0, 1), 1),
+      "calls still reach the first");
+  f.accept(1000, error);
+  require(compat::lifeOfRRefs() == 1, "no life is skipped");
+  compat::beginRRefIds(0);
 }
 
 void testIsRemovedWhileItComesBack() {
@@ -288,8 +364,12 @@ int main() {
   testAWorkerThatHasLeftIsNotConnectedToAgain();
   testAGoodbyeOnOneConnectionIsForAll();
   testLeavesWhileThisWorkerConnects();
+  testAWorkerThatHasLeftIsNotBack();
+  testADeathOnOneConnectionIsForAll();
   testAnOpenConnectionServesBeforeOneThatConnects();
   testSuccessorEndsFormerLife();
+  testWhatASuccessorOwns();
+  testACopyOwnsNothing();
   testIsRemovedWhileItComesBack();
   testStrangersAreRefused();
   testTheLeaderOfABarrierIsToldLast();
