@@ -95,14 +95,15 @@ const Membership::WorkerInfo& Membership::byId(worker_id_t id) const {
 }
 
 const Membership::WorkerInfo& Membership::byIdOrFormer(worker_id_t id) const {
-  {
+  const auto member = find(id);
+  if (member == nullptr) {
     const auto state = state_.lock();
     const auto& former = state->former;
     const auto last =
-        std::find_if(former.rbegin(), former.rend(), [&](const auto& member) {
-          return member->info.id_ == id;
+        std::find_if(former.rbegin(), former.rend(), [&](const auto& left) {
+          return left->info.id_ == id;
         });
-    if (!state->byId.contains(id) && last != former.rend()) {
+    if (last != former.rend()) {
       return (*last)->info;
     }
   }
