@@ -207,8 +207,9 @@ class RetryPolicy:
 
 
 def _has_ended(session: sessions.Session | None) -> bool:
-    """Whether RPC has been shut down here, or is at that; False if it did not run on UCX."""
-    return session is not None and (session is not sessions.current() or session.agent.stopped)
+    """Whether RPC, which ran on UCX here, has been shut down or is at that, and not begun anew."""
+    now = sessions.current()
+    return session is not None and (now is None or bool(now.agent.stopped))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -68,17 +68,9 @@ void Group::beginLifeOf(const std::string& hello) {
   }
   const auto member =
       membership_.find(static_cast<worker_id_t>(peer.value().workerId));
-  // Only the life that comes next: a peer that claims another one must not
-  // exhaust the ids.
   if (member != nullptr && peer.value().group == membership_.group() &&
-      peer.value().life == member->life + 1) {
-    beginLife(peer.value().life);
-  }
-}
-
-void Group::beginLife(uint32_t life) {
-  if (life > compat::lifeOfRRefs()) {
-    compat::beginRRefIds(life);
+      peer.value().life > member->life) {
+    compat::raiseLifeOfRRefs(peer.value().life);
   }
 }
 
@@ -164,7 +156,7 @@ void Group::add(
     worker_id_t id,
     std::string address,
     uint32_t life) {
-  beginLife(life); // before any RRef can be made at that life
+  compat::raiseLifeOfRRefs(life); // before an RRef can be made at that life
   const auto formerId = membership_.idOf(name);
   const auto former = formerId ? membership_.find(*formerId) : nullptr;
   const auto member = membership_.add(name, id, std::move(address), life);

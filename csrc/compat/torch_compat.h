@@ -170,6 +170,18 @@ inline void beginRRefIds(uint32_t life) {
   }
 }
 
+// Does the same unless the ids carry that life or a later one already: several
+// threads learn of lives, in any order.
+inline void raiseLifeOfRRefs(uint32_t life) {
+  constexpr int64_t kCounter = (int64_t{1} << kRRefLifeShift) - 1;
+  const auto first = static_cast<int64_t>(life) << kRRefLifeShift;
+  auto& next = *privateMember(RRefNextLocalId{});
+  int64_t before = next.load();
+  while (before < first &&
+         !next.compare_exchange_weak(before, first | (before & kCounter))) {
+  }
+}
+
 inline uint32_t lifeOfRRefs() {
   return static_cast<uint32_t>(
       *privateMember(RRefNextLocalId{}) >> kRRefLifeShift);
