@@ -68,10 +68,7 @@ void ForkRequests::attempt(const RequestPtr& request) {
 }
 
 void ForkRequests::failed(const RequestPtr& request) {
-  // An owner that leaves a dynamic group is no member any more, but can be
-  // reached for as long as its connection is open: hence not in ownerIsGone().
-  const bool left = group_.membership().find(request->owner.id_) == nullptr;
-  if (left || ownerIsGone(*request)) {
+  if (ownerIsGone(*request)) {
     confirm(*request->future);
     return;
   }

@@ -46,7 +46,6 @@ std::string Group::introduction() const {
 base::Error Group::onAccept(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
-  beginLifeOf(hello);
   auto error = peers_.onAccept(connection, hello);
   heardOf(connection);
   return error;
@@ -55,23 +54,9 @@ base::Error Group::onAccept(
 base::Error Group::onConnected(
     const transport::ConnectionPtr& connection,
     const std::string& hello) {
-  beginLifeOf(hello);
   auto error = peers_.onConnected(connection, hello);
   heardOf(connection);
   return error;
-}
-
-void Group::beginLifeOf(const std::string& hello) {
-  auto peer = parseHello(hello);
-  if (!peer.ok()) {
-    return;
-  }
-  const auto member =
-      membership_.find(static_cast<worker_id_t>(peer.value().workerId));
-  if (member != nullptr && peer.value().group == membership_.group() &&
-      peer.value().life > member->life) {
-    compat::raiseLifeOfRRefs(peer.value().life);
-  }
 }
 
 void Group::heardOf(const transport::ConnectionPtr& connection) {
@@ -148,7 +133,7 @@ std::string Group::address() const {
 void Group::setSecret(const std::string& id, const std::string& secret) {
   membership_.setGroup(id);
   remote_->setSecret(secret);
-  compat::beginRRefIds(0); // add() raises the life as members need
+  compat::resetLifeOfRRefs();
 }
 
 void Group::add(

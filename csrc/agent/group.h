@@ -133,9 +133,6 @@ class Group {
   void addTo(Metrics& metrics) const;
 
  private:
-  // Makes the ids of new RRefs carry the life of a worker that comes back, from
-  // the time on at which calls can reach it.
-  void beginLifeOf(const std::string& hello);
   void heardOf(const transport::ConnectionPtr& connection);
   // Releases what a lost worker has left here in that life: its autograd
   // contexts (pytorch issue 26379) and, if it died, its RRefs.

@@ -95,19 +95,21 @@ const Membership::WorkerInfo& Membership::byId(worker_id_t id) const {
 }
 
 const Membership::WorkerInfo& Membership::byIdOrFormer(worker_id_t id) const {
-  const auto member = find(id);
-  if (member == nullptr) {
+  {
     const auto state = state_.lock();
+    if (auto it = state->byId.find(id); it != state->byId.end()) {
+      return it->second->info;
+    }
     const auto& former = state->former;
     const auto last =
-        std::find_if(former.rbegin(), former.rend(), [&](const auto& left) {
-          return left->info.id_ == id;
+        std::find_if(former.rbegin(), former.rend(), [&](const auto& member) {
+          return member->info.id_ == id;
         });
     if (last != former.rend()) {
       return (*last)->info;
     }
   }
-  return byId(id);
+  return byId(id); // throws, or the worker has come meanwhile
 }
 
 std::vector<Membership::WorkerInfo> Membership::all() const {

@@ -1,5 +1,7 @@
 #include "agent/peers.h"
 
+#include "compat/torch_compat.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -62,28 +64,25 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
     if (auto own = goneBy(*state, *member)) {
       return own;
     }
-    auto it = state->unreachable.find(id);
     // A worker that has come back at another address is tried at once.
-    if (it != state->unreachable.end() &&
-        it->second.address == member->address) {
+    if (const auto* entry = unreachable(*state, *member)) {
       if (auto successor =
               openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
-      if (peerIsGone(*it->second.connection) || now < it->second.again) {
-        return it->second.connection;
+      if (peerIsGone(*entry->connection) || now < entry->again) {
+        return entry->connection;
       }
     }
   }
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
                    : remote_->connect(member->address, introduction());
   auto state = state_.lock();
-  if (auto it = state->unreachable.find(id); it != state->unreachable.end() &&
-      it->second.address == member->address &&
-      peerIsGone(*it->second.connection)) {
-    // The worker has gone meanwhile. What was made ends by itself, when nobody
-    // answers.
-    return it->second.connection;
+  if (const auto* entry = unreachable(*state, *member);
+      entry != nullptr && peerIsGone(*entry->connection)) {
+    // The worker has gone meanwhile. What was made ends by itself: nobody
+    // answers, or onConnected() refuses the answer.
+    return entry->connection;
   }
   if (made->closed()) {
     // The connection failed at once, and onClosed() did not know whose it was.
@@ -142,8 +141,7 @@ base::Error Peers::onAccept(
   const auto id = static_cast<worker_id_t>(peer.value().workerId);
   const auto member = membership_.find(id);
   auto state = state_.lock();
-  state->known[connection.get()] = {
-      peer.value().name, peer.value().life, connection};
+  enter(*state, connection, peer.value());
   if (member != nullptr && member->life < peer.value().life) {
     return {}; // the peer asks whether it may come back: see succeed()
   }
@@ -170,21 +168,36 @@ base::Error Peers::onConnected(
   const auto id = static_cast<worker_id_t>(peer.value().workerId);
   const auto member = membership_.find(id);
   auto state = state_.lock();
-  const auto gone = state->unreachable.find(id);
-  if (member != nullptr && member->life == peer.value().life &&
-      gone != state->unreachable.end() &&
-      gone->second.address == member->address &&
-      peerIsGone(*gone->second.connection)) {
-    // The attempt began before the goodbye, and the worker answers as long as
-    // it stops.
+  const auto* entry =
+      member == nullptr ? nullptr : unreachable(*state, *member);
+  if (entry != nullptr && member->life == peer.value().life &&
+      peerIsGone(*entry->connection)) {
+    // This worker's attempt to connect began before the goodbye, and a worker
+    // that stops still answers.
     return {
         base::ErrorKind::kShutDown,
         "worker \"" + peer.value().name + "\" has shut down"};
   }
-  state->known[connection.get()] = {
-      peer.value().name, peer.value().life, connection};
+  enter(*state, connection, peer.value());
   state->lost.erase(peer.value().name);
   return {};
+}
+
+void Peers::enter(
+    State& state,
+    const transport::ConnectionPtr& connection,
+    Hello peer) {
+  compat::raiseLifeOfRRefs(peer.life);
+  state.known[connection.get()] = {std::move(peer.name), peer.life, connection};
+}
+
+const Peers::Unreachable* Peers::unreachable(
+    const State& state,
+    const Membership::Member& member) {
+  const auto it = state.unreachable.find(member.info.id_);
+  return it != state.unreachable.end() && it->second.address == member.address
+      ? &it->second
+      : nullptr;
 }
 
 transport::ConnectionPtr
@@ -302,11 +315,12 @@ bool Peers::isLost(const std::string& name) const {
 
 bool Peers::isGone(worker_id_t id) const {
   const auto member = membership_.find(id);
+  if (member == nullptr) {
+    return false;
+  }
   const auto state = state_.lock();
-  const auto it = state->unreachable.find(id);
-  return it != state->unreachable.end() && member != nullptr &&
-      it->second.address == member->address &&
-      peerIsGone(*it->second.connection) &&
+  const auto* entry = unreachable(*state, *member);
+  return entry != nullptr && peerIsGone(*entry->connection) &&
       openTo(*state, member->info.name_, member->life + 1) == nullptr;
 }
 
@@ -343,8 +357,7 @@ std::optional<PeerLife> Peers::lifeOf(
 
 uint32_t Peers::reachedLife(const Membership::Member& member) const {
   const auto state = state_.lock();
-  const auto it = state->unreachable.find(member.info.id_);
-  if (it == state->unreachable.end() || it->second.address != member.address) {
+  if (unreachable(*state, member) == nullptr) {
     return member.life;
   }
   const auto successor = openTo(*state, member.info.name_, member.life + 1);

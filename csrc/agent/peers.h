@@ -115,6 +115,15 @@ class Peers {
   };
 
   base::Result<Hello> check(const std::string& bytes) const;
+  // Notes who is at the other end of a connection. Calls may reach the peer
+  // from here on, so new RRefs carry its life.
+  static void
+  enter(State& state, const transport::ConnectionPtr& connection, Hello peer);
+  // What is noted of a member that cannot be reached at its present address;
+  // null if nothing is.
+  static const Unreachable* unreachable(
+      const State& state,
+      const Membership::Member& member);
   // An open connection to the worker of this name, in life `minLife` or a later
   // one; null if there is none.
   static transport::ConnectionPtr

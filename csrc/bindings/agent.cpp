@@ -338,6 +338,7 @@ void bindAgent(py::module_& module) {
           "get_worker_info",
           [](const UcxAgent& self,
              rpc::worker_id_t id) -> const rpc::WorkerInfo& {
+            // Not getWorkerInfo(id), which also finds workers that have left.
             return self.parts().group().membership().byId(id);
           },
           Release())

@@ -155,30 +155,27 @@ inline void renewRRefContext(
   context.*privateMember(RRefDestroyed{}) = false;
 }
 
-// Makes the ids of new RRefs and forks carry `life`. Then no new id equals one
-// that this worker made in a former life, which other workers may still hold;
-// and isOlder() can tell whether an RRef was made in a former life of its
-// owner. The counter in the lower bits goes on, so within a process no id comes
-// twice.
-inline void beginRRefIds(uint32_t life) {
-  constexpr int64_t kCounter = (int64_t{1} << kRRefLifeShift) - 1;
-  auto& next = *privateMember(RRefNextLocalId{});
-  int64_t before = next.load();
-  while (!next.compare_exchange_weak(
-      before,
-      (static_cast<int64_t>(life) << kRRefLifeShift) | (before & kCounter))) {
-  }
+// The counter in the lower bits of the ids. It goes on when the life changes,
+// so within a process no id comes twice.
+constexpr int64_t kRRefCounter = (int64_t{1} << kRRefLifeShift) - 1;
+
+// Makes the ids of new RRefs and forks carry no life: a new group begins, which
+// counts its lives from 0.
+inline void resetLifeOfRRefs() {
+  *privateMember(RRefNextLocalId{}) &= kRRefCounter;
 }
 
-// Does the same unless the ids carry that life or a later one already: several
-// threads learn of lives, in any order.
+// Makes the ids of new RRefs and forks carry `life`, unless they carry a later
+// life already: several threads learn of lives, in any order. Then no new id
+// equals one that this worker made in a former life, which other workers may
+// still hold; and isOlder() can tell whether an RRef was made in a former life
+// of its owner.
 inline void raiseLifeOfRRefs(uint32_t life) {
-  constexpr int64_t kCounter = (int64_t{1} << kRRefLifeShift) - 1;
   const auto first = static_cast<int64_t>(life) << kRRefLifeShift;
   auto& next = *privateMember(RRefNextLocalId{});
   int64_t before = next.load();
   while (before < first &&
-         !next.compare_exchange_weak(before, first | (before & kCounter))) {
+         !next.compare_exchange_weak(before, first | (before & kRRefCounter))) {
   }
 }
 

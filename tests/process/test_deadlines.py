@@ -147,13 +147,9 @@ def test_a_request_of_a_dead_caller_is_not_begun() -> None:
         assert group[1].run(metric, "calls_not_begun") == 2
 
 
-def fetch(rref: Any) -> Any:
-    return rref.to_here()
-
-
 def share_what_is_not_begun(timeout: float) -> str:
     rref = rpc.remote("worker1", note, ("remote",), timeout=timeout)
-    fetched = rpc.rpc_async("worker2", fetch, (rref,), timeout=0)
+    fetched = rpc.rpc_async("worker2", f.fetch, (rref,), timeout=0)
     with pytest.raises(RuntimeError) as raised:
         fetched.wait()
     return str(raised.value)

@@ -168,20 +168,28 @@ void testAWorkerThatHasLeftIsNotConnectedToAgain() {
 }
 
 // Two workers that call each other at once have two connections.
-void testAGoodbyeOnOneConnectionIsForAll() {
+void testTheEndOnOneConnectionIsForAll(
+    PeerState end,
+    const base::Error& why,
+    WorkerEvents::Kind told) {
   Fixture f;
   auto& peers = f.group.peers();
   peers.connection(1);
   const auto first = f.remote->last;
   base::Error error;
   const auto second = f.accept(0, error);
-  first->state = PeerState::kLeft;
-  f.group.onClosed(first, kGoodbye);
-  require(peers.connection(1) == first, "calls fail with the goodbye");
-  require(f.next() == WorkerEvents::Kind::kLeft, "it left");
+  first->state = end;
+  require(peers.connection(1) == first, "calls fail with it at once");
+  f.group.onClosed(first, why);
+  require(peers.connection(1) == first, "and later");
+  require(f.next() == told, "an event of it");
+  require(
+      f.heard == std::vector<std::string>{"ended", "b exited"},
+      "what it held is released");
   second->state = PeerState::kBroken;
   f.group.onClosed(second, kLost);
   require(peers.connection(1) == first, "whatever the other one says later");
+  require(peers.isGone(1), "it is gone");
   require(f.remote->connects == 1, "nobody is there to connect to");
   f.group.add("b", 1, "another address", 1);
   require(peers.connection(1) == f.remote->last, "it has come back");
@@ -217,27 +225,6 @@ void testAWorkerThatHasLeftIsNotBack() {
   require(error.kind == base::ErrorKind::kShutDown, "nobody is there");
   require(f.group.peers().isLost("b"), "it is still lost");
   require(f.next() == WorkerEvents::Kind::kEnded, "no event says otherwise");
-}
-
-// The same for a death, which this worker may see on one connection first.
-void testADeathOnOneConnectionIsForAll() {
-  Fixture f;
-  auto& peers = f.group.peers();
-  peers.connection(1);
-  const auto first = f.remote->last;
-  base::Error error;
-  const auto second = f.accept(0, error);
-  first->state = PeerState::kDead;
-  require(peers.connection(1) == first, "calls fail with the death");
-  f.group.onClosed(first, kLost);
-  require(f.next() == WorkerEvents::Kind::kLost, "it died");
-  require(
-      f.heard == std::vector<std::string>{"ended", "b exited"},
-      "what it held is released");
-  second->state = PeerState::kBroken;
-  f.group.onClosed(second, kLost);
-  require(peers.isGone(1), "whatever the other one says later");
-  require(f.remote->connects == 1, "nobody is there to connect to");
 }
 
 void testAnOpenConnectionServesBeforeOneThatConnects() {
@@ -279,7 +266,6 @@ void testWhatASuccessorOwns() {
   using torch::distributed::rpc::RRefId;
   const RRefId before(0, 1);
   const RRefId after(0, (int64_t{2} << 40) + 1);
-  compat::beginRRefIds(0);
   Fixture f;
   base::Error error;
   const auto former = f.accept(0, error);
@@ -301,7 +287,6 @@ void testWhatASuccessorOwns() {
 
 // A second process that takes the name of a worker that lives.
 void testACopyOwnsNothing() {
-  compat::beginRRefIds(0);
   Fixture f;
   base::Error error;
   const auto first = f.accept(0, error);
@@ -309,7 +294,6 @@ void testACopyOwnsNothing() {
   require(
       !f.group.ownerDied(torch::distributed::rpc::RRefId(0, 1), 1),
       "calls still reach the first");
-  compat::beginRRefIds(0);
 }
 
 void testIsRemovedWhileItComesBack() {
@@ -363,10 +347,12 @@ int main() {
   testConnectsOnceAndNoticesDeath();
   testBrokenWayIsNoExit();
   testAWorkerThatHasLeftIsNotConnectedToAgain();
-  testAGoodbyeOnOneConnectionIsForAll();
+  testTheEndOnOneConnectionIsForAll(
+      PeerState::kLeft, kGoodbye, WorkerEvents::Kind::kLeft);
+  testTheEndOnOneConnectionIsForAll(
+      PeerState::kDead, kLost, WorkerEvents::Kind::kLost);
   testLeavesWhileThisWorkerConnects();
   testAWorkerThatHasLeftIsNotBack();
-  testADeathOnOneConnectionIsForAll();
   testAnOpenConnectionServesBeforeOneThatConnects();
   testSuccessorEndsFormerLife();
   testWhatASuccessorOwns();

@@ -80,8 +80,7 @@ _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 _generating = threading.RLock()
 
 # Held while the agent stops and upstream's table of RRefs ends, and while the agent's C++ object is
-# shut down. An RLock, because an RRef's value
-# may end RPC when it is dropped.
+# shut down. An RLock, because an RRef's value may end RPC when it is dropped.
 _destroying = threading.RLock()
 _DESTROY_PATIENCE = 10.0  # s; longer than a stop() waits for anything
 
@@ -178,11 +177,10 @@ def _destroy(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Keep other threads from ending RPC while this thread does a step of that.
+    """Run a step of ending RPC while no other thread runs one.
 
-    Upstream's steps must not run in two threads at once: both would wait for the end of the same
-    thread of torch. The wait has an end, because the other thread's agent.stop() may wait for this
-    very thread.
+    Two threads that end RPC at once would both join the same thread of torch. The wait for the
+    other thread has an end, because its agent.stop() may wait for this very thread.
     """
     mine = _destroying.acquire(timeout=_DESTROY_PATIENCE)
     try:
