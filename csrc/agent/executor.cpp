@@ -180,13 +180,10 @@ template <typename Done>
 void Executor::poll(
     base::Poller::Lead& lead,
     base::BusyPoll::For what,
+    base::BusyPoll::Duration most,
     const Done& done) {
   using Clock = base::BusyPoll::Clock;
   const auto begin = Clock::now();
-  const auto most = busyPoll_.allowance(what, begin);
-  if (most == base::BusyPoll::Duration{0}) {
-    return;
-  }
   auto now = begin;
   bool interrupted = false;
   while (!done() && now - begin < most && !lead.isWanted()) {
@@ -198,11 +195,18 @@ void Executor::poll(
 }
 
 void Executor::pollForRequests() {
-  base::Poller::Lead lead(
-      poller_, leaderSignal_, base::Poller::Lead::As::kGuest);
+  using base::BusyPoll;
+  using base::Poller;
+  // Asked first, because to lead and to give back takes two system calls.
+  const auto most =
+      busyPoll_.allowance(BusyPoll::For::kRequest, BusyPoll::Clock::now());
+  if (most == BusyPoll::Duration{0}) {
+    return;
+  }
+  Poller::Lead lead(poller_, leaderSignal_, Poller::Lead::As::kGuest);
   if (lead.leads()) {
     threadState.chainable = true;
-    poll(lead, base::BusyPoll::For::kRequest, [this] {
+    poll(lead, BusyPoll::For::kRequest, most, [this] {
       return threadState.next.task != nullptr || readyCount_.load() != 0 ||
           stopping_.load();
     });
@@ -424,7 +428,12 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   // alone would not keep the time.
   const auto until = std::chrono::steady_clock::now() + kLookEvery;
   const auto over = [&] { return threadState.next.task != nullptr || done(); };
-  executor_.poll(lead_, base::BusyPoll::For::kAnswer, over);
+  using base::BusyPoll;
+  const auto most = executor_.busyPoll_.allowance(
+      BusyPoll::For::kAnswer, BusyPoll::Clock::now());
+  if (most != BusyPoll::Duration{0}) {
+    executor_.poll(lead_, BusyPoll::For::kAnswer, most, over);
+  }
   bool interrupted = false;
   while (!over() && !interrupted) {
     interrupted =

@@ -122,11 +122,13 @@ class Executor final : public base::TaskRunner {
   };
 
   void threadMain();
-  // Polls as the leader until `done`, a bool(), or until the time is over for
-  // which a thread may poll.
+  // Polls as the leader until `done`, a bool(), but for `most` at most.
   template <typename Done>
-  void
-  poll(base::Poller::Lead& lead, base::BusyPoll::For what, const Done& done);
+  void poll(
+      base::Poller::Lead& lead,
+      base::BusyPoll::For what,
+      base::BusyPoll::Duration most,
+      const Done& done);
   void pollForRequests();
   bool comesBack();
   void endThread(std::shared_ptr<void> scope);
@@ -145,7 +147,7 @@ class Executor final : public base::TaskRunner {
   std::function<void(size_t, double)> fullHook_;
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
-  base::BusyPoll busyPoll_; // used by the thread that leads
+  base::BusyPoll busyPoll_;
   const size_t busyTarget_; // while so many are busy, others only attend
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0}; // running requests and completions

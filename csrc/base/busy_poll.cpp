@@ -43,31 +43,37 @@ long runnableThreads() {
 } // namespace
 
 BusyPoll::BusyPoll(bool on, HasIdleCore hasIdleCore)
-    : on_(on), hasIdleCore_(std::move(hasIdleCore)), budget_(kMostBudget) {}
+    : on_(on),
+      hasIdleCore_(std::move(hasIdleCore)),
+      state_(State{.pasts = {}, .budget = kMostBudget}) {}
 
 BusyPoll::Duration BusyPoll::allowance(For what, Clock::time_point now) {
   if (!on_) {
     return Duration{0};
   }
-  Past& past = pasts_[static_cast<size_t>(what)];
+  auto state = state_.lock();
+  Past& past = state->pasts[static_cast<size_t>(what)];
   if (past.skip != 0) {
     --past.skip;
     return Duration{0};
   }
-  budget_ = std::min(budget_ + (now - budgetAt_) / kWasteShare, kMostBudget);
-  budgetAt_ = now;
-  if (budget_ < kMost) {
+  // Threads may ask in another order than they looked at the clock.
+  const auto passed = std::max(now - state->budgetAt, Clock::duration{0});
+  state->budget = std::min(state->budget + passed / kWasteShare, kMostBudget);
+  state->budgetAt += passed;
+  if (state->budget < kMost) {
     return Duration{0};
   }
-  if (now - idleCoresAt_ > kIdleCoreHolds) {
-    idleCores_ = hasIdleCore_() ? idleCores_ + 1 : 0;
-    idleCoresAt_ = now;
+  if (now - state->idleCoresAt > kIdleCoreHolds) {
+    state->idleCores = hasIdleCore_() ? state->idleCores + 1 : 0;
+    state->idleCoresAt = now;
   }
-  return idleCores_ >= kAnswersWanted ? kMost : Duration{0};
+  return state->idleCores >= kAnswersWanted ? kMost : Duration{0};
 }
 
 void BusyPoll::ended(For what, Duration spent, bool found, bool interrupted) {
-  Past& past = pasts_[static_cast<size_t>(what)];
+  auto state = state_.lock();
+  Past& past = state->pasts[static_cast<size_t>(what)];
   if (found && !interrupted) {
     past.backoff = 0;
     found_.fetch_add(1, std::memory_order_relaxed);
@@ -77,7 +83,7 @@ void BusyPoll::ended(For what, Duration spent, bool found, bool interrupted) {
   // wait counts as missed, even if the thread found something.
   past.backoff = std::min(past.backoff + 1, kMaxBackoff);
   past.skip = 1u << past.backoff;
-  budget_ -= spent;
+  state->budget -= spent;
   missed_.fetch_add(1, std::memory_order_relaxed);
   missedNanoseconds_.fetch_add(
       static_cast<uint64_t>(spent.count()), std::memory_order_relaxed);

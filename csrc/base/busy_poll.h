@@ -1,5 +1,7 @@
 #pragma once
 
+#include "base/synchronized.h"
+
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -19,7 +21,7 @@ namespace torch_rpc_ext::base {
 //    time.
 //
 // Owns: what it has learned.
-// Thread: one at a time, the thread that leads (Poller::Lead); stats(): any.
+// Thread: any.
 class BusyPoll {
  public:
   using Clock = std::chrono::steady_clock;
@@ -39,7 +41,7 @@ class BusyPoll {
   explicit BusyPoll(bool on, HasIdleCore hasIdleCore = machineHasIdleCore);
 
   // For how long the calling thread may poll now; 0: the thread should sleep at
-  // once. After any other value the thread calls ended().
+  // once. A thread that has polled calls ended().
   Duration allowance(For what, Clock::time_point now);
   // The thread has polled for `spent`. `found`: what it waited for has come.
   // `interrupted`: another thread had the core meanwhile.
@@ -62,14 +64,18 @@ class BusyPoll {
     uint32_t backoff = 0;
   };
 
+  struct State {
+    std::array<Past, 2> pasts;
+    // How long the threads may still poll in vain; grows with time.
+    Duration budget;
+    Clock::time_point budgetAt{};
+    uint32_t idleCores = 0; // how often in a row hasIdleCore_ said yes
+    Clock::time_point idleCoresAt{}; // when hasIdleCore_ was asked last
+  };
+
   const bool on_;
   const HasIdleCore hasIdleCore_;
-  std::array<Past, 2> pasts_;
-  // How long the threads may still poll in vain; grows with time.
-  Duration budget_;
-  Clock::time_point budgetAt_{};
-  uint32_t idleCores_ = 0; // how often in a row hasIdleCore_ said yes
-  Clock::time_point idleCoresAt_{}; // when hasIdleCore_ was asked last
+  Synchronized<State> state_;
 
   std::atomic<uint64_t> found_{0};
   std::atomic<uint64_t> missed_{0};
