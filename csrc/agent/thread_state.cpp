@@ -1,18 +1,127 @@
 #include "agent/thread_state.h"
 #include "base/boundary.h"
+#include "compat/torch_compat.h"
 
+#include <ATen/DTensorState.h>
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PythonDispatcherTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/version.h>
 
+#include <array>
 #include <thread>
 
 namespace torch_rpc_ext::agent {
 
 namespace {
 
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 13
+#define TORCH_RPC_EXT_KNOWS_THREAD_STATE
+#endif
+
+struct Keys {
+  static Keys here() {
+    const auto keys = c10::impl::tls_local_dispatch_key_set();
+    return {keys.included_, keys.excluded_};
+  }
+  bool operator==(const Keys&) const = default;
+
+  c10::DispatchKeySet included;
+  c10::DispatchKeySet excluded;
+};
+
+#ifdef TORCH_RPC_EXT_KNOWS_THREAD_STATE
+// What at::ThreadLocalState contains, as values that can be compared; of what a
+// new thread has none of, only whether this thread has any.
+struct Values {
+  static Values here() {
+    using at::impl::PythonTorchFunctionTLS;
+    const auto& autograd = c10::AutogradState::get_tls_state();
+    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
+    const auto& record = at::get_record_function_tls_();
+    Values values{
+        .keys = Keys::here(),
+        .gradMode = autograd.get_grad_mode(),
+        .inferenceMode = autograd.get_inference_mode(),
+        .forwardGradMode = autograd.get_fw_grad_mode(),
+        .multithreading = autograd.get_multithreading_enabled(),
+        .viewReplay = autograd.get_view_replay_enabled(),
+        .gradLayout = autograd.get_grad_layout_enforcement_enabled(),
+        .graphGroup = autograd.get_graph_exec_group().has_value(),
+        .dispatchModes = c10::impl::TorchDispatchModeTLS::any_modes_set(),
+        .dispatcher = c10::impl::PythonDispatcherTLS::get_state(),
+        .functionState = PythonTorchFunctionTLS::get_disabled_state(),
+        .functionModes = PythonTorchFunctionTLS::stack_len(),
+        .skipsNextFunction = PythonTorchFunctionTLS::peek_skip_next(),
+        .savedTensorHooks = hooks.stack.size(),
+        .noSavedTensorHooks = hooks.disabled_error_message.has_value(),
+        .tracing = hooks.is_tracing,
+        .records = record.tls_record_function_enabled_,
+        .recorders = record.sorted_tls_callbacks_.size(),
+        .debugInfo = c10::ThreadLocalDebugInfo::current() != nullptr,
+        .functorch = at::functorch::functorchTLSAccessor() != nullptr,
+        .reapplyViews =
+            at::functionalization::impl::getFunctionalizationReapplyViewsTLS(),
+        .implicitReplication = at::get_dtensor_allow_implicit_replication(),
+        .pythonObjects = compat::hasThreadLocalPythonObjects()};
+    for (size_t type = 0; type < values.autocastTypes.size(); ++type) {
+      values.autocastTypes[type] =
+          at::autocast::get_autocast_dtype(static_cast<at::DeviceType>(type));
+    }
+    return values;
+  }
+  bool operator==(const Values&) const = default;
+
+  Keys keys;
+  bool gradMode;
+  bool inferenceMode;
+  bool forwardGradMode;
+  bool multithreading;
+  bool viewReplay;
+  bool gradLayout;
+  bool graphGroup;
+  bool dispatchModes;
+  c10::impl::PyInterpreter* dispatcher;
+  at::impl::TorchFunctionDisabledState functionState;
+  int64_t functionModes;
+  bool skipsNextFunction;
+  size_t savedTensorHooks;
+  bool noSavedTensorHooks;
+  bool tracing;
+  bool records;
+  size_t recorders;
+  bool debugInfo;
+  bool functorch;
+  bool reapplyViews;
+  bool implicitReplication;
+  bool pythonObjects;
+  std::array<at::ScalarType, at::COMPILE_TIME_MAX_DEVICE_TYPES> autocastTypes{};
+};
+#else
+// The state of this release has not been compared with that of another one:
+// a thread's state is taken to differ from a new thread's.
+struct Values {
+  static Values here() {
+    return {};
+  }
+  bool operator==(const Values&) const {
+    return false;
+  }
+};
+#endif
+
 struct NewThread {
   at::ThreadLocalState state;
-  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  Keys keys = Keys::here();
+  Values values = Values::here();
 };
 
 const NewThread& newThread() {
@@ -32,7 +141,10 @@ const NewThread& newThread() {
 } // namespace
 
 void restoreThreadState() {
-  at::ThreadLocalState::setThreadLocalState(newThread().state);
+  // Comparing costs a tenth of setting, which is 1 us or more.
+  if (Values::here() != newThread().values) {
+    at::ThreadLocalState::setThreadLocalState(newThread().state);
+  }
   // The parts of autocast that at::ThreadLocalState does not contain.
   at::autocast::set_autocast_cache_enabled(true);
   if (at::autocast::increment_nesting() > 1) {
@@ -47,10 +159,7 @@ void restoreThreadState() {
 OrdinaryTensors::OrdinaryTensors() {
   // Every mode that makes other than ordinary tensors changes the local
   // dispatch keys.
-  const auto keys = c10::impl::tls_local_dispatch_key_set();
-  const auto& usual = newThread().keys;
-  if (!(keys.included_ == usual.included_) ||
-      !(keys.excluded_ == usual.excluded_)) {
+  if (Keys::here() != newThread().keys) {
     guard_.emplace(newThread().state);
   }
 }

@@ -2,6 +2,7 @@
 
 // What depends on private members of torch, for 2.11 <= torch < 3.
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
@@ -61,8 +62,18 @@ TORCH_RPC_EXT_EXPOSE(
     nextLocalId_)
 TORCH_RPC_EXT_EXPOSE(RRefTimedOut, torch::distributed::rpc::RRef, timedOut_)
 TORCH_RPC_EXT_EXPOSE(RRefType, torch::distributed::rpc::RRef, type_)
+TORCH_RPC_EXT_EXPOSE(
+    ThreadObjects,
+    at::impl::ThreadLocalPythonObjects,
+    obj_dict_)
 
 #undef TORCH_RPC_EXT_EXPOSE
+
+// Whether Python has given this thread objects by torch._C._stash_obj_in_tls().
+inline bool hasThreadLocalPythonObjects() {
+  const auto& objects = at::impl::ThreadLocalPythonObjects::get_state();
+  return !(objects.*privateMember(ThreadObjects{})).empty();
+}
 
 // Lets dist_autograd take a new worker id. To be called before init_rpc(),
 // while no agent runs.

@@ -33,6 +33,7 @@ POLLER = (*BASE, "poller", "timer")
 PROGRAMS = {
     "group": (GROUP, BASE, ()),
     "mailbox": (("mailbox",), (), ()),
+    "thread_state": (("thread_state",), BASE, ()),
     "open_calls": (OPEN_CALLS, (*POLLER, "busy_poll"), ()),
     "lender": (
         ("lender", "one_copy"),
