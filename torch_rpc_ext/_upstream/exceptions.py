@@ -26,8 +26,10 @@ from torch_rpc_ext._upstream import exception_parts
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
-# For each thread: the function that ran last, and the id of what it returned, for error texts.
+# For each thread: the function that ran last, and the id of what it returned, for error texts. Not
+# for results of these types, which can always be sent.
 _last = threading.local()
+_SENT: frozenset[type] = frozenset({type(None), torch.Tensor, bool, int, float, str, bytes})
 # For each thread: the device that torch.set_default_device() has set in that thread.
 _default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
 
@@ -140,7 +142,7 @@ def run_function(python_udf: Any) -> Any:
         # NumPy's error state) end with the call. csrc/agent/thread_state.cpp does the same for
         # torch's state of the thread.
         result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
-        if result is not None and type(result) is not torch.Tensor:
+        if type(result) not in _SENT:
             _last.returned = (python_udf.func, id(result))
         return result
     except Exception as error:  # noqa: BLE001  a user's function may raise anything

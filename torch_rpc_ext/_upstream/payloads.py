@@ -42,6 +42,9 @@ _CALL = b"\x01Call\0"
 # Stands before the pickle of a raised exception; csrc/bindings/remote_exception.cpp looks for it.
 _RAISED = b"\x01Raised"
 
+# No reducer is asked for values of these types.
+_SCALARS: frozenset[type] = frozenset({bool, int, float, str, bytes})
+
 # Names of functions are cached for payloads of up to this length, bytes.
 _REMEMBERED = 256
 
@@ -101,6 +104,8 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         return _raised(value)
     # Another pickler that a program has put there may send a function by value.
     if internal._pickler is pickle.Pickler:
+        if type(value) in _SCALARS:
+            return pickle.dumps(value), []
         if _is_plain(value):
             return _TENSOR, [value]
         if type(value) is internal.PythonUDF and not value.kwargs and type(value.args) is tuple:
@@ -238,23 +243,27 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     if isinstance(value, torch.jit.ScriptModule):
         pickled: tuple[bytes, list[torch.Tensor]] = type(_pickler).serialize(_pickler, value)
         return pickled
-    # Kept, because a reducer may make a call, which uses the same thread-local table.
-    before = getattr(_tables, "send_tables", None)
     tensors: list[torch.Tensor] = []
-    _tables.send_tables = tensors
+    # Kept, because a reducer may make a call, which uses the same thread-local table. By __dict__,
+    # because each look at an attribute of a threading.local() takes longer.
+    tables = _tables.__dict__
+    before = tables.get("send_tables")
+    tables["send_tables"] = tensors
     try:
         file = io.BytesIO()
         pickler = internal._pickler(file)
-        table = _pickler._dispatch_table
-        table.update(_pickler._class_reducer_dict)
-        pickler.dispatch_table = table
+        reducers = {**_pickler._dispatch_table, **_pickler._class_reducer_dict}
+        if reducers.get(torch.Tensor) is _reduce_tensor:
+            # Spares the reducer a look at the thread's table for each of many tensors.
+            reducers[torch.Tensor] = functools.partial(_reduce_tensor_into, tensors)
+        pickler.dispatch_table = reducers
         pickler.dump(value)
         return file.getvalue(), tensors
     finally:
         if before is None:
-            del _tables.send_tables
+            del tables["send_tables"]
         else:
-            _tables.send_tables = before
+            tables["send_tables"] = before
 
 
 def _from_pickle(payload: bytes, tensors: list[torch.Tensor]) -> Any:
@@ -272,8 +281,9 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
         # Tensors that unpickling makes are ordinary ones, as the received tensors are.
         with torch.inference_mode(False):
             return with_tensors(tensors, read)
-    before = getattr(_tables, "recv_tables", None)
-    _tables.recv_tables = tensors
+    tables = _tables.__dict__
+    before = tables.get("recv_tables")
+    tables["recv_tables"] = tensors
     try:
         return read()
     except Exception as error:
@@ -286,9 +296,9 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
     finally:
         # Upstream's deserialize() leaves its own table behind when it fails.
         if before is None:
-            vars(_tables).pop("recv_tables", None)
+            tables.pop("recv_tables", None)
         else:
-            _tables.recv_tables = before
+            tables["recv_tables"] = before
 
 
 def _rref_classes() -> tuple[type, ...]:
@@ -321,31 +331,39 @@ def _restore_parameter(index: int) -> torch.Tensor:
     return tensor
 
 
+_STRIDED = torch.strided
 _BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
 _BY_COLUMN = frozenset({torch.sparse_csc, torch.sparse_bsc})
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return _reduce_tensor_into(_tables.send_tables, tensor)
+
+
+def _reduce_tensor_into(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[Any, ...]:
     layout = tensor.layout
-    if layout in _BY_ROW:
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif layout in _BY_COLUMN:
-        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        tensors = _tables.send_tables
-        tensors.append(tensor)
-        # A function with a short name, because pickle writes the name for each tensor.
-        return (_restore_tensor, (len(tensors) - 1,))
-    # Each part is a strided tensor and comes back here.
-    return (_restore_compressed, (*parts, tuple(tensor.shape), tensor.layout))
+    if layout is not _STRIDED:
+        # Each part is a strided tensor and comes back here.
+        if layout in _BY_ROW:
+            parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+            return (_restore_compressed, (*parts, tuple(tensor.shape), layout))
+        if layout in _BY_COLUMN:
+            parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+            return (_restore_compressed, (*parts, tuple(tensor.shape), layout))
+    tensors.append(tensor)
+    # A function with a short name, because pickle writes the name for each tensor.
+    return (_restore_tensor, (len(tensors) - 1,))
 
 
 def _restore_tensor(index: int) -> torch.Tensor:
-    # A peer has sent the index, so it is checked: it may be negative, too large or a slice.
     tensors: list[torch.Tensor] = _tables.recv_tables
-    if type(index) is not int or not 0 <= index < len(tensors):
-        raise ValueError(f"a message of {len(tensors)} tensors has none at {index!r}")
-    return tensors[index]
+    # A peer has sent the index, so it is checked: it may be negative, too large or a slice.
+    if type(index) is int and index >= 0:
+        try:
+            return tensors[index]
+        except IndexError:
+            pass
+    raise ValueError(f"a message of {len(tensors)} tensors has none at {index!r}")
 
 
 def _restore_compressed(
