@@ -53,7 +53,8 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       const override {
     if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
       try {
-        if (request.type() == rpc::MessageType::SCRIPT_CALL) {
+        if (request.type() == rpc::MessageType::SCRIPT_CALL ||
+            request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL) {
           const auto call =
               streams.empty() ? scriptCalls_.read(request) : nullptr;
           if (call != nullptr) {

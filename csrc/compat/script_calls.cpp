@@ -2,10 +2,12 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/distributed/rpc/script_remote_call.h>
 #include <torch/csrc/jit/runtime/operator.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -21,6 +23,30 @@ constexpr std::string_view kBuiltin = "torch.ops.aten.";
 constexpr std::string_view kOperator = "torch.ops.";
 // Source: torch/csrc/jit/serialization/pickler.cpp
 constexpr std::string_view kRRefClass = "torch.distributed.rpc";
+
+// The RRef that a ScriptRemoteCall creates, and the caller's fork of that RRef.
+struct Created {
+  rpc::RRefId rref;
+  rpc::ForkId fork;
+};
+
+ScriptCallReader::ScriptCallPtr callOf(
+    ScriptCallReader::OperatorPtr op,
+    std::vector<at::IValue>&& arguments,
+    const std::optional<Created>& created) {
+  if (created) {
+    return std::make_unique<rpc::ScriptRemoteCall>(
+        std::move(op), std::move(arguments), created->rref, created->fork);
+  }
+  return std::make_unique<rpc::ScriptCall>(std::move(op), std::move(arguments));
+}
+
+ScriptCallReader::ScriptCallPtr fromMessage(const rpc::Message& message) {
+  if (message.type() == rpc::MessageType::SCRIPT_REMOTE_CALL) {
+    return rpc::ScriptRemoteCall::fromMessage(message);
+  }
+  return rpc::ScriptCall::fromMessage(message);
+}
 
 // Null where no operator has that schema: "library::op.overload(int x) -> int".
 std::shared_ptr<torch::jit::Operator> findRegistered(
@@ -86,35 +112,43 @@ ScriptCallReader::ScriptCallPtr ScriptCallReader::read(
       *rpc::RpcAgent::getCurrentRpcAgent()->getTypeResolver(),
       message.tensors());
   // (arguments, schema, "torch.ops.aten.name") of an operator, else
-  // (arguments, whether it is async, "__torch__.module.name").
+  // (arguments, whether it is async, "__torch__.module.name"). A
+  // ScriptRemoteCall has also the ids of the RRef and of the fork at the end.
   std::vector<at::IValue> values = tuple.toTupleRef().elements().vec();
-  if (values.size() < 2) {
-    return rpc::ScriptCall::fromMessage(message); // throws torch's own error
+  const bool creates = message.type() == rpc::MessageType::SCRIPT_REMOTE_CALL;
+  if (values.size() < (creates ? 4 : 2)) {
+    return fromMessage(message); // throws torch's own error
   }
-  const std::string name = values.back().toStringRef();
-  values.pop_back();
-  const at::IValue second = std::move(values.back());
-  values.pop_back();
+  const auto pop = [&values] {
+    at::IValue last = std::move(values.back());
+    values.pop_back();
+    return last;
+  };
+  std::optional<Created> created;
+  if (creates) {
+    const auto fork = rpc::ForkId::fromIValue(pop());
+    created.emplace(rpc::RRefId::fromIValue(pop()), fork);
+  }
+  const std::string name = pop().toStringRef();
+  const at::IValue second = pop();
   if (!name.starts_with(kOperator)) {
+    const c10::QualifiedName function(name);
+    const bool isAsync = second.toBool();
+    if (created) {
+      return std::make_unique<rpc::ScriptRemoteCall>(
+          function, std::move(values), created->rref, created->fork, isAsync);
+    }
     return std::make_unique<rpc::ScriptCall>(
-        c10::QualifiedName(name), std::move(values), second.toBool());
+        function, std::move(values), isAsync);
   }
   const std::string& schema = second.toStringRef();
-  if (!name.starts_with(kBuiltin)) {
-    return readOperator(schema, std::move(values));
-  }
-  if (auto op = find(schema)) {
-    return std::make_unique<rpc::ScriptCall>(std::move(op), std::move(values));
-  }
-  auto call = rpc::ScriptCall::fromMessage(message);
-  keep(schema, call->op());
-  return call;
-}
-
-ScriptCallReader::ScriptCallPtr ScriptCallReader::readOperator(
-    const std::string& schema,
-    std::vector<at::IValue>&& arguments) {
+  const bool isBuiltin = name.starts_with(kBuiltin);
   auto op = find(schema);
+  if (op == nullptr && isBuiltin) {
+    auto call = fromMessage(message);
+    keep(schema, call->op());
+    return call;
+  }
   if (op == nullptr) {
     op = findRegistered(schema);
     TORCH_CHECK(
@@ -125,8 +159,10 @@ ScriptCallReader::ScriptCallPtr ScriptCallReader::readOperator(
         "version");
     keep(schema, op);
   }
-  op->schema().checkAndNormalizeInputs(arguments);
-  return std::make_unique<rpc::ScriptCall>(std::move(op), std::move(arguments));
+  if (!isBuiltin) {
+    op->schema().checkAndNormalizeInputs(values); // upstream does not
+  }
+  return callOf(std::move(op), std::move(values), created);
 }
 
 void ScriptCallReader::keep(const std::string& schema, OperatorPtr op) {

@@ -23,34 +23,29 @@ class OperatorCall final : public torch::distributed::rpc::ScriptCall {
   void toIValues(std::vector<at::IValue>& values) const override;
 };
 
-// Reads a ScriptCall or an OperatorCall from a message. Faster than upstream's
-// ScriptCall::fromMessage(), which for a builtin operator parses the schema and
-// prints those of all overloads each time. That takes 4 to 5 us, a tenth of
-// such a call; this class does it once for each schema.
+// Reads a ScriptCall, an OperatorCall or a ScriptRemoteCall from a message.
+// Faster than upstream's fromMessage(), which for a builtin operator parses the
+// schema and prints those of all overloads each time. That takes 4 to 5 us, a
+// tenth of such a call; this class does it once for each schema.
 //
 // Owns: a table of the operators that it has read.
 // Thread: any.
 class ScriptCallReader {
  public:
   using ScriptCallPtr = std::unique_ptr<torch::distributed::rpc::ScriptCall>;
+  using OperatorPtr = std::shared_ptr<torch::jit::Operator>;
 
   // Null if the arguments may hold RRefs, for which upstream has to wait.
   // Throws what fromMessage() throws.
   ScriptCallPtr read(const torch::distributed::rpc::Message& message);
 
  private:
-  using OperatorPtr = std::shared_ptr<torch::jit::Operator>;
   struct Known {
     c10::Symbol name;
     OperatorPtr op;
   };
 
   OperatorPtr find(const std::string& schema);
-  // Makes the call of an operator that an OperatorCall named, and checks the
-  // arguments, which upstream does not do.
-  ScriptCallPtr readOperator(
-      const std::string& schema,
-      std::vector<at::IValue>&& arguments);
   void keep(const std::string& schema, OperatorPtr op);
 
   // By schema. Cannot grow without limit: only operators that exist get in.
