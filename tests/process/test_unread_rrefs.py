@@ -1,0 +1,209 @@
+"""RRefs in messages that nobody reads: their values are released all the same."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.deaths import wait_until_serving
+from tests.process.group import Group
+from tests.support.backend import needs_ucx
+
+# Under TENSORPIPE each of these values stays for ever, and shutdown waits 100 s for it.
+pytestmark = needs_ucx("keeps the values, and shutdown waits 100 s for them")
+
+OWNER, USER = "worker1", "worker2"
+
+
+class Unreadable:
+    """Pickles well; reading the pickle raises a ValueError."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def only_here(*_: Any) -> None:
+    """A function that USER does not have; see forget_function()."""
+
+
+def forget_function() -> None:
+    del sys.modules[__name__].only_here  # type: ignore[attr-defined]
+
+
+def pass_later(rref: Any) -> Any:
+    time.sleep(0.5)
+    return rref
+
+
+def make_later() -> Any:
+    time.sleep(0.5)
+    return rpc.RRef(torch.ones(2))
+
+
+def pass_what_cannot_be_sent(rref: Any) -> Any:
+    return rref, threading.Lock()
+
+
+def held() -> int:
+    """How many forks of this worker's RRefs others have."""
+    return int(rpc._get_debug_info()["num_forks"])
+
+
+def make() -> torch.Tensor:
+    return torch.ones(2)
+
+
+def pass_in_vain(call: Callable[[Any], Any], error: type[BaseException]) -> None:
+    """Make an RRef to a value at OWNER, pass it in a call that fails, and drop it."""
+    rref = rpc.remote(OWNER, make)
+    assert rref.to_here().sum() == 2
+    with pytest.raises(error):
+        call(rref)
+    del rref
+
+
+# name -> (the call, its error)
+REQUESTS: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
+    "cannot be pickled": (
+        lambda r: rpc.rpc_sync(USER, f.nothing, args=(r, threading.Lock())),
+        TypeError,
+    ),
+    "cannot be pickled, remote()": (
+        lambda r: rpc.remote(USER, f.nothing, args=(r, threading.Lock())),
+        TypeError,
+    ),
+    "no such worker": (lambda r: rpc.rpc_sync("worker9", f.nothing, args=(r,)), RuntimeError),
+    "no such function": (lambda r: rpc.rpc_sync(USER, only_here, args=(r,)), AttributeError),
+    "no such function, remote()": (
+        lambda r: rpc.remote(USER, only_here, args=(r,)).to_here(),
+        AttributeError,
+    ),
+    "cannot be read, before the RRef": (
+        lambda r: rpc.rpc_sync(USER, f.nothing, args=(Unreadable(), r)),
+        RuntimeError,
+    ),
+    "cannot be read, after the RRef": (
+        lambda r: rpc.rpc_sync(USER, f.nothing, args=(r, Unreadable())),
+        RuntimeError,
+    ),
+    "cannot be read at the owner": (
+        lambda r: rpc.rpc_sync(OWNER, f.nothing, args=(Unreadable(), r)),
+        RuntimeError,
+    ),
+}
+ANSWERS: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
+    "late": (lambda r: rpc.rpc_sync(USER, pass_later, args=(r,), timeout=0.2), RuntimeError),
+    "late, from the owner": (
+        lambda r: rpc.rpc_sync(OWNER, make_later, timeout=0.2),
+        RuntimeError,
+    ),
+    "cannot be sent": (
+        lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_sent, args=(r,)),
+        RuntimeError,
+    ),
+}
+
+
+def pass_in_request(name: str) -> None:
+    pass_in_vain(*REQUESTS[name])
+
+
+def pass_in_answer(name: str) -> None:
+    pass_in_vain(*ANSWERS[name])
+
+
+def wait_until_released(group: Group, what: str) -> None:
+    end = time.monotonic() + 20
+    while (left := group[1].run(held)) != 0:
+        assert time.monotonic() < end, f"{what}: {left} forks are left"
+        time.sleep(0.01)
+
+
+def test_requests_that_are_not_read() -> None:
+    with Group(3) as group:
+        group[2].run(forget_function)
+        for name in REQUESTS:
+            group.run(pass_in_request, name)
+            wait_until_released(group, name)
+
+
+def test_requests_that_are_refused() -> None:
+    with Group(3, allow_list=[f"{__name__}.make", f"{__name__}.held"]) as group:
+        group.run(pass_in_vain, refused_call, RuntimeError)
+        wait_until_released(group, "refused")
+
+
+def refused_call(rref: Any) -> None:
+    rpc.rpc_sync(USER, f.nothing, args=(rref,))
+
+
+def test_answers_that_are_not_read() -> None:
+    with Group(3) as group:
+        for name in ANSWERS:
+            group.run(pass_in_answer, name)
+            wait_until_released(group, name)
+
+
+def call_the_dead(how: str) -> None:
+    pass_in_vain(rpc_to_the_dead if how == "rpc_sync" else remote_at_the_dead, RuntimeError)
+
+
+def rpc_to_the_dead(rref: Any) -> None:
+    rpc.rpc_sync(USER, f.nothing, args=(rref,))
+
+
+def remote_at_the_dead(rref: Any) -> None:
+    rpc.remote(USER, f.nothing, args=(rref,)).to_here()
+
+
+def call_that_dies(seconds: float) -> None:
+    pass_in_vain(lambda rref: rpc.rpc_sync(USER, f.sleep, args=(seconds, rref)), RuntimeError)
+
+
+def test_the_callee_dies_before_it_reads() -> None:
+    with Group(3) as group:
+        group[2].signal(signal.SIGSTOP)
+        call = group.start(call_that_dies, 0.0)
+        time.sleep(0.3)
+        group[2].kill()
+        call.result()
+        wait_until_released(group, "died before")
+        for how in ("rpc_sync", "remote"):
+            group.run(call_the_dead, how)
+            wait_until_released(group, how)
+
+
+def test_the_callee_dies_in_the_function() -> None:
+    with Group(3) as group:
+        call = group.start(call_that_dies, 50.0)
+        wait_until_serving(group[2])
+        group[2].kill()
+        call.result()
+        wait_until_released(group, "died in the function")
+
+
+def return_rref_later(seconds: float) -> Any:
+    time.sleep(seconds)
+    return rpc.RRef(torch.ones(2))
+
+
+def call_for_an_rref() -> None:
+    rpc.rpc_sync(OWNER, return_rref_later, args=(1.0,))
+
+
+def test_the_caller_dies_before_the_answer() -> None:
+    with Group(3) as group:
+        group.start(call_for_an_rref)
+        wait_until_serving(group[1])
+        group[0].kill()
+        time.sleep(1.0)
+        wait_until_released(group, "the caller died")
