@@ -26,11 +26,21 @@ class PythonException : public std::runtime_error {
           delete held;
         }) {}
 
-  // The caller holds the GIL.
+  // Raises the exception, and keeps a copy for the next time. The exception
+  // itself must not stay here: its traceback refers to the frames that wait for
+  // the future, those refer to the future, the future to this object, and
+  // Python's garbage collector does not see that circle. The caller holds the
+  // GIL.
   void raise() const {
+    const py::object raised = *exception_;
+    try {
+      *exception_ = py::module_::import("torch_rpc_ext._upstream.exceptions")
+                        .attr("another")(raised);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a copy of a remote exception");
+    }
     PyErr_SetObject(
-        reinterpret_cast<PyObject*>(Py_TYPE(exception_->ptr())),
-        exception_->ptr());
+        reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
 
  private:

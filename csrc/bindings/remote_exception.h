@@ -14,9 +14,9 @@ namespace torch_rpc_ext::bindings {
 std::exception_ptr decodeRemoteException(
     const torch::distributed::rpc::Message& response);
 
-// Wraps a Python exception for a future: the thread that waits for the future
-// raises the same exception object again. Takes the GIL; to copy and to destroy
-// the result, the caller need not hold the GIL.
+// Wraps a Python exception for a future: the first thread that waits for the
+// future raises the exception, each further wait raises a copy. Takes the GIL;
+// to copy and to destroy the result, the caller need not hold the GIL.
 std::exception_ptr pythonException(pybind11::error_already_set& error);
 
 void bindRemoteException(pybind11::module_& module);

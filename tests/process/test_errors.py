@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import pickle
 import re
 import time
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -183,6 +186,38 @@ def check_what_exceptions_hold() -> None:
 @needs_ucx("keeps the class of ValueError and TypeError only")
 def test_remote_exceptions_keep_what_they_hold(pair: Group) -> None:
     pair.run(check_what_exceptions_hold)
+
+
+class Kept:
+    """Something that a function keeps in a local variable."""
+
+
+def failing_waits() -> Iterator[Callable[[], Any]]:
+    """Yield waits for the exception of a remote function."""
+    for error in (KeyError("gone"), ValueError("bad"), OSError(2, "no", "file")):
+        yield lambda error=error: rpc.rpc_sync("worker1", raise_here, args=(error,))
+        yield rpc.rpc_async("worker1", raise_here, args=(error,)).wait
+        yield rpc.remote("worker1", raise_here, args=(error,)).to_here
+
+
+def check_frames_are_freed() -> None:
+    def fail(wait: Callable[[], Any]) -> tuple[weakref.ref[Kept], type[Exception], str]:
+        kept = Kept()
+        with pytest.raises(Exception) as raised:  # noqa: PT011  of many classes
+            wait()
+        return weakref.ref(kept), raised.type, str(raised.value)
+
+    for wait in failing_waits():
+        first, cls, text = fail(wait)
+        second, *again = fail(wait)
+        assert again[0].__name__ == cls.__name__, again
+        assert again[1].splitlines()[:1] == text.splitlines()[:1], again
+        gc.collect()
+        assert first() is None and second() is None, f"{cls.__name__} keeps its frames"
+
+
+def test_a_remote_exception_keeps_no_frames_of_its_caller(pair: Group) -> None:
+    pair.run(check_frames_are_freed)
 
 
 def check_exception_that_cannot_be_built() -> None:

@@ -182,6 +182,19 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
     return also_runtime_error(result.exception_type(result.msg))
 
 
+def another(error: BaseException) -> BaseException:
+    """Return a copy of an exception, without its traceback; called from C++.
+
+    What is no Exception, such as KeyboardInterrupt, is returned itself.
+    """
+    if not isinstance(error, Exception):
+        return error
+    try:
+        return exception_parts.blank(type(error), error)
+    except Exception:  # noqa: BLE001  a user's class may do anything
+        return error
+
+
 def also_runtime_error(error: BaseException) -> BaseException:
     """Return an error that `except RuntimeError` catches too, of a class derived from the error's.
 
