@@ -8,6 +8,7 @@
 
 #include <exception>
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace torch_rpc_ext::agent {
@@ -28,6 +29,11 @@ struct AgentHooks {
   Executor::ThreadScope threadScope;
   // Drops references to values that may be Python objects.
   std::function<void(RRefs)> dropValues;
+  // Get the payload of a message that may hold RRefs (payloadWithRRefs()) and
+  // that no worker will read: one that this worker has sent, and one that has
+  // come to this worker.
+  std::function<void(const std::string&)> undelivered;
+  std::function<void(const std::string&)> unread;
   // If null, upstream's code decodes exceptions, and keeps only some of their
   // types.
   ExceptionDecoder decodeException;

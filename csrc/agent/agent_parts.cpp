@@ -18,6 +18,7 @@ AgentParts::AgentParts(
       executor_(
           static_cast<size_t>(options_.numWorkerThreads),
           options_.busyPoll),
+      unreadRRefs_(executor_, hooks),
       memory_(
           options_,
           executor_,
@@ -43,6 +44,7 @@ AgentParts::AgentParts(
           memory_,
           group_,
           devices_,
+          unreadRRefs_,
           std::move(hooks.decodeException)),
       forkRequests_(executor_, group_, caller_),
       server_(
@@ -52,6 +54,7 @@ AgentParts::AgentParts(
           memory_,
           group_,
           devices_,
+          unreadRRefs_,
           callback),
       groupShutdown_(
           group_,

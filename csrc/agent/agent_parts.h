@@ -12,6 +12,7 @@
 #include "agent/receive_memory.h"
 #include "agent/receiver.h"
 #include "agent/server.h"
+#include "agent/unread_rrefs.h"
 #include "metrics/counters.h"
 #include "transport/transport.h"
 
@@ -109,6 +110,7 @@ class AgentParts final : private transport::Handler {
   // after it. The threads come first, then the memory, because the transport
   // may hold blocks of the memory until it is destroyed.
   Executor executor_;
+  UnreadRRefs unreadRRefs_;
   ReceiveMemory memory_;
   Group group_;
   Devices devices_;

@@ -56,7 +56,10 @@ struct Arrival {
     return isRequest() &&
         (type == rpc::MessageType::PYTHON_CALL ||
          type == rpc::MessageType::SCRIPT_CALL) &&
-        !decoder->payloadIsBulk() && !mayHoldRRefs(decoder->payload());
+        !mayPassRRefs();
+  }
+  bool mayPassRRefs() const {
+    return decoder->payloadIsBulk() || mayHoldRRefs(decoder->payload());
   }
   // Whether nobody needs the tensors of this request, because its caller has
   // given up.

@@ -1,5 +1,6 @@
 #include "agent/call_label.h"
 
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
 #include <algorithm>
@@ -220,6 +221,32 @@ bool mayHoldRRefs(base::ConstSpan payload) {
   const std::string_view text(
       static_cast<const char*>(payload.data), payload.size);
   return text.find("rref") != text.npos || text.find("RRef") != text.npos;
+}
+
+std::string payloadWithRRefs(const Message& message) {
+  using torch::distributed::rpc::PythonRemoteCall;
+  const auto& payload = message.payload();
+  const bool isAnswer = message.type() == MessageType::PYTHON_RET ||
+      message.type() == MessageType::SCRIPT_RET ||
+      message.type() == MessageType::FORWARD_AUTOGRAD_RESP;
+  if (!(isUserCall(message.type()) || isAnswer) ||
+      !mayHoldRRefs({payload.data(), payload.size()})) {
+    return {};
+  }
+  const auto [type, bytes] = innermost(message);
+  if (type == MessageType::PYTHON_CALL) {
+    return std::string(bytes.substr(1)); // behind whether it is asynchronous
+  }
+  if (type != MessageType::PYTHON_REMOTE_CALL) {
+    return std::string(bytes);
+  }
+  // A pickle of torch's, with the one of Python's as a text.
+  const auto inner = c10::make_intrusive<Message>(
+      std::vector<char>(bytes.begin(), bytes.end()),
+      std::vector<at::Tensor>(message.tensors()),
+      MessageType::PYTHON_REMOTE_CALL);
+  const auto call = PythonRemoteCall::fromMessage(*inner);
+  return static_cast<PythonRemoteCall&>(*call).serializedPyObj().payload_;
 }
 
 bool createsRRef(const Message& message) {

@@ -39,6 +39,7 @@ Caller::Caller(
     ReceiveMemory& memory,
     Group& group,
     Devices& devices,
+    UnreadRRefs& unreadRRefs,
     ExceptionDecoder decodeException)
     : options_(options),
       executor_(executor),
@@ -46,11 +47,13 @@ Caller::Caller(
       memory_(memory),
       group_(group),
       devices_(devices),
+      unreadRRefs_(unreadRRefs),
       calls_(
           options,
           executor,
           counters,
           group.peers(),
+          unreadRRefs,
           std::move(decodeException)),
       wait_(executor, calls_.pending()) {}
 
@@ -66,6 +69,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
   call.to = to.id_;
   call.label = labelOf(*message);
   call.createsRRef = createsRRef(*message);
+  call.rrefs = payloadWithRRefs(*message);
   call.timeout = timeout;
   call.sentAt = PendingCall::Clock::now();
   auto future = call.future;
@@ -263,8 +267,19 @@ void Caller::answered(ArrivalPtr arrival) {
   // Taken here and not in complete(): an answer that has arrived stays valid
   // even if the connection ends in the next moment.
   arrival->call = calls_.pending().take(arrival->header().callId);
-  if (arrival->call) { // else the call has timed out
+  if (arrival->call) {
     completeLater(std::move(arrival));
+  } else { // the call has timed out
+    executor_.submitCompletion(
+        base::makeTask(
+            [this, arrival = std::move(arrival)] { tooLate(arrival); }));
+  }
+}
+
+void Caller::tooLate(const ArrivalPtr& arrival) {
+  if (devices_.decode(arrival, [this, arrival] { tooLate(arrival); }) &&
+      arrival->message->ok()) {
+    unreadRRefs_.unread(*arrival->message->value());
   }
 }
 

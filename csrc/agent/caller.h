@@ -9,6 +9,7 @@
 #include "agent/group.h"
 #include "agent/open_calls.h"
 #include "agent/receive_memory.h"
+#include "agent/unread_rrefs.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
@@ -40,6 +41,7 @@ class Caller {
       ReceiveMemory& memory,
       Group& group,
       Devices& devices,
+      UnreadRRefs& unreadRRefs,
       ExceptionDecoder decodeException);
 
   // Sends a request and returns the future of its answer. Throws for a message
@@ -49,6 +51,10 @@ class Caller {
       const c10::intrusive_ptr<Message>& message,
       std::chrono::milliseconds timeout, // 0 for none
       const torch::distributed::rpc::DeviceMap& deviceMap);
+  // For a request that is not given to send().
+  void drop(const Message& message) {
+    unreadRRefs_.undelivered(message);
+  }
   // Sends a small message of this package (message_types.h). No limit and no
   // time-out applies to it, and shutdown does not wait for it. `label` names
   // the message in errors.
@@ -132,6 +138,8 @@ class Caller {
       const transport::ConnectionPtr& connection);
   void completeLater(ArrivalPtr arrival);
   void complete(const ArrivalPtr& arrival);
+  // An answer for which nobody waits any more.
+  void tooLate(const ArrivalPtr& arrival);
 
   const AgentOptions& options_;
   Executor& executor_;
@@ -139,6 +147,7 @@ class Caller {
   ReceiveMemory& memory_;
   Group& group_;
   Devices& devices_;
+  UnreadRRefs& unreadRRefs_;
   OpenCalls calls_;
   AnswerWait wait_; // after calls_, to which it refers
 };

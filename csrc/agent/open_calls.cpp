@@ -112,10 +112,12 @@ OpenCalls::OpenCalls(
     Executor& executor,
     metrics::Counters& counters,
     const Peers& peers,
+    UnreadRRefs& unreadRRefs,
     ExceptionDecoder decodeException)
     : executor_(executor),
       counters_(counters),
       peers_(peers),
+      unreadRRefs_(unreadRRefs),
       decodeException_(std::move(decodeException)),
       load_(options.maxCallsInFlight, options.maxBytesInFlight),
       pending_(executor.poller(), [this](PendingCall call) {
@@ -149,6 +151,7 @@ base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
 
 void OpenCalls::withdraw(uint64_t callId) {
   if (auto call = pending_.take(callId)) {
+    unreadRRefs_.undelivered(std::move(call->rrefs));
     ended(*call);
   }
 }
@@ -257,6 +260,12 @@ void OpenCalls::fail(PendingCall call, const base::Error& error) {
       std::make_exception_ptr(RpcError(error.kind, call.worker, text));
   if (call.createsRRef) {
     creationFailed = why;
+  }
+  const bool peerEnded = error.kind == base::ErrorKind::kPeerLost ||
+      error.kind == base::ErrorKind::kShutDown;
+  if (call.connection == nullptr || // the call was not sent
+      (peerEnded && peers_.isGone(call.to))) {
+    unreadRRefs_.undelivered(std::move(call.rrefs));
   }
   failed(call, why);
   ended(call);

@@ -7,6 +7,7 @@
 #include "agent/load_limits.h"
 #include "agent/peers.h"
 #include "agent/pending_calls.h"
+#include "agent/unread_rrefs.h"
 #include "base/synchronized.h"
 #include "metrics/call_log.h"
 #include "metrics/counters.h"
@@ -35,6 +36,7 @@ class OpenCalls {
       Executor& executor,
       metrics::Counters& counters,
       const Peers& peers,
+      UnreadRRefs& unreadRRefs,
       ExceptionDecoder decodeException);
 
   // Counts a call of this thread. The call has to end, by withdraw(), finish(),
@@ -88,6 +90,7 @@ class OpenCalls {
   Executor& executor_;
   metrics::Counters& counters_;
   const Peers& peers_;
+  UnreadRRefs& unreadRRefs_;
   const ExceptionDecoder decodeException_;
   LoadLimits load_;
   metrics::CallLog log_;

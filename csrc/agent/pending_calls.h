@@ -43,6 +43,7 @@ struct PendingCall {
   Executor::RequestScopePtr scope;
   std::shared_ptr<Mailbox> mailbox; // of the thread that waits; or null
   std::function<void()> beforeFailure; // runs before the future fails
+  std::string rrefs; // payloadWithRRefs() of the request
   bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
   // Whether the call counts in LoadLimits, as one call to `to` with `bytes`.

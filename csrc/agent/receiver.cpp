@@ -60,7 +60,7 @@ void Receiver::onFrame(
   metrics::add(counters_.bytesReceived, bytes);
   const wire::CallHeader& header = arrival->header();
   const bool response = header.kind == wire::CallKind::kResponse;
-  if (response && !caller_.expects(header.callId)) {
+  if (response && !caller_.expects(header.callId) && !arrival->mayPassRRefs()) {
     return; // the call has ended, by its time-out: nobody wants the bulk
   }
   if (header.timeout != 0) {

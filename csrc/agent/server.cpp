@@ -40,12 +40,14 @@ Server::Server(
     ReceiveMemory& memory,
     Group& group,
     Devices& devices,
+    UnreadRRefs& unreadRRefs,
     rpc::RequestCallback& callback)
     : executor_(executor),
       counters_(counters),
       memory_(memory),
       group_(group),
       devices_(devices),
+      unreadRRefs_(unreadRRefs),
       callback_(callback),
       queuedFrames_(options.receiveBudgetBytes),
       answers_(options, counters, memory, group, devices) {
@@ -247,6 +249,10 @@ void Server::answer(Served served, c10::intrusive_ptr<rpc::Message> response) {
          .end = toNanoseconds(now),
          .gilWait = served.gilWait.count(),
          .bytes = bytesOf(*response)});
+  }
+  if (served.asker.connection->closed()) {
+    unreadRRefs_.undelivered(*response);
+    return;
   }
   answers_.send(served.asker, std::move(response));
 }

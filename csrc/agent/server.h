@@ -12,6 +12,7 @@
 #include "agent/queued_frames.h"
 #include "agent/receive_memory.h"
 #include "agent/running_requests.h"
+#include "agent/unread_rrefs.h"
 #include "metrics/call_log.h"
 #include "metrics/counters.h"
 
@@ -40,6 +41,7 @@ class Server {
       ReceiveMemory& memory,
       Group& group,
       Devices& devices,
+      UnreadRRefs& unreadRRefs,
       torch::distributed::rpc::RequestCallback& callback);
 
   // The frame of a request has arrived. To be called in the order of arrival.
@@ -95,6 +97,7 @@ class Server {
   ReceiveMemory& memory_;
   Group& group_;
   Devices& devices_;
+  UnreadRRefs& unreadRRefs_;
   torch::distributed::rpc::RequestCallback& callback_;
   QueuedFrames queuedFrames_;
   const std::shared_ptr<Creations> creations_ = Creations::create();

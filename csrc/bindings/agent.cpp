@@ -44,6 +44,20 @@ struct DeleteWithoutGil {
   }
 };
 
+// Calls a function of unread_rrefs.py with a payload. What the function raises
+// is printed, as Python does where nobody can catch an exception.
+std::function<void(const std::string&)> unreadRRefsHook(const char* name) {
+  return [name](const std::string& payload) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::module_::import("torch_rpc_ext._upstream.unread_rrefs")
+          .attr(name)(py::bytes(payload));
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(name);
+    }
+  };
+}
+
 agent::AgentHooks pythonHooks() {
   return {
       // Runs when upstream starts the agent, which it has made current before.
@@ -60,6 +74,8 @@ agent::AgentHooks pythonHooks() {
             py::gil_scoped_acquire gil;
             values.clear();
           },
+      .undelivered = unreadRRefsHook("undelivered"),
+      .unread = unreadRRefsHook("unread"),
       .decodeException = decodeRemoteException,
       .kernels = pythonPtxSource()};
 }

@@ -1,6 +1,6 @@
-// What Python code needs for RRefs: it learns that a creation has failed, and
-// it checks RRefs, and values of RRefs, that would crash the process in torch's
-// code.
+// What Python code needs for RRefs: it learns that a creation has failed, it
+// checks RRefs, and values of RRefs, that would crash the process in torch's
+// code, and it releases RRefs in messages that nobody reads.
 
 #include "bindings/rrefs.h"
 #include "agent/creation_failure.h"
@@ -10,9 +10,11 @@
 #include "compat/torch_compat.h"
 
 #include <torch/csrc/distributed/rpc/py_rref.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <string>
+#include <utility>
 
 namespace torch_rpc_ext::bindings {
 
@@ -93,6 +95,59 @@ void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
   }
 }
 
+void send(rpc::worker_id_t to, c10::intrusive_ptr<rpc::Message> message) {
+  const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
+  agent->send(agent->getWorkerInfo(to), std::move(message));
+}
+
+// Releases a fork that this worker has passed in a message which no worker
+// reads, or whose reader has died.
+void giveUpFork(const rpc::RRefForkData& passed) {
+  auto& context = rpc::RRefContext::getInstance();
+  if (passed.ownerId_ == context.getWorkerId()) {
+    // Throws for a fork that is released already. The result is the RRef if
+    // nobody holds it any more; its value may be a Python object.
+    const auto last = context.delForkOfOwner(passed.rrefId_, passed.forkId_);
+    return;
+  }
+  const py::gil_scoped_release release;
+  context.delPendingChild(passed.forkId_);
+  // The reader may have told the owner of the fork before it died, even if it
+  // has not confirmed the fork here: that comes when the function has returned.
+  send(
+      passed.ownerId_,
+      rpc::RRefUserDelete(passed.rrefId_, passed.forkId_).toMessage());
+}
+
+// Confirms a fork in a message to this worker, and releases the fork, unless
+// this worker has read it: what has read it does both.
+void confirmFork(const rpc::RRefForkData& passed) {
+  const py::gil_scoped_release release;
+  auto& context = rpc::RRefContext::getInstance();
+  if (passed.ownerId_ == context.getWorkerId()) {
+    send(passed.parent_, rpc::RRefChildAccept(passed.forkId_).toMessage());
+  } else if (!compat::hasRead(passed.forkId_)) {
+    const auto rref = context.getOrCreateRRef(passed, c10::PyObjectType::get());
+    context.notifyOwnerAndParentOfFork(passed.forkId_, passed.parent_, rref);
+  }
+}
+
+// Binds a function that gets the parts of a pickled RRef.
+template <void (*Act)(const rpc::RRefForkData&)>
+void bindFork(py::module_& module, const char* name) {
+  module.def(
+      name,
+      [](rpc::worker_id_t owner,
+         rpc::worker_id_t createdOn,
+         rpc::local_id_t rref,
+         rpc::worker_id_t forkedOn,
+         rpc::local_id_t fork,
+         rpc::worker_id_t parent,
+         const py::object& /*type*/) {
+        Act({owner, {createdOn, rref}, {forkedOn, fork}, parent, ""});
+      });
+}
+
 // Visits a value and, in lists, tuples and dicts, all its parts. Raises a
 // TypeError if the nesting is too deep, and, where wanted, for an RRef whose
 // type torch cannot write into a message.
@@ -170,6 +225,8 @@ void bindRRefs(py::module_& module) {
       std::rethrow_exception(failure);
     }
   });
+  bindFork<giveUpFork>(module, "give_up_fork");
+  bindFork<confirmFork>(module, "confirm_fork");
   module.def(
       "before_passing", &beforePassing, py::arg("agent"), py::arg("rref"));
   module.def(

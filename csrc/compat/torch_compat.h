@@ -57,6 +57,14 @@ TORCH_RPC_EXT_EXPOSE(
 TORCH_RPC_EXT_EXPOSE(RRefMutex, torch::distributed::rpc::RRefContext, mutex_)
 TORCH_RPC_EXT_EXPOSE(RRefForks, torch::distributed::rpc::RRefContext, forks_)
 TORCH_RPC_EXT_EXPOSE(
+    RRefPendingUsers,
+    torch::distributed::rpc::RRefContext,
+    pendingUsers_)
+TORCH_RPC_EXT_EXPOSE(
+    RRefConfirmedUsers,
+    torch::distributed::rpc::RRefContext,
+    confirmedUsers_)
+TORCH_RPC_EXT_EXPOSE(
     RRefNextLocalId,
     torch::distributed::rpc::RRefContext,
     nextLocalId_)
@@ -253,6 +261,14 @@ releaseRRefsOf(
     }
   }
   return values;
+}
+
+// Whether this worker has read the fork from a message, and still has it.
+inline bool hasRead(const torch::distributed::rpc::ForkId& fork) {
+  auto& context = torch::distributed::rpc::RRefContext::getInstance();
+  std::lock_guard lock(context.*privateMember(RRefMutex{}));
+  return (context.*privateMember(RRefPendingUsers{})).count(fork) != 0 ||
+      (context.*privateMember(RRefConfirmedUsers{})).count(fork) != 0;
 }
 
 // Whether RRef::fork() can write the type for another worker. fork() crashes

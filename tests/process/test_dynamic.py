@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -110,6 +111,42 @@ def wait_until_nobody_knows(name: str) -> None:
 
 def pass_on_the_rref() -> Any:
     return rpc.rpc_sync("worker2", f.fetch, args=(kept[0],), timeout=60)
+
+
+took_it = threading.Event()
+
+
+def take_and_go_on(_: Any) -> None:
+    took_it.set()
+    time.sleep(0.3)
+
+
+def leave_when_it_has_come() -> None:
+    assert took_it.wait(30)
+    rpc.shutdown()
+
+
+def pass_to_one_that_leaves() -> None:
+    rpc.rpc_sync("worker2", take_and_go_on, args=(kept[0],), timeout=60)
+
+
+def seconds_to_leave() -> float:
+    begin = time.monotonic()
+    rpc.shutdown()
+    return time.monotonic() - begin
+
+
+@needs_ucx("waits 100 s for the confirmation")
+def test_one_that_leaves_confirms_the_rrefs_that_it_got() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group.run(hold_rref_of, "worker1")
+        leaving = group[2].start(leave_when_it_has_come)
+        group.run(pass_to_one_that_leaves)
+        leaving.result()
+        group.run(drop_the_rref)
+        assert group.run(seconds_to_leave) < 30
+        group[1].run(leave)
 
 
 def drop_the_rref() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
+from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
 from tests.process.deaths import wait_until_serving
@@ -137,7 +138,7 @@ def test_requests_that_are_not_read() -> None:
 
 
 def test_requests_that_are_refused() -> None:
-    with Group(3, allow_list=[f"{__name__}.make", f"{__name__}.held"]) as group:
+    with Group(3, options={"allow_list": [f"{__name__}.make"]}) as group:
         group.run(pass_in_vain, refused_call, RuntimeError)
         wait_until_released(group, "refused")
 
@@ -153,16 +154,34 @@ def test_answers_that_are_not_read() -> None:
             wait_until_released(group, name)
 
 
+@torch.jit.script
+def take_in_script(rref: RRef[torch.Tensor]) -> int:
+    return 1
+
+
+def call_within_context(rref: Any) -> None:
+    with autograd.context():
+        rpc.rpc_sync(USER, f.nothing, args=(rref, torch.ones(2, requires_grad=True)))
+
+
+def profiled_call(rref: Any) -> None:
+    with torch.autograd.profiler.profile():
+        rpc.rpc_sync(USER, f.nothing, args=(rref,))
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "rpc_sync": lambda rref: rpc.rpc_sync(USER, f.nothing, args=(rref, 1)),
+    "tensors beside it": lambda rref: rpc.rpc_sync(USER, f.nothing, args=(rref, torch.ones(9))),
+    "remote": lambda rref: rpc.remote(USER, f.nothing, args=(rref,)).to_here(),
+    "TorchScript": lambda rref: rpc.rpc_sync(USER, take_in_script, args=(rref,)),
+    "TorchScript, remote": lambda rref: rpc.remote(USER, take_in_script, args=(rref,)).to_here(),
+    "within an autograd context": call_within_context,
+    "profiled": profiled_call,
+}
+
+
 def call_the_dead(how: str) -> None:
-    pass_in_vain(rpc_to_the_dead if how == "rpc_sync" else remote_at_the_dead, RuntimeError)
-
-
-def rpc_to_the_dead(rref: Any) -> None:
-    rpc.rpc_sync(USER, f.nothing, args=(rref,))
-
-
-def remote_at_the_dead(rref: Any) -> None:
-    rpc.remote(USER, f.nothing, args=(rref,)).to_here()
+    pass_in_vain(CALLS[how], RuntimeError)
 
 
 def call_that_dies(seconds: float) -> None:
@@ -172,19 +191,19 @@ def call_that_dies(seconds: float) -> None:
 def test_the_callee_dies_before_it_reads() -> None:
     with Group(3) as group:
         group[2].signal(signal.SIGSTOP)
-        call = group.start(call_that_dies, 0.0)
+        call = group[0].start(call_that_dies, 0.0)
         time.sleep(0.3)
         group[2].kill()
         call.result()
         wait_until_released(group, "died before")
-        for how in ("rpc_sync", "remote"):
+        for how in CALLS:
             group.run(call_the_dead, how)
             wait_until_released(group, how)
 
 
 def test_the_callee_dies_in_the_function() -> None:
     with Group(3) as group:
-        call = group.start(call_that_dies, 50.0)
+        call = group[0].start(call_that_dies, 50.0)
         wait_until_serving(group[2])
         group[2].kill()
         call.result()
@@ -202,7 +221,7 @@ def call_for_an_rref() -> None:
 
 def test_the_caller_dies_before_the_answer() -> None:
     with Group(3) as group:
-        group.start(call_for_an_rref)
+        group[0].start(call_for_an_rref)
         wait_until_serving(group[1])
         group[0].kill()
         time.sleep(1.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ native_rpc: Any = _untyped_native_rpc
 
 # How long a leaving worker waits until its RRefs are deleted; an owner that is gone never answers.
 _RREF_PATIENCE = timedelta(seconds=10)
+_RREF_INTERVAL = 0.005  # s
 
 # After how long a waiting shutdown begins to check that the others live, and how often then, s.
 _WATCH_AFTER = 1.0
@@ -47,7 +49,21 @@ def wait_all_workers(original: Callable[..., Any], timeout: float) -> None:
     with contextlib.suppress(RuntimeError):
         # Before leaving, because afterwards the owners do not know this worker any more.
         native_rpc._delete_all_user_and_unforked_owner_rrefs(_RREF_PATIENCE)
+    _wait_for_rref_messages()
     dynamic.leave_group(session)
+
+
+def _wait_for_rref_messages() -> None:
+    """Wait until the others have this worker's messages about RRefs, for _RREF_PATIENCE at most.
+
+    One that confirms an RRef leaves when the function that got the RRef has returned.
+    """
+    end = time.monotonic() + _RREF_PATIENCE.total_seconds()
+    while (
+        int(native_rpc._rref_context_get_debug_info()["num_pending_futures"]) != 0
+        and time.monotonic() < end
+    ):
+        time.sleep(_RREF_INTERVAL)
 
 
 @contextlib.contextmanager

@@ -275,8 +275,9 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     if isinstance(func, torch.jit.ScriptFunction):
         to = to if isinstance(to, str) else api._to_worker_info(to).name
         return api._invoke_rpc_torchscript(to, func, args, kwargs, timeout, is_async)
+    to = api._to_worker_info(to)  # first, because an RRef that is pickled has to be sent
     payload, tensors = api._default_pickler.serialize(api.PythonUDF(func, args, kwargs))
-    return api._invoke_rpc_python_udf(api._to_worker_info(to), payload, tensors, timeout, is_async)
+    return api._invoke_rpc_python_udf(to, payload, tensors, timeout, is_async)
 
 
 def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:

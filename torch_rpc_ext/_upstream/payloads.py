@@ -24,7 +24,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext._native import loader
-from torch_rpc_ext._upstream import exceptions
+from torch_rpc_ext._upstream import exceptions, unread_rrefs
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
@@ -167,15 +167,20 @@ def deserialize(
         return tensors[0]
     if payload == _NONE:
         return None
-    if payload.startswith(_RAISED):
-        return (read or _from_pickle)(payload[len(_RAISED) :], tensors)
     named = short_call(payload)
     if named is not None:
         function = _find(*named)
         if isinstance(function, AttributeError):
             return function
         return internal.PythonUDF(function, tuple(tensors), {})
-    return (read or _from_pickle)(payload, tensors)
+    try:
+        value = (read or _from_pickle)(payload.removeprefix(_RAISED), tensors)
+    except BaseException:
+        unread_rrefs.unread(payload)
+        raise
+    if isinstance(value, AttributeError):  # the function does not exist
+        unread_rrefs.unread(payload)
+    return value
 
 
 def short_call(payload: bytes) -> tuple[str, str] | None:
@@ -247,8 +252,9 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     # Kept, because a reducer may make a call, which uses the same thread-local table. By __dict__,
     # because each look at an attribute of a threading.local() takes longer.
     tables = _tables.__dict__
-    before = tables.get("send_tables")
-    tables["send_tables"] = tensors
+    before, forks_before = tables.get("send_tables"), tables.get("forks")
+    forks: list[unread_rrefs.Fork] = []
+    tables["send_tables"], tables["forks"] = tensors, forks
     try:
         file = io.BytesIO()
         pickler = internal._pickler(file)
@@ -259,11 +265,14 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         pickler.dispatch_table = reducers
         pickler.dump(value)
         return file.getvalue(), tensors
+    except BaseException:
+        unread_rrefs.give_up(forks)
+        raise
     finally:
         if before is None:
-            del tables["send_tables"]
+            del tables["send_tables"], tables["forks"]
         else:
-            tables["send_tables"] = before
+            tables["send_tables"], tables["forks"] = before, forks_before
 
 
 def _from_pickle(payload: bytes, tensors: list[torch.Tensor]) -> Any:
@@ -290,9 +299,14 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
         # Upstream turns what an unpickler raises into a RuntimeError, and programs catch that. The
         # class must stay too: a program's signal handler may have raised the error.
         also = exceptions.also_runtime_error(error)
-        if also is error:
-            raise
-        raise also.with_traceback(error.__traceback__) from error.__cause__
+        try:
+            if also is error:
+                raise
+            raise also.with_traceback(error.__traceback__) from error.__cause__
+        finally:
+            # The exception refers to this frame, which must not refer to the exception: RRefs that
+            # have been read would stay until Python collects such circles.
+            del also
     finally:
         # Upstream's deserialize() leaves its own table behind when it fails.
         if before is None:
@@ -308,6 +322,9 @@ def _rref_classes() -> tuple[type, ...]:
 def _reduce_rref(rref: Any) -> tuple[Any, ...]:
     loader.load().before_passing(_agent, rref)
     reduced: tuple[Any, ...] = _pickler._py_rref_reducer(rref)
+    _, (fork,) = reduced
+    if (forks := _tables.__dict__.get("forks")) is not None:  # None under a pickler of the user's
+        forks.append(fork)
     return reduced
 
 

@@ -30,6 +30,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._distributed_rpc._get_current_rpc_agent",
         "torch._C._distributed_rpc._is_current_rpc_agent_set",
         "torch._C._distributed_rpc._reset_current_rpc_agent",
+        "torch._C._distributed_rpc._rref_context_get_debug_info",
         "torch._jit_internal._qualified_name",
         "torch.distributed.nn.jit.instantiator._do_instantiate_remote_module_template",
         "torch.distributed.rpc._init_counter",
