@@ -220,10 +220,10 @@ bool mayHoldRRefs(base::ConstSpan payload) {
   // TorchScript's.
   const std::string_view text(
       static_cast<const char*>(payload.data), payload.size);
-  return text.find("rref") != text.npos || text.find("RRef") != text.npos;
+  return text.find("rref") != text.npos;
 }
 
-std::string payloadWithRRefs(const Message& message) {
+std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {
   using torch::distributed::rpc::PythonRemoteCall;
   const auto& payload = message.payload();
   const bool isAnswer = message.type() == MessageType::PYTHON_RET ||
@@ -231,14 +231,14 @@ std::string payloadWithRRefs(const Message& message) {
       message.type() == MessageType::FORWARD_AUTOGRAD_RESP;
   if (!(isUserCall(message.type()) || isAnswer) ||
       !mayHoldRRefs({payload.data(), payload.size()})) {
-    return {};
+    return nullptr;
   }
   const auto [type, bytes] = innermost(message);
-  if (type == MessageType::PYTHON_CALL) {
-    return std::string(bytes.substr(1)); // behind whether it is asynchronous
+  if (type == MessageType::PYTHON_CALL) { // whether it is asynchronous is first
+    return std::make_unique<std::string>(bytes.substr(1));
   }
   if (type != MessageType::PYTHON_REMOTE_CALL) {
-    return std::string(bytes);
+    return std::make_unique<std::string>(bytes);
   }
   // A pickle of torch's, with the one of Python's as a text.
   const auto inner = c10::make_intrusive<Message>(
@@ -246,7 +246,8 @@ std::string payloadWithRRefs(const Message& message) {
       std::vector<at::Tensor>(message.tensors()),
       MessageType::PYTHON_REMOTE_CALL);
   const auto call = PythonRemoteCall::fromMessage(*inner);
-  return static_cast<PythonRemoteCall&>(*call).serializedPyObj().payload_;
+  return std::make_unique<std::string>(
+      static_cast<PythonRemoteCall&>(*call).serializedPyObj().payload_);
 }
 
 bool createsRRef(const Message& message) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/rpc/types.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -34,9 +35,10 @@ bool createsRRef(const torch::distributed::rpc::Message& message);
 // alive.
 bool mayHoldRRefs(base::ConstSpan payload);
 
-// The pickle in the message that may hold RRefs; empty for a message that holds
+// The pickle in the message that may hold RRefs; null for a message that holds
 // none, and for one of upstream's own protocol.
-std::string payloadWithRRefs(const torch::distributed::rpc::Message& message);
+std::unique_ptr<std::string> payloadWithRRefs(
+    const torch::distributed::rpc::Message& message);
 
 // The RRef that a message to its owner fetches, forks or releases. Nothing for
 // other messages.

@@ -43,7 +43,9 @@ struct PendingCall {
   Executor::RequestScopePtr scope;
   std::shared_ptr<Mailbox> mailbox; // of the thread that waits; or null
   std::function<void()> beforeFailure; // runs before the future fails
-  std::string rrefs; // payloadWithRRefs() of the request
+  // payloadWithRRefs() of the request; null, and no empty text, for nearly all
+  // calls, because a call is moved several times.
+  std::unique_ptr<std::string> rrefs;
   bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
   // Whether the call counts in LoadLimits, as one call to `to` with `bytes`.

@@ -11,7 +11,7 @@ UnreadRRefs::UnreadRRefs(Executor& executor, AgentHooks& hooks)
       undelivered_(std::move(hooks.undelivered)),
       unread_(std::move(hooks.unread)) {}
 
-void UnreadRRefs::undelivered(std::string payload) {
+void UnreadRRefs::undelivered(Payload payload) {
   runLater(undelivered_, std::move(payload));
 }
 
@@ -23,11 +23,11 @@ void UnreadRRefs::unread(const Message& message) {
   runLater(unread_, payloadWithRRefs(message));
 }
 
-void UnreadRRefs::runLater(const Hook& hook, std::string payload) {
-  if (hook && !payload.empty()) {
+void UnreadRRefs::runLater(const Hook& hook, Payload payload) {
+  if (hook && payload != nullptr) {
     executor_.submitCompletion(
         base::makeTask(
-            [&hook, payload = std::move(payload)] { hook(payload); }));
+            [&hook, payload = std::move(payload)] { hook(*payload); }));
   }
 }
 

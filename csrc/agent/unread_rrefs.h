@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/rpc/message.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace torch_rpc_ext::agent {
@@ -20,12 +21,13 @@ namespace torch_rpc_ext::agent {
 class UnreadRRefs {
  public:
   using Message = torch::distributed::rpc::Message;
+  using Payload = std::unique_ptr<std::string>;
 
   // The executor outlives it.
   UnreadRRefs(Executor& executor, AgentHooks& hooks);
 
   // For a message of this worker: `payload` is payloadWithRRefs() of it.
-  void undelivered(std::string payload);
+  void undelivered(Payload payload);
   void undelivered(const Message& message);
   // For a message to this worker.
   void unread(const Message& message);
@@ -33,7 +35,7 @@ class UnreadRRefs {
  private:
   using Hook = std::function<void(const std::string&)>;
 
-  void runLater(const Hook& hook, std::string payload);
+  void runLater(const Hook& hook, Payload payload);
 
   Executor& executor_;
   const Hook undelivered_;
