@@ -24,6 +24,8 @@ struct Fixture {
   metrics::Counters counters;
   agent::Membership membership;
   agent::Peers peers{membership, {}, nullptr, nullptr};
+  agent::AgentHooks hooks;
+  agent::UnreadRRefs unreadRRefs{executor, hooks};
   bool throws = true;
   // Throws what is no std::exception: those finish() takes for the answer.
   OpenCalls calls{
@@ -31,6 +33,7 @@ struct Fixture {
       executor,
       counters,
       peers,
+      unreadRRefs,
       [this](const rpc::Message&) -> std::exception_ptr {
         return throws ? throw 1 : nullptr;
       }};

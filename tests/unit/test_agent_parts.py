@@ -26,6 +26,7 @@ OPEN_CALLS = (
     "open_calls",
     "peers",
     "pending_calls",
+    "unread_rrefs",
 )
 
 POLLER = (*BASE, "poller", "timer")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import pickletools
-from collections.abc import Callable
 from typing import Any
 
 from torch_rpc_ext._native import loader
@@ -42,7 +41,7 @@ def undelivered(payload: bytes) -> None:
 
 def give_up(forks: list[Fork]) -> None:
     """Release RRefs that this worker has pickled and that no worker will read. Never raises."""
-    _each(loader.load().give_up_fork, forks)
+    _each("give_up_fork", forks)
 
 
 def unread(payload: bytes) -> None:
@@ -51,13 +50,13 @@ def unread(payload: bytes) -> None:
     Args:
         payload: a pickle of Python's or of torch's.
     """
-    _each(loader.load().confirm_fork, forks_in(payload))
+    _each("confirm_fork", forks_in(payload))
 
 
-def _each(act: Callable[..., None], forks: list[Fork]) -> None:
+def _each(act: str, forks: list[Fork]) -> None:
     for fork in forks:
         try:
-            act(*fork)
+            getattr(loader.load(), act)(*fork)
         except Exception as error:  # RPC has ended, or the pickle is not what it seems
             logger.debug("could not release the RRef %s: %s", fork, error)
 
