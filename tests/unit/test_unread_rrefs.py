@@ -76,4 +76,7 @@ def test_what_a_pickle_names_is_not_called(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == ""
     deep = b"\x80\x04\x8c\x04rref" + b"\x85" * 1_000_000 + b"."
     assert forks_in(deep) == []
+    rref = call_with(PickledRRef(FIRST))[2:]
+    assert forks_in(b"\x80\x04" + rref) == [FIRST]
+    assert forks_in(b"\x80\x04Vtext\n" + rref) == []  # an opcode that no worker writes
     assert forks_in(b"\x80\x04\x8c\x04rrefr\xff\xff\xff\x7f.") == []  # a large number of a memo

@@ -15,8 +15,11 @@ pickler.cpp, Pickler::pushRRef.
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 import pickletools
+from collections.abc import Iterator
 from typing import Any
 
 from torch_rpc_ext._native import loader
@@ -67,11 +70,26 @@ def forks_in(payload: bytes) -> list[Fork]:
         return []
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(payload):
+        for opcode, argument in _opcodes(io.BytesIO(payload)):
             machine.step(opcode, argument)
     except Exception as error:
         logger.debug("a pickle with RRefs cannot be read to its end: %s", error)
     return machine.forks
+
+
+def _opcodes(file: io.BytesIO) -> Iterator[tuple[Any, Any]]:
+    """Yield what pickletools.genops() yields, up to an opcode that no worker writes.
+
+    Those have their argument as a line of text; to read one may import modules.
+    """
+    while (code := file.read(1)) not in (b"", pickle.STOP):
+        opcode: Any = pickletools.code2op[code.decode("latin-1")]
+        if opcode.arg is None:
+            yield opcode, None
+        elif opcode.proto > 0 or code == pickle.GLOBAL:
+            yield opcode, opcode.arg.reader(file)
+        else:
+            raise ValueError(f"the opcode {opcode.name}")
 
 
 class _Mark: ...
