@@ -83,13 +83,16 @@ def _opcodes(file: io.BytesIO) -> Iterator[tuple[Any, Any]]:
     Those have their argument as a line of text; to read one may import modules.
     """
     while (code := file.read(1)) not in (b"", pickle.STOP):
-        opcode: Any = pickletools.code2op[code.decode("latin-1")]
+        opcode = _OPCODES[code]
         if opcode.arg is None:
             yield opcode, None
         elif opcode.proto > 0 or code == pickle.GLOBAL:
             yield opcode, opcode.arg.reader(file)
         else:
             raise ValueError(f"the opcode {opcode.name}")
+
+
+_OPCODES: dict[bytes, Any] = {each.code.encode("latin-1"): each for each in pickletools.opcodes}
 
 
 class _Mark: ...
