@@ -3,6 +3,7 @@ many small tests use, and two hosts."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -48,6 +49,14 @@ def pytest_runtest_makereport(
 def _forget_groups() -> Iterator[None]:
     groups.USED.clear()
     yield
+
+
+@pytest.fixture(autouse=True)
+def _no_takeover_stays() -> Iterator[None]:
+    """A takeover in this process would change the back end of the tests after this one."""
+    before = os.environ.get("TORCH_RPC_BACKEND")
+    yield
+    assert os.environ.get("TORCH_RPC_BACKEND") == before
 
 
 @pytest.fixture(scope="module")

@@ -92,21 +92,18 @@ def test_every_program_is_run_by_a_test() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_fragments(page: str) -> None:
-    from torch_rpc_ext import UcxRpcBackendOptions, take_over
+def test_fragments(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch_rpc_ext
 
-    names = {"UcxRpcBackendOptions": UcxRpcBackendOptions, "torch_rpc_ext": NoTakeover}
-    assert callable(take_over)
+    assert callable(torch_rpc_ext.take_over)
+    # A takeover would stay in force in this process, and in those that other tests start.
+    monkeypatch.setattr(torch_rpc_ext, "take_over", lambda: None)
+    names = {
+        "UcxRpcBackendOptions": torch_rpc_ext.UcxRpcBackendOptions,
+        "torch_rpc_ext": torch_rpc_ext,
+    }
     for code in fragments(page):
         exec(compile(code, page, "exec"), dict(names))
-
-
-class NoTakeover:
-    """Stands in for the package, because a takeover would stay in force in this process."""
-
-    @staticmethod
-    def take_over() -> None:
-        pass
 
 
 # ---- torchrun, SLURM -------------------------------------------------------
