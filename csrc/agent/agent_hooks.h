@@ -29,9 +29,9 @@ struct AgentHooks {
   Executor::ThreadScope threadScope;
   // Drops references to values that may be Python objects.
   std::function<void(RRefs)> dropValues;
-  // Get the payload of a message that may hold RRefs (payloadWithRRefs()) and
-  // that no worker will read: one that this worker has sent, and one that has
-  // come to this worker.
+  // Release the RRefs in the payload (payloadWithRRefs()) of a message that no
+  // worker will read: `undelivered` of a message by this worker, `unread` of a
+  // message to this worker.
   std::function<void(const std::string&)> undelivered;
   std::function<void(const std::string&)> unread;
   // If null, upstream's code decodes exceptions, and keeps only some of their

@@ -58,6 +58,7 @@ struct Arrival {
          type == rpc::MessageType::SCRIPT_CALL) &&
         !mayPassRRefs();
   }
+  // A payload that has not been fetched yet may hold anything.
   bool mayPassRRefs() const {
     return decoder->payloadIsBulk() || mayHoldRRefs(decoder->payload());
   }

@@ -220,7 +220,7 @@ bool mayHoldRRefs(base::ConstSpan payload) {
   // TorchScript's.
   const std::string_view text(
       static_cast<const char*>(payload.data), payload.size);
-  return text.find("rref") != text.npos;
+  return text.find("rref") != text.npos || text.find("RRef") != text.npos;
 }
 
 std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {

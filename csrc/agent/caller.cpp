@@ -269,7 +269,7 @@ void Caller::answered(ArrivalPtr arrival) {
   arrival->call = calls_.pending().take(arrival->header().callId);
   if (arrival->call) {
     completeLater(std::move(arrival));
-  } else { // the call has timed out
+  } else if (arrival->mayPassRRefs()) { // the call has timed out
     executor_.submitCompletion(
         base::makeTask(
             [this, arrival = std::move(arrival)] { tooLate(arrival); }));

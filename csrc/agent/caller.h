@@ -51,10 +51,6 @@ class Caller {
       const c10::intrusive_ptr<Message>& message,
       std::chrono::milliseconds timeout, // 0 for none
       const torch::distributed::rpc::DeviceMap& deviceMap);
-  // For a request that is not given to send().
-  void drop(const Message& message) {
-    unreadRRefs_.undelivered(message);
-  }
   // Sends a small message of this package (message_types.h). No limit and no
   // time-out applies to it, and shutdown does not wait for it. `label` names
   // the message in errors.

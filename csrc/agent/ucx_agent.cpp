@@ -117,13 +117,7 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             static_cast<int>(message->type()),
             " but RPC is no longer running on this node."));
   }
-  std::chrono::milliseconds timeout{0};
-  try {
-    timeout = callTimeout(rpcTimeoutSeconds, getRpcTimeout());
-  } catch (const std::invalid_argument&) {
-    parts_.caller().drop(*message);
-    throw;
-  }
+  const auto timeout = callTimeout(rpcTimeoutSeconds, getRpcTimeout());
   return message->type() == rpc::MessageType::RREF_FORK_REQUEST
       ? parts_.forkRequests().send(to, message, timeout)
       : parts_.caller().send(to, message, timeout, deviceMap);

@@ -15,7 +15,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
-from tests.process.deaths import wait_until_serving
+from tests.process.deaths import served, wait_until_serving
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -124,6 +124,10 @@ def pass_in_answer(name: str) -> None:
 
 def wait_until_released(group: Group, what: str) -> None:
     end = time.monotonic() + 20
+    # First, because a function that still runs may make the RRef that is to be released.
+    while any(worker.run(served) for worker in group if not worker.killed):
+        assert time.monotonic() < end, f"{what}: a function still runs"
+        time.sleep(0.01)
     while (left := group[1].run(held)) != 0:
         assert time.monotonic() < end, f"{what}: {left} forks are left"
         time.sleep(0.01)
@@ -210,13 +214,16 @@ def test_the_callee_dies_in_the_function() -> None:
         wait_until_released(group, "died in the function")
 
 
-def return_rref_later(seconds: float) -> Any:
-    time.sleep(seconds)
+def return_rref_when_the_caller_is_lost() -> Any:
+    end = time.monotonic() + 30
+    while "worker0" not in rpc.api._get_current_rpc_agent().lost_workers():
+        assert time.monotonic() < end
+        time.sleep(0.01)
     return rpc.RRef(torch.ones(2))
 
 
 def call_for_an_rref() -> None:
-    rpc.rpc_sync(OWNER, return_rref_later, args=(1.0,))
+    rpc.rpc_sync(OWNER, return_rref_when_the_caller_is_lost)
 
 
 def test_the_caller_dies_before_the_answer() -> None:
@@ -224,5 +231,4 @@ def test_the_caller_dies_before_the_answer() -> None:
         group[0].start(call_for_an_rref)
         wait_until_serving(group[1])
         group[0].kill()
-        time.sleep(1.0)
         wait_until_released(group, "the caller died")

@@ -173,13 +173,14 @@ def deserialize(
         if isinstance(function, AttributeError):
             return function
         return internal.PythonUDF(function, tuple(tensors), {})
+    pickled = payload.removeprefix(_RAISED)
     try:
-        value = (read or _from_pickle)(payload.removeprefix(_RAISED), tensors)
+        value = (read or _from_pickle)(pickled, tensors)
     except BaseException:
-        unread_rrefs.unread(payload)
+        unread_rrefs.unread(pickled)
         raise
     if isinstance(value, AttributeError):  # the function does not exist
-        unread_rrefs.unread(payload)
+        unread_rrefs.unread(pickled)
     return value
 
 

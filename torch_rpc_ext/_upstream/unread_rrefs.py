@@ -80,7 +80,7 @@ def forks_in(payload: bytes) -> list[Fork]:
 def _opcodes(file: io.BytesIO) -> Iterator[tuple[Any, Any]]:
     """Yield what pickletools.genops() yields, up to an opcode that no worker writes.
 
-    Those have their argument as a line of text; to read one may import modules.
+    Such an opcode has a line of text as its argument, and to read the line may import modules.
     """
     while (code := file.read(1)) not in (b"", pickle.STOP):
         opcode = _OPCODES[code]
