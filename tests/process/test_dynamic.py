@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Any
@@ -130,6 +131,15 @@ def pass_to_one_that_leaves() -> None:
     rpc.rpc_sync("worker2", take_and_go_on, args=(kept[0],), timeout=60)
 
 
+def wait_until_it_waits_for_the_owner() -> None:
+    """Wait until the arguments are read, and the function has still to begin."""
+    end = time.monotonic() + 30
+    agent = rpc.api._get_current_rpc_agent()
+    while int(agent.get_metrics()["agent.server_active_async_calls"]) != 1:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def seconds_to_leave() -> float:
     begin = time.monotonic()
     rpc.shutdown()
@@ -141,8 +151,13 @@ def test_one_that_leaves_confirms_the_rrefs_that_it_got() -> None:
     with Group(3, dynamic=True, init=False) as group:
         init_one_by_one(group)
         group.run(hold_rref_of, "worker1")
+        # Then torch runs the function before it confirms the RRef to worker0.
+        group[1].signal(signal.SIGSTOP)
+        call = group[0].start(pass_to_one_that_leaves)
+        group[2].run(wait_until_it_waits_for_the_owner)
         leaving = group[2].start(leave_when_it_has_come)
-        group.run(pass_to_one_that_leaves)
+        group[1].signal(signal.SIGCONT)
+        call.result()
         leaving.result()
         group.run(drop_the_rref)
         assert group.run(seconds_to_leave) < 30

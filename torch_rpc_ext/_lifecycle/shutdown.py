@@ -56,7 +56,7 @@ def wait_all_workers(original: Callable[..., Any], timeout: float) -> None:
 def _wait_for_rref_messages() -> None:
     """Wait until the others have this worker's messages about RRefs, for _RREF_PATIENCE at most.
 
-    A message that confirms an RRef is sent when the function that got the RRef has returned.
+    torch may confirm an RRef only when the function that got the RRef has returned.
     """
     end = time.monotonic() + _RREF_PATIENCE.total_seconds()
     while (
