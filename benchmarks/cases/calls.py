@@ -89,6 +89,21 @@ class SyncCalls(CallCase):
                 raise RuntimeError(f"{self.name}: the answer is wrong")
 
 
+class AwaitedCalls(SyncCalls):
+    """Asynchronous calls, each waited for at once; the arguments are those of SyncCalls."""
+
+    def measure(self, backend: Backend) -> Figures:
+        if self.arguments is None:  # the first round, which is not counted
+            return super().measure(backend)
+        call_async, clock, function = backend.call_async, time.perf_counter, self.function
+        times = []
+        for _ in range(self.calls):
+            start = clock()
+            call_async(1, function, *self.arguments).wait()
+            times.append(clock() - start)
+        return {"time": times}
+
+
 class Operations(SyncCalls):
     """Calls whose time is mostly the function's; the first call of a round is not timed.
 
@@ -169,6 +184,14 @@ _SMALL = [
         calls=200,
         rounds=20,
         targets=(Target(3.5, 4), _cpu()),
+    ),
+    AwaitedCalls(
+        "async-builtin",
+        "builtin add, rpc_async().wait()",
+        "add",
+        4,
+        calls=200,
+        rounds=20,
     ),
     SyncCalls(
         "python",

@@ -3,7 +3,9 @@
 #include "agent/answer_wait.h"
 
 #include "agent/mailbox.h"
+#include "compat/torch_compat.h"
 
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <utility>
@@ -25,14 +27,32 @@ thread_local BeingSent beingSent;
 // A call of more bytes takes milliseconds. Its thread does not lead meanwhile:
 // leading is worth more to a small call of another thread.
 constexpr uint64_t kMaxLedBytes = uint64_t{8} << 20;
+// So often at least await() calls `interrupted`.
+constexpr std::chrono::seconds kLookEvery{1};
 
-// This thread's last call.
-struct LastCall {
-  const AnswerWait* wait = nullptr; // null for a call to oneself
+thread_local AnswerWait::Call last;
+
+// The call for whose answer this thread waits.
+struct Awaited {
+  const AnswerWait* wait = nullptr; // null: none
   uint64_t id = 0;
-  bool leads = true; // whether this thread may lead while it waits
+  rpc::JitFuture* shared = nullptr; // the future, if others have it too
 };
-thread_local LastCall lastCall;
+thread_local Awaited awaited;
+
+class Awaiting {
+ public:
+  explicit Awaiting(Awaited now) : before_(std::exchange(awaited, now)) {}
+  ~Awaiting() {
+    awaited = before_;
+  }
+  Awaiting(const Awaiting&) = delete;
+  Awaiting& operator=(const Awaiting&) = delete;
+
+ private:
+  const Awaited before_;
+};
+
 // See setSynchronous().
 thread_local bool synchronous = false;
 
@@ -44,8 +64,8 @@ AnswerWait::Sending::Sending(
     bool waits,
     std::optional<Executor::Leader>& leader)
     : idBefore_(beingSent.id), leaderBefore_(beingSent.leader) {
-  lastCall.leads = bytes <= kMaxLedBytes;
-  beingSent = {callId, waits && lastCall.leads ? &leader : nullptr};
+  last.leads = bytes <= kMaxLedBytes;
+  beingSent = {callId, waits && last.leads ? &leader : nullptr};
 }
 
 AnswerWait::Sending::~Sending() {
@@ -63,7 +83,7 @@ void AnswerWait::leadFor(uint64_t callId) {
 }
 
 void AnswerWait::begin(uint64_t callId, bool toSelf) {
-  lastCall = {toSelf ? nullptr : this, callId};
+  last = {toSelf ? nullptr : this, callId};
 }
 
 bool AnswerWait::isAwaited(const rpc::Message& request) {
@@ -85,11 +105,12 @@ void AnswerWait::afterSending(
     uint64_t callId,
     std::optional<Executor::Leader>& leader,
     rpc::JitFuture& future) {
+  const Awaiting awaiting({.wait = this, .id = callId});
   if (leader && leader->leads()) {
     bool signals = false;
     lead(*leader, future, signals);
   } else {
-    receive(callId, future);
+    receive(callId, future, Future::kPrivate);
   }
   synchronous = synchronous && !future.completed();
 }
@@ -98,25 +119,37 @@ bool AnswerWait::setSynchronous(bool value) {
   return std::exchange(synchronous, value);
 }
 
-uint64_t AnswerWait::lastCallId() {
-  return lastCall.id;
+AnswerWait::Call AnswerWait::lastCall() {
+  return last;
 }
 
 void AnswerWait::await(
+    const Call& call,
     rpc::JitFuture& future,
+    Future has,
     const std::function<void()>& interrupted) {
+  const Awaiting awaiting(
+      {.wait = this,
+       .id = call.id,
+       .shared = has == Future::kShared ? &future : nullptr});
+  using Clock = std::chrono::steady_clock;
+  auto looked = Clock::now();
   bool signals = false;
-  while (lastCall.wait == this && !future.completed()) {
+  while (call.wait == this && !future.completed()) {
     std::optional<Executor::Leader> leader;
-    if (lastCall.leads) {
+    if (call.leads) {
       leader.emplace(executor_);
     }
-    if (leader && leader->leads() ? lead(*leader, future, signals)
-                                  : receive(lastCall.id, future)) {
-      return;
-    }
+    const bool whole = leader && leader->leads()
+        ? lead(*leader, future, signals)
+        : receive(call.id, future, has);
     leader.reset(); // `interrupted` may take long
-    interrupted();
+    // Answers to other calls may end each wait before the wait notices a
+    // signal.
+    if (!whole || Clock::now() - looked > kLookEvery) {
+      interrupted();
+      looked = Clock::now();
+    }
   }
 }
 
@@ -125,28 +158,30 @@ bool AnswerWait::lead(
     rpc::JitFuture& future,
     bool& signals) {
   if (!std::exchange(signals, true)) {
-    future.addCallback(
+    // First, because another callback may take long.
+    compat::addFirstCallback(
+        future,
         [signal = leader.signal(),
          waiter = std::this_thread::get_id()](rpc::JitFuture&) {
           if (std::this_thread::get_id() != waiter) {
             signal->raise();
           }
-        },
-        /*uses_future=*/false);
+        });
   }
   return leader.wait([&] { return future.completed(); });
 }
 
-bool AnswerWait::receive(uint64_t callId, rpc::JitFuture& future) {
+bool AnswerWait::receive(uint64_t callId, rpc::JitFuture& future, Future has) {
   const auto mailbox = std::make_shared<Mailbox>();
-  pending_.setMailbox(callId, mailbox);
-  future.addCallback(
-      [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
+  if (has == Future::kPrivate) {
+    pending_.setMailbox(callId, mailbox);
+  }
+  compat::addFirstCallback(
+      future, [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
         if (std::this_thread::get_id() != waiter) {
           mailbox->ring();
         }
-      },
-      /*uses_future=*/false);
+      });
   const bool whole = mailbox->serve([&] { return future.completed(); });
   for (auto& task : mailbox->close()) {
     executor_.submitCompletion(std::move(task));
@@ -154,8 +189,24 @@ bool AnswerWait::receive(uint64_t callId, rpc::JitFuture& future) {
   return whole;
 }
 
-bool AnswerWait::awaitedHere(uint64_t callId) const {
-  return executor_.leads() && lastCall.wait == this && lastCall.id == callId;
+Executor::Claims AnswerWait::claims(uint64_t callId, bool plain) const {
+  using Claims = Executor::Claims;
+  if (!executor_.leads() || awaited.wait != this) {
+    return Claims::kNothing;
+  }
+  if (awaited.id == callId) { // one callback is lead()'s own
+    return awaited.shared == nullptr || compat::callbacks(*awaited.shared) <= 1
+        ? Claims::kLast
+        : Claims::kNothing;
+  }
+  if (awaited.shared == nullptr || !plain) {
+    return Claims::kNothing;
+  }
+  // To wake another thread would take longer than to complete the call.
+  const auto result = pending_.resultOf(callId);
+  return result != nullptr && compat::callbacks(*result) == 0
+      ? Claims::kFirst
+      : Claims::kNothing;
 }
 
 } // namespace torch_rpc_ext::agent

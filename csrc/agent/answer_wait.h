@@ -17,8 +17,8 @@ namespace torch_rpc_ext::agent {
 // the call is large, the thread instead sleeps until the answer is put into its
 // Mailbox.
 //
-// Owns: nothing; which call is a thread's last, and how the thread waits for
-//   its answer, are thread_local.
+// Owns: nothing; a thread's last call, and the call whose answer the thread
+//   waits for, are thread_local.
 // Thread: any; each method speaks of the calls of the thread that calls it.
 class AnswerWait {
  public:
@@ -31,8 +31,22 @@ class AnswerWait {
   // comes while send() waits, send() sets the value to false. Returns the
   // former value.
   static bool setSynchronous(bool value);
-  // The id of this thread's last call; 0 where there is none.
-  static uint64_t lastCallId();
+  // A call, for the thread that will wait for its answer.
+  struct Call {
+    const AnswerWait* wait = nullptr; // null for a call to oneself
+    uint64_t id = 0; // 0: no call
+    bool leads = true; // whether a thread may lead while it waits
+  };
+  // This thread's last call.
+  static Call lastCall();
+
+  // Who has the future of a call.
+  enum class Future : uint8_t {
+    kPrivate, // only the thread that waits
+    // Others have given the future callbacks, or may do so. A callback may wait
+    // for what this thread does after its wait, so it must not run here.
+    kShared
+  };
 
   // Lives while this thread hands a call to its connection.
   class Sending;
@@ -54,27 +68,37 @@ class AnswerWait {
       uint64_t callId,
       std::optional<Executor::Leader>& leader,
       torch::distributed::rpc::JitFuture& future);
-  // Waits for the answer to this thread's last call, whose future is `future`.
-  // May return before the answer is there, so the caller must then wait for
-  // `future` itself. `interrupted` runs after an operating system signal, and
-  // once a second, and may throw.
+  // Waits for the answer to `call`, until `future` is completed; returns at
+  // once if this thread cannot wait for it, because the call is to this worker.
+  // `interrupted` runs after an operating system signal, and once a second, and
+  // may throw.
   void await(
+      const Call& call,
       torch::distributed::rpc::JitFuture& future,
+      Future has,
       const std::function<void()>& interrupted);
-  // Whether this thread leads and waits for the answer to that call.
-  bool awaitedHere(uint64_t callId) const;
+  // What this thread claims of that call, whose answer has arrived: the thread
+  // leads, and waits for the call; or it waits for another future, the answer
+  // is `plain` (Arrival::isPlainAnswer()), and nobody waits for the call. The
+  // own answer comes last, because to read it may run user code, which may
+  // wait.
+  Executor::Claims claims(uint64_t callId, bool plain) const;
 
  private:
   // The two ways to wait for `future`: lead() serves the transport on this
   // thread; receive() sleeps until another thread, which serves the transport,
-  // puts the answer into this thread's mailbox. Both return false after an
-  // operating system signal, and after a second. `signals`: whether `future`
-  // already has the callback that wakes the leader.
+  // puts the answer into this thread's mailbox or, if the future is shared, has
+  // completed it. Both return false after an operating system signal, and after
+  // a second. `signals`: whether `future` already has the callback that wakes
+  // the leader.
   static bool lead(
       Executor::Leader& leader,
       torch::distributed::rpc::JitFuture& future,
       bool& signals);
-  bool receive(uint64_t callId, torch::distributed::rpc::JitFuture& future);
+  bool receive(
+      uint64_t callId,
+      torch::distributed::rpc::JitFuture& future,
+      Future has);
 
   Executor& executor_;
   PendingCalls& pending_;

@@ -10,6 +10,7 @@
 
 #include <memory>
 #include <optional>
+#include <string_view>
 
 namespace torch_rpc_ext::agent {
 
@@ -61,6 +62,22 @@ struct Arrival {
   // A payload that has not been fetched yet may hold anything.
   bool mayPassRRefs() const {
     return decoder->payloadIsBulk() || mayHoldRRefs(decoder->payload());
+  }
+  // Whether the call of this answer can be completed in a few microseconds, and
+  // without Python, which would run the handlers of signals. True for a result
+  // of TorchScript, and for None and a tensor in their short forms
+  // (torch_rpc_ext/_upstream/payloads.py).
+  bool isPlainAnswer() const {
+    if (isRequest() || !incoming->bulkSizes().empty()) {
+      return false;
+    }
+    if (header().messageType == rpc::MessageType::SCRIPT_RET) {
+      return true;
+    }
+    const auto payload = decoder->payload();
+    const std::string_view text(
+        static_cast<const char*>(payload.data), payload.size);
+    return text.starts_with("\x01Tensor") || text.starts_with("\x01None");
   }
   // Whether nobody needs the tensors of this request, because its caller has
   // given up.

@@ -59,18 +59,28 @@ class Caller {
       const c10::intrusive_ptr<Message>& message,
       std::string label);
   // See AnswerWait::await().
-  void await(JitFuture& future, const std::function<void()>& interrupted) {
-    wait_.await(future, interrupted);
+  void await(
+      const AnswerWait::Call& call,
+      JitFuture& future,
+      AnswerWait::Future has,
+      const std::function<void()>& interrupted) {
+    wait_.await(call, future, has, interrupted);
+  }
+
+  // Gives a call the future that the caller's code has (PendingCall::result).
+  void setResult(uint64_t callId, c10::intrusive_ptr<JitFuture> result) {
+    calls_.pending().setResult(callId, std::move(result));
   }
 
   // What the Receiver asks about an answer whose frame has arrived: whether
-  // anybody waits for the answer; whether this thread does; the mailbox of the
-  // thread that waits, null if the pool is to process the answer.
+  // anybody waits for the answer; what this thread claims of the call; the
+  // mailbox of the thread that waits, null if the pool is to process the
+  // answer.
   bool expects(uint64_t callId) const {
     return calls_.pending().contains(callId);
   }
-  bool awaitedHere(uint64_t callId) const {
-    return wait_.awaitedHere(callId);
+  Executor::Claims claims(uint64_t callId, bool plain) const {
+    return wait_.claims(callId, plain);
   }
   std::shared_ptr<Mailbox> mailboxOf(uint64_t callId) const {
     return calls_.pending().mailboxOf(callId);

@@ -59,6 +59,8 @@ struct ThreadState {
   bool chainable = false;
   bool leads = false;
   Executor::Work next;
+  Executor::Claims claims = Executor::Claims::kNothing;
+  std::deque<Executor::Work> claimed;
   bool inRequest = false;
   Executor::RequestScopePtr scope;
 };
@@ -295,6 +297,13 @@ void Executor::run(Work work) {
 }
 
 void Executor::enqueue(Work work) {
+  if (threadState.executor == this && threadState.claims != Claims::kNothing) {
+    auto& claimed = threadState.claimed;
+    claimed.insert(
+        threadState.claims == Claims::kFirst ? claimed.begin() : claimed.end(),
+        std::move(work));
+    return;
+  }
   if (threadState.executor == this && threadState.chainable &&
       threadState.next.task == nullptr) {
     threadState.next = std::move(work);
@@ -400,16 +409,12 @@ bool Executor::leads() const {
   return threadState.leads && threadState.executor == this;
 }
 
-Executor::Claim::Claim(bool claims) : claims_(claims) {
-  if (claims_) {
-    threadState.chainable = true;
-  }
+Executor::Claim::Claim(Claims claims) {
+  threadState.claims = claims;
 }
 
 Executor::Claim::~Claim() {
-  if (claims_) {
-    threadState.chainable = false;
-  }
+  threadState.claims = Claims::kNothing;
 }
 
 bool Executor::Leader::wait(const std::function<bool()>& done) {
@@ -427,7 +432,7 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   // Events that concern other calls may end each wait early, so lead_.wait()
   // alone would not keep the time.
   const auto until = std::chrono::steady_clock::now() + kLookEvery;
-  const auto over = [&] { return threadState.next.task != nullptr || done(); };
+  const auto over = [&] { return !threadState.claimed.empty() || done(); };
   using base::BusyPoll;
   const auto most = executor_.busyPoll_.allowance(
       BusyPoll::For::kAnswer, BusyPoll::Clock::now());
@@ -444,8 +449,12 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   // The tasks below may take long, because they copy, or wait for the GIL:
   // another thread has to lead.
   lead_.give();
-  while (threadState.next.task != nullptr) {
-    executor_.run(std::move(threadState.next));
+  while (!threadState.claimed.empty()) {
+    Work work = std::move(threadState.claimed.front());
+    threadState.claimed.pop_front();
+    for (; work.task != nullptr; work = std::move(threadState.next)) {
+      executor_.run(std::move(work));
+    }
   }
   return !interrupted;
 }

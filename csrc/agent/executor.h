@@ -86,8 +86,10 @@ class Executor final : public base::TaskRunner {
   class Leader;
   // Whether this thread is inside Leader::wait().
   bool leads() const;
-  // While a Claim lives on a thread that leads, the thread itself runs the
-  // first task that it submits.
+  // While a Claim lives on a thread that leads, the thread itself will run the
+  // tasks that it submits; its wait ends for that. They come before, or after,
+  // the tasks that the thread has claimed already.
+  enum class Claims : uint8_t { kNothing, kFirst, kLast };
   class Claim;
 
   // `hook` runs when a further request has to wait and requests have been
@@ -162,13 +164,10 @@ class Executor final : public base::TaskRunner {
 
 class Executor::Claim {
  public:
-  explicit Claim(bool claims);
+  explicit Claim(Claims claims);
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
-
- private:
-  const bool claims_;
 };
 
 // Thread: the one that constructs it; the signal, any.
@@ -187,8 +186,8 @@ class Executor::Leader {
   const std::shared_ptr<base::Poller::Lead::Signal>& signal() const {
     return executor_.leaderSignal_;
   }
-  // Returns true when `done`, or when the claimed task and the tasks that
-  // followed from it have run; false after an operating system signal, and
+  // Returns true when `done`, or when the claimed tasks and the tasks that
+  // followed from them have run; false after an operating system signal, and
   // after a second. To be called once.
   bool wait(const std::function<bool()>& done);
 

@@ -2,6 +2,8 @@
 
 namespace torch_rpc_ext::agent {
 
+using torch::distributed::rpc::JitFuture;
+
 PendingCalls::PendingCalls(base::Poller& poller, Expired expired)
     : expired_(std::move(expired)), timer_(poller, [this] { onTimer(); }) {}
 
@@ -44,6 +46,22 @@ void PendingCalls::setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox) {
   if (it != state->calls.end()) {
     it->second.mailbox = std::move(mailbox);
   }
+}
+
+void PendingCalls::setResult(
+    uint64_t id,
+    c10::intrusive_ptr<JitFuture> result) {
+  auto state = state_.lock();
+  auto it = state->calls.find(id);
+  if (it != state->calls.end()) {
+    it->second.result = std::move(result);
+  }
+}
+
+c10::intrusive_ptr<JitFuture> PendingCalls::resultOf(uint64_t id) const {
+  const auto state = state_.lock();
+  auto it = state->calls.find(id);
+  return it == state->calls.end() ? nullptr : it->second.result;
 }
 
 bool PendingCalls::setBeforeFailure(uint64_t id, std::function<void()> hook) {

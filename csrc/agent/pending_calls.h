@@ -42,6 +42,9 @@ struct PendingCall {
   // Of the request whose function made the call; else null.
   Executor::RequestScopePtr scope;
   std::shared_ptr<Mailbox> mailbox; // of the thread that waits; or null
+  // What the caller's code has of the call: a future of the result, which
+  // `future` completes. Null if that code cannot reach it yet.
+  c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result;
   std::function<void()> beforeFailure; // runs before the future fails
   // payloadWithRRefs() of the request; null, and no empty text, for nearly all
   // calls, because a call is moved several times.
@@ -90,6 +93,12 @@ class PendingCalls {
       UntakenPtr untaken);
   // Gives the call the mailbox of the thread that waits for the answer.
   void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
+  // See PendingCall::result.
+  void setResult(
+      uint64_t id,
+      c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result);
+  c10::intrusive_ptr<torch::distributed::rpc::JitFuture> resultOf(
+      uint64_t id) const;
   // False for a call that is no longer here.
   bool setBeforeFailure(uint64_t id, std::function<void()> hook);
   // Null where no thread waits with a mailbox, and for a call that is no longer

@@ -70,7 +70,9 @@ void Receiver::onFrame(
   if (!response && !server_.announced(*arrival)) {
     return; // announced() has refused it
   }
-  const Executor::Claim claim(response && caller_.awaitedHere(header.callId));
+  const Executor::Claim claim(
+      response ? caller_.claims(header.callId, arrival->isPlainAnswer())
+               : Executor::Claims::kNothing);
   if (arrival->incoming->bulkSizes().empty()) {
     auto none =
         arrival->decoder->allocate(*memory_.cache(), {}, devices_.used());

@@ -22,14 +22,6 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
-// Lets Ctrl-C end a wait of the main thread.
-void checkInterrupt() {
-  py::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) {
-    throw py::error_already_set();
-  }
-}
-
 // Releases the GIL while it destroys the object: the destructor waits for the
 // agent's threads, which may need the GIL to end.
 template <typename T>
@@ -226,7 +218,7 @@ void bindProfiling(
             const auto logged = self.endCallLog();
             return py::make_tuple(toPlain(logged.sent), toPlain(logged.served));
           })
-      .def_static("last_call_id", &AnswerWait::lastCallId);
+      .def_static("last_call_id", [] { return AnswerWait::lastCall().id; });
 }
 
 } // namespace
@@ -334,7 +326,11 @@ void bindAgent(py::module_& module) {
              const torch::jit::PythonFutureWrapper& future) {
             auto held = future.fut;
             py::gil_scoped_release release;
-            self->parts().caller().await(*held, checkInterrupt);
+            self->parts().caller().await(
+                AnswerWait::lastCall(),
+                *held,
+                AnswerWait::Future::kPrivate,
+                checkInterrupt);
           },
           py::arg("future"))
       // Upstream's class has this function without the overload for an id; a

@@ -14,6 +14,7 @@
 
 #include "agent/one_copy.h"
 #include "bindings/bindings.h"
+#include "bindings/call_future.h"
 #include "bindings/remote_exception.h"
 #include "bindings/rrefs.h"
 #include "compat/script_calls.h"
@@ -184,7 +185,7 @@ c10::IValue resultOfScript(const rpc::Message& message) {
 }
 
 // Null if upstream's own function has to make the call, or refuse it.
-std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
+CallFuturePtr invokeBuiltin(
     const rpc::WorkerInfo& to,
     const std::string& name,
     float timeoutSeconds,
@@ -205,8 +206,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
       rpc::ScriptCall(op, std::move(stack)).toMessage(),
       /*forceGradRecording=*/false,
       timeoutSeconds);
-  return std::make_shared<jit::PythonFutureWrapper>(
-      futureOf(answer, c10::TensorType::get(), &resultOfScript));
+  return makeCallFuture(
+      agent, futureOf(answer, c10::TensorType::get(), &resultOfScript));
 }
 
 // A call of an operator that the user names, `torch.ops.name.op`, in any
@@ -214,7 +215,7 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeBuiltin(
 // call, because upstream cannot read such a call inside of their messages. Nor
 // can the call have tensors of devices, because upstream reads the messages
 // with such tensors (GuardedCallback::processMessage()).
-std::shared_ptr<jit::PythonFutureWrapper> invokeOperator(
+CallFuturePtr invokeOperator(
     const rpc::WorkerInfo& to,
     const std::string& name,
     const std::optional<std::string>& overload,
@@ -247,8 +248,7 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeOperator(
   }
   const auto agent = rpc::RpcAgent::getCurrentRpcAgent();
   const auto answer = agent->send(to, std::move(message), timeoutSeconds);
-  return std::make_shared<jit::PythonFutureWrapper>(
-      futureOf(answer, type, &resultOfScript));
+  return makeCallFuture(agent, futureOf(answer, type, &resultOfScript));
 }
 
 // Tells torch's profilers of a call of a TorchScript function, under upstream's
@@ -284,7 +284,7 @@ class ProfiledCall {
 };
 
 // Null if upstream's own function has to refuse the call.
-std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
+CallFuturePtr invokeScript(
     const std::string& to,
     const jit::StrongFunctionPtr& function,
     const py::tuple& args,
@@ -316,8 +316,10 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeScript(
           .toMessage(),
       /*forceGradRecording=*/true,
       timeoutSeconds);
-  return std::make_shared<jit::PythonFutureWrapper>(profiled.until(
-      futureOf(answer, schema.returns()[0].type(), &resultOfScript)));
+  return makeCallFuture(
+      agent,
+      profiled.until(
+          futureOf(answer, schema.returns()[0].type(), &resultOfScript)));
 }
 
 // ---- functions of Python ---------------------------------------------------
@@ -337,7 +339,7 @@ c10::IValue resultOfFunction(const rpc::Message& message) {
   return jit::toIValue(handler.deserialize(pickled), c10::PyObjectType::get());
 }
 
-std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
+CallFuturePtr invokeFunction(
     const rpc::WorkerInfo& to,
     std::string& pickled,
     std::vector<at::Tensor>& tensors,
@@ -352,7 +354,8 @@ std::shared_ptr<jit::PythonFutureWrapper> invokeFunction(
           .toMessage(),
       /*forceGradRecording=*/true,
       timeoutSeconds);
-  return std::make_shared<jit::PythonFutureWrapper>(
+  return makeCallFuture(
+      agent,
       futureOf(answer, c10::AnyType::get(), &resultOfFunction),
       [](const py::object& value) {
         if (value.is_none() || THPVariable_CheckExact(value.ptr())) {

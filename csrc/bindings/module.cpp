@@ -1,4 +1,5 @@
 #include "bindings/bindings.h"
+#include "bindings/call_future.h"
 #include "bindings/remote_exception.h"
 #include "wire/call_frame.h"
 
@@ -11,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   bindUcx(module);
   bindAgent(module);
   bindRRefs(module);
+  bindCallFuture(module);
   bindCalls(module);
   bindCurrentCall(module);
   bindWorkerEvents(module);

@@ -1,8 +1,11 @@
 #include "bindings/python_thread.h"
 
 #include <Python.h>
+#include <pybind11/pybind11.h>
 
 namespace torch_rpc_ext::bindings {
+
+namespace py = pybind11;
 
 namespace {
 
@@ -34,6 +37,13 @@ std::shared_ptr<void> keepPythonThreadState() {
       ? PyThreadState_New(PyInterpreterState_Main())
       : nullptr;
   return {state, release};
+}
+
+void checkInterrupt() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
 }
 
 } // namespace torch_rpc_ext::bindings

@@ -11,4 +11,8 @@ namespace torch_rpc_ext::bindings {
 // the GIL.
 std::shared_ptr<void> keepPythonThreadState();
 
+// Runs the handlers of the signals that have come, if this is Python's main
+// thread; throws what a handler raises. Takes the GIL. Lets Ctrl-C end a wait.
+void checkInterrupt();
+
 } // namespace torch_rpc_ext::bindings

@@ -60,7 +60,7 @@ void watchCreation(const rpc::PyRRef& python) {
         rpc::RpcAgent::getCurrentRpcAgent());
     if (ours == nullptr ||
         ours->parts().caller().beforeFailure(
-            agent::AnswerWait::lastCallId(),
+            agent::AnswerWait::lastCall().id,
             [rref] { compat::failedToCreate(*rref); })) {
       return;
     }

@@ -3,6 +3,7 @@
 // What depends on private members of torch, for 2.11 <= torch < 3.
 
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/ivalue.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
@@ -75,7 +76,31 @@ TORCH_RPC_EXT_EXPOSE(
     at::impl::ThreadLocalPythonObjects,
     obj_dict_)
 
+TORCH_RPC_EXT_EXPOSE(FutureMutex, c10::ivalue::Future, mutex_)
+TORCH_RPC_EXT_EXPOSE(FutureCallbacks, c10::ivalue::Future, callbacks_)
+
 #undef TORCH_RPC_EXT_EXPOSE
+
+// Runs `callback` when the future is completed, before all other callbacks; at
+// once if the future is completed already.
+template <typename Callback>
+void addFirstCallback(c10::ivalue::Future& future, Callback callback) {
+  std::unique_lock lock(future.*privateMember(FutureMutex{}));
+  if (future.completed()) {
+    lock.unlock();
+    callback(future);
+    return;
+  }
+  auto& callbacks = future.*privateMember(FutureCallbacks{});
+  callbacks.emplace(
+      callbacks.begin(), std::move(callback), /*uses_future=*/false);
+}
+
+// How many callbacks a future will run when it is completed.
+inline size_t callbacks(c10::ivalue::Future& future) {
+  const std::lock_guard lock(future.*privateMember(FutureMutex{}));
+  return (future.*privateMember(FutureCallbacks{})).size();
+}
 
 // Whether Python has given this thread objects by torch._C._stash_obj_in_tls().
 inline bool hasThreadLocalPythonObjects() {
