@@ -1,5 +1,4 @@
-// Executor::stop() runs the completions that are queued, also while as many
-// threads are busy as there are cores: they may wait for what is queued.
+// The Executor alone: what stop() and a thread that leads run.
 
 #include "agent/executor.h"
 
@@ -9,12 +8,15 @@
 #include <latch>
 #include <memory>
 #include <thread>
+#include <vector>
 
 using namespace torch_rpc_ext;
 
 namespace {
 
-// Whether the threads end. `false` after ten seconds.
+// stop() runs the completions that are queued, also while as many threads are
+// busy as there are cores: they may wait for what is queued. Returns whether
+// the threads end; `false` after ten seconds.
 bool ends() {
   const auto busy = std::max(2u, std::thread::hardware_concurrency());
   // Kept for ever when the threads do not end.
@@ -34,9 +36,51 @@ bool ends() {
   return executor->stop(/*milliseconds=*/10'000);
 }
 
+// A thread that leads runs what it has claimed itself, in the order that the
+// claims say, before its wait ends.
+bool runsWhatItClaims() {
+  using Claims = agent::Executor::Claims;
+  agent::Executor executor(/*requestThreads=*/2);
+  base::EventFd input;
+  const auto here = std::this_thread::get_id();
+  std::vector<int> ran;
+  bool elsewhere = false;
+  const auto submit = [&](Claims claims, int number) {
+    const agent::Executor::Claim claim(claims);
+    executor.submitCompletion(base::makeTask([&, number] {
+      elsewhere |= std::this_thread::get_id() != here;
+      ran.push_back(number);
+    }));
+  };
+  executor.poller().addMain(
+      input.fd(),
+      [&] {
+        input.take();
+        submit(Claims::kLast, 3);
+        submit(Claims::kFirst, 2);
+        submit(Claims::kFirst, 1);
+        submit(Claims::kLast, 4);
+      },
+      [] { return false; });
+  executor.start();
+  bool whole = false;
+  {
+    agent::Executor::Leader leader(executor);
+    input.raise(); // the leader has the descriptor already
+    whole = leader.wait([] { return false; });
+  }
+  executor.poller().remove(input.fd());
+  return executor.stop(/*milliseconds=*/10'000) && whole && !elsewhere &&
+      ran == std::vector{1, 2, 3, 4};
+}
+
 } // namespace
 
 int main() {
+  if (!runsWhatItClaims()) {
+    std::fprintf(stderr, "what the leader claims does not run as it should\n");
+    std::_Exit(1);
+  }
   // The thread that attends to the queue takes the task after a millisecond
   // anyway: stop() is quicker than that in most rounds.
   for (int round = 0; round < 20; ++round) {

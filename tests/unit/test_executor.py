@@ -23,7 +23,7 @@ SOURCES = (
 
 
 @pytest.mark.timeout(cxx.TIMEOUT)
-def test_stop_runs_what_busy_threads_wait_for() -> None:
+def test_what_stop_and_a_thread_that_leads_run() -> None:
     built = cxx.build(
         BUILD,
         {"executor": [HERE / "executor.cpp", *(cxx.CSRC / source for source in SOURCES)]},

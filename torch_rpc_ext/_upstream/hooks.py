@@ -11,7 +11,8 @@ They are installed while our agent runs and removed when it ends; other agents g
   not.
 - api._invoke_rpc_builtin, _python_udf: in upstream the future of a call holds a tensor as a Python
   object, so completing the future takes the GIL. Here the future holds a tensor
-  (csrc/bindings/calls.cpp).
+  (csrc/bindings/calls.cpp). And a thread in future.wait() takes the answer itself, as in rpc_sync()
+  (csrc/bindings/call_future.h).
 - api._invoke_rpc: in upstream torch.ops.name.op cannot be called, as it cannot be pickled. Here
   that is a call by the operator's schema, without the GIL at the callee (csrc/bindings/calls.cpp).
 - api._invoke_remote_builtin, _torchscript, _python_udf: in upstream an RRef whose creation fails at
