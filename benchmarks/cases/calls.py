@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class SyncCalls(CallCase):
         self.arguments: tuple[Any, ...] | None = None
 
     def measure(self, backend: Backend) -> Figures:
-        call, clock, function = backend.call, time.perf_counter, self.function
+        call, clock, function = self._caller(backend), time.perf_counter, self.function
         if self.arguments is None:  # the first round, which is not counted
             self.arguments = self._make_arguments()
             self._check(call(1, function, *self.arguments))
@@ -69,6 +70,9 @@ class SyncCalls(CallCase):
             call(1, function, *arguments)
             times.append(clock() - start)
         return {"time": times}
+
+    def _caller(self, backend: Backend) -> Callable[..., Any]:
+        return backend.call
 
     def _make_arguments(self) -> tuple[Any, ...]:
         if not self.payload:
@@ -92,16 +96,9 @@ class SyncCalls(CallCase):
 class AwaitedCalls(SyncCalls):
     """Asynchronous calls, each waited for at once; the arguments are those of SyncCalls."""
 
-    def measure(self, backend: Backend) -> Figures:
-        if self.arguments is None:  # the first round, which is not counted
-            return super().measure(backend)
-        call_async, clock, function = backend.call_async, time.perf_counter, self.function
-        times = []
-        for _ in range(self.calls):
-            start = clock()
-            call_async(1, function, *self.arguments).wait()
-            times.append(clock() - start)
-        return {"time": times}
+    def _caller(self, backend: Backend) -> Callable[..., Any]:
+        call_async = backend.call_async
+        return lambda *arguments: call_async(*arguments).wait()
 
 
 class Operations(SyncCalls):

@@ -57,8 +57,8 @@ def opened_soon(gate: Path) -> Iterator[None]:
     thread.join()
 
 
-def threads_of_answers(tmp_path: Path, wait: Callable[[Any], Any]) -> Iterator[int]:
-    """Yield the threads that read answers, of calls for which ``wait`` waits.
+def threads_of_answers(tmp_path: Path) -> Iterator[int]:
+    """Yield the threads that read the answers for which this thread waits.
 
     The test cannot make sure that this thread waits before the answer comes, but in one of a
     hundred calls it will.
@@ -67,14 +67,14 @@ def threads_of_answers(tmp_path: Path, wait: Callable[[Any], Any]) -> Iterator[i
         gate = tmp_path / f"gate {number}"
         future = rpc.rpc_async("worker1", thread_later, args=(str(gate),))
         with opened_soon(gate):
-            yield wait(future)
+            yield future.wait()
 
 
 @needs_ucx("another thread completes the future")
 @workers(2)
 def test_the_thread_that_waits_takes_the_answer(tmp_path: Path) -> None:
     here = threading.get_ident()
-    assert any(there == here for there in threads_of_answers(tmp_path, lambda it: it.wait()))
+    assert any(there == here for there in threads_of_answers(tmp_path))
 
 
 def then(future: Any, callback: Callable[[Any], object]) -> Any:
