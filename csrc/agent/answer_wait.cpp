@@ -110,7 +110,7 @@ void AnswerWait::afterSending(
     bool signals = false;
     lead(*leader, future, signals);
   } else {
-    receive(callId, future, Future::kPrivate);
+    receive(callId, future, Sharing::kPrivate);
   }
   synchronous = synchronous && !future.completed();
 }
@@ -126,12 +126,12 @@ AnswerWait::Call AnswerWait::lastCall() {
 void AnswerWait::await(
     const Call& call,
     rpc::JitFuture& future,
-    Future has,
+    Sharing sharing,
     const std::function<void()>& interrupted) {
   const Awaiting awaiting(
       {.wait = this,
        .id = call.id,
-       .shared = has == Future::kShared ? &future : nullptr});
+       .shared = sharing == Sharing::kShared ? &future : nullptr});
   using Clock = std::chrono::steady_clock;
   auto looked = Clock::now();
   bool signals = false;
@@ -142,7 +142,7 @@ void AnswerWait::await(
     }
     const bool whole = leader && leader->leads()
         ? lead(*leader, future, signals)
-        : receive(call.id, future, has);
+        : receive(call.id, future, sharing);
     leader.reset(); // `interrupted` may take long
     // Answers to other calls may end each wait before the wait notices a
     // signal.
@@ -171,9 +171,12 @@ bool AnswerWait::lead(
   return leader.wait([&] { return future.completed(); });
 }
 
-bool AnswerWait::receive(uint64_t callId, rpc::JitFuture& future, Future has) {
+bool AnswerWait::receive(
+    uint64_t callId,
+    rpc::JitFuture& future,
+    Sharing sharing) {
   const auto mailbox = std::make_shared<Mailbox>();
-  if (has == Future::kPrivate) {
+  if (sharing == Sharing::kPrivate) {
     pending_.setMailbox(callId, mailbox);
   }
   compat::addFirstCallback(

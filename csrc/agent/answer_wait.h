@@ -41,7 +41,7 @@ class AnswerWait {
   static Call lastCall();
 
   // Who has the future of a call.
-  enum class Future : uint8_t {
+  enum class Sharing : uint8_t {
     kPrivate, // only the thread that waits
     // Others have given the future callbacks, or may do so. A callback may wait
     // for what this thread does after its wait, so it must not run here.
@@ -75,7 +75,7 @@ class AnswerWait {
   void await(
       const Call& call,
       torch::distributed::rpc::JitFuture& future,
-      Future has,
+      Sharing sharing,
       const std::function<void()>& interrupted);
   // What this thread claims of that call, whose answer has arrived: the thread
   // leads, and waits for the call; or it waits for another future, the answer
@@ -98,7 +98,7 @@ class AnswerWait {
   bool receive(
       uint64_t callId,
       torch::distributed::rpc::JitFuture& future,
-      Future has);
+      Sharing sharing);
 
   Executor& executor_;
   PendingCalls& pending_;

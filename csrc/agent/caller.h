@@ -62,9 +62,9 @@ class Caller {
   void await(
       const AnswerWait::Call& call,
       JitFuture& future,
-      AnswerWait::Future has,
+      AnswerWait::Sharing sharing,
       const std::function<void()>& interrupted) {
-    wait_.await(call, future, has, interrupted);
+    wait_.await(call, future, sharing, interrupted);
   }
 
   // Gives a call the future that the caller's code has (PendingCall::result).

@@ -329,7 +329,7 @@ void bindAgent(py::module_& module) {
             self->parts().caller().await(
                 AnswerWait::lastCall(),
                 *held,
-                AnswerWait::Future::kPrivate,
+                AnswerWait::Sharing::kPrivate,
                 checkInterrupt);
           },
           py::arg("future"))

@@ -14,13 +14,20 @@ using agent::AnswerWait;
 
 namespace {
 
-// Upstream gives a callback the Python object of the future, which the base
-// class would not find for a CallFuture.
-py::function givenItself(const py::object& future, py::function callback) {
-  return py::cpp_function(
-      [future, callback = std::move(callback)](const py::object& /*base*/) {
-        return callback(future);
-      });
+// `add`, a method of upstream's class, for Python. Upstream gives a callback
+// the Python object of the future, which the base class would not find for a
+// CallFuture, so the callback gets that object here.
+template <typename Result>
+auto givingItself(Result (jit::PythonFutureWrapper::*add)(py::function)) {
+  return [add](const py::object& self, const py::function& callback) {
+    auto& future = self.cast<CallFuture&>();
+    py::function given =
+        py::cpp_function([self, callback](const py::object& /*base*/) {
+          return callback(self);
+        });
+    const py::gil_scoped_release release;
+    return (future.*add)(std::move(given));
+  };
 }
 
 } // namespace
@@ -48,7 +55,7 @@ py::object CallFuture::wait() {
     }
     if (const auto agent = agent_.lock()) {
       agent->parts().caller().await(
-          call_, *fut, AnswerWait::Future::kShared, checkInterrupt);
+          call_, *fut, AnswerWait::Sharing::kShared, checkInterrupt);
     }
   }
   return PythonFutureWrapper::wait();
@@ -58,23 +65,10 @@ void bindCallFuture(py::module_& module) {
   py::class_<CallFuture, jit::PythonFutureWrapper, CallFuturePtr>(
       module, "CallFuture", "The future of rpc_async().")
       .def("wait", &CallFuture::wait, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "then",
-          [](const py::object& self, py::function callback) {
-            auto& future = self.cast<CallFuture&>();
-            auto given = givenItself(self, std::move(callback));
-            const py::gil_scoped_release release;
-            return future.then(std::move(given));
-          },
-          py::arg("callback"))
+      .def("then", givingItself(&CallFuture::then), py::arg("callback"))
       .def(
           "add_done_callback",
-          [](const py::object& self, py::function callback) {
-            auto& future = self.cast<CallFuture&>();
-            auto given = givenItself(self, std::move(callback));
-            const py::gil_scoped_release release;
-            future.add_done_callback(std::move(given));
-          },
+          givingItself(&CallFuture::add_done_callback),
           py::arg("callback"));
 }
 

@@ -27,8 +27,8 @@ class CallFuture final : public torch::jit::PythonFutureWrapper {
       c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future,
       std::optional<UnwrapFunc> unwrap);
 
-  // Returns the result, or throws the error, of the call; throws in a forked
-  // process if the call has not ended there. Without the GIL.
+  // Returns the result, or throws the error, of the call. Throws in a process
+  // that was forked before the call had ended. To be called without the GIL.
   pybind11::object wait();
 
  private:
