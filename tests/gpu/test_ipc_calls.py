@@ -58,16 +58,16 @@ def released() -> None:
         time.sleep(0.005)
 
 
-def check_late_values(floats: int) -> None:
-    """The work that makes a tensor is under way when it is sent and freed."""
+def check_late_values(elements: int) -> None:
+    """The work that makes a tensor of int32 is under way when the tensor is sent and freed."""
     for start in range(10):
-        tensor = torch.arange(float(floats), device="cuda:0")
+        tensor = torch.arange(elements, dtype=torch.int32, device="cuda:0")
         torch.cuda._sleep(100_000_000)
         tensor += start
         future = rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
         del tensor
-        junk = torch.full((floats,), -1.0, device="cuda:0")
-        want = torch.arange(float(floats), device="cuda:0") + (start + 1)
+        junk = torch.full((elements,), -1, dtype=torch.int32, device="cuda:0")
+        want = torch.arange(start + 1, start + 1 + elements, dtype=torch.int32, device="cuda:0")
         assert torch.equal(future.wait(), want)
         del junk, want
 

@@ -18,7 +18,7 @@ from tests.support import netns
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 MAP = {"cuda:0": "cuda:0"}
-FLOATS = 25_000_000
+ELEMENTS = 25_000_000  # of 4 bytes
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def pair() -> Iterator[Group]:
 
 def late_values() -> None:
     rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(1),))  # the connection is open
-    check_late_values(FLOATS)
+    check_late_values(ELEMENTS)
 
 
 def test_values_are_those_of_the_stream(pair: Group) -> None:
@@ -38,7 +38,7 @@ def test_values_are_those_of_the_stream(pair: Group) -> None:
 
 
 def many() -> None:
-    tensors = [torch.randn(FLOATS // 4, device="cuda:0") for _ in range(12)]
+    tensors = [torch.randn(ELEMENTS // 4, device="cuda:0") for _ in range(12)]
     futures = [rpc.rpc_async("worker1", torch.neg, args=(tensor,)) for tensor in tensors]
     for tensor, future in zip(tensors, futures, strict=True):
         assert torch.equal(future.wait(), -tensor)

@@ -28,6 +28,9 @@ _PR_SET_PDEATHSIG = 1
 # One thread each: then no thread of the server can hold a lock when it forks, and a small machine
 # does not get too many threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# The suites ask for GPUs when they are imported. With this, torch asks NVML: a process that has asked
+# CUDA has children that cannot use it.
+_NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def ensure_server() -> None:
@@ -35,7 +38,7 @@ def ensure_server() -> None:
     suites."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
-    os.environ.update(_ONE_THREAD, PYTHONPATH=path)
+    os.environ.update(_ONE_THREAD | _NO_CUDA_YET, PYTHONPATH=path)
     try:
         _CONTEXT.set_forkserver_preload(["tests.support.preload"])
         forkserver.ensure_running()
