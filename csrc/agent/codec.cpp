@@ -77,13 +77,16 @@ Result<bool> Encoder::depart(
         }
         device::stage(
             departing_,
-            {launcher, options_.checked, options_.inPieces},
+            // A frame in pieces would leave before all queued work is over.
+            {launcher,
+             options_.checked,
+             options_.inPieces && !departure_.waits},
             staged_);
         return {};
       })) {
     return error;
   }
-  return !staged_.held.empty();
+  return departure_.waits || !staged_.held.empty();
 }
 
 Result<Encoded> Encoder::finish() {

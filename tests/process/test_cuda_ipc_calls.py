@@ -449,12 +449,15 @@ def test_a_sender_that_is_killed_before_its_tensor_is_there() -> None:
         for rank in (0, 2):
             group[rank].run(until_devices, "worker1", "cuda ipc")
         assert group[1].run(driver_calls, "cuIpcCloseMemHandle") == 0
+        received = group[1].run(metric, "received_bytes")
         group[0].killed = True
         with pytest.raises(Exception, match="worker0 ended"):
             group.run(sends_and_dies)
         group.broken = False
+        group[1].run(until_closed, 1)  # the memory of the trial
+        # A stream that waited for the tensor would wait for ever.
+        assert group[1].run(metric, "received_bytes") == received
         group[2].run(lives_on)
-        group[1].run(until_closed, 2)  # the memory of the trial, and that of the tensor
 
 
 def until_closed(count: int) -> None:

@@ -198,6 +198,9 @@ Error IpcSending::depart(
     content.storages.push_back(run.region.storage);
   }
   note.token = parcels_->newToken();
+  // If this process died before its devices are done, a stream of the peer that
+  // waits for the event would wait for ever, and soon the whole peer with it.
+  departure.waits = true;
   departure.note = note.write();
   departure.parcel = parcels_->hold(note.token, receiver_, std::move(content));
   bytesSent_->fetch_add(bytes, std::memory_order_relaxed);

@@ -20,9 +20,8 @@ namespace torch_rpc_ext::agent::device {
 // the peer where to copy them from. Small tensors are gathered into one block,
 // so that hundreds of them need one handle and one copy. If float32 is to
 // travel as a narrower dtype, it is cast into a block too. Devices compute the
-// checksums, into memory that the peer also reads. The frame need not wait for
-// the devices, because the peer's streams do. Memory that cannot be exported is
-// staged.
+// checksums, into memory that the peer also reads. The frame leaves when the
+// devices are done. Memory that cannot be exported is staged.
 //
 // Owns: nothing; the IpcParcels own what departs.
 class IpcSending final : public SendingWay {

@@ -36,6 +36,8 @@ class Parcel {
 struct Departure {
   std::shared_ptr<Parcel> parcel; // null if the way takes no storage
   base::Buffer note; // for the frame
+  // The frame must not leave before the work that depart() has queued is over.
+  bool waits = false;
 };
 
 struct DepartOptions {

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <string>
@@ -93,23 +92,7 @@ struct Event {
   int fd; // -1: opened from a peer
   bool isShared;
   std::shared_ptr<Progress> progress;
-  pid_t pid = 0; // of that peer
 };
-
-// Whether the process has ended. Its streams reach no event any more, so others
-// must stop waiting for them.
-bool hasEnded(pid_t pid) {
-  if (pid == 0) {
-    return false;
-  }
-  // Until its parent has reaped it, an ended process is a zombie. After that a
-  // read of this open file fails, and istreambuf_iterator would throw.
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string text;
-  std::getline(file, text, '\0');
-  const size_t name = text.rfind(") ");
-  return name == std::string::npos || text[name + 2] == 'Z';
-}
 
 constexpr size_t kPage = 4096;
 
@@ -197,7 +180,7 @@ CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned flags) {
   const bool isShared = (flags & CU_EVENT_INTERPROCESS) != 0;
   const int fd = fake::makeMemfd(kPage);
   void* page = fake::mapFile(fd, kPage, nullptr);
-  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page), 0});
+  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page)});
   return CUDA_SUCCESS;
 }
 
@@ -234,8 +217,9 @@ CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   FAKE_ENTER("")
   const auto progress = eventOf(event)->progress;
   const uint64_t count = progress->recorded;
-  return fake::enqueue(stream, [progress, count, pid = eventOf(event)->pid] {
-    while (!progress->reached(count) && !hasEnded(pid)) {
+  return fake::enqueue(stream, [progress, count] {
+    // For ever if the event's process has ended, as on a GPU.
+    while (!progress->reached(count)) {
       std::this_thread::sleep_for(microseconds(100));
     }
   });
@@ -263,8 +247,7 @@ CUresult CUDAAPI cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
   if (page == nullptr) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  *event =
-      reinterpret_cast<CUevent>(new Event{-1, false, share(page), shared.pid});
+  *event = reinterpret_cast<CUevent>(new Event{-1, false, share(page)});
   return CUDA_SUCCESS;
 }
 
