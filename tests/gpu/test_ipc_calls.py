@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +114,34 @@ def many() -> None:
 
 def test_500_tensors(pair: Group) -> None:
     pair.run(many)
+
+
+def sends_and_dies() -> None:
+    until_ipc()
+    tensor = torch.zeros(FLOATS, device="cuda:0")
+    for _ in range(100):  # minutes
+        torch.cuda._sleep(10_000_000_000)
+    tensor += 1
+    rpc.rpc_async("worker1", torch.add, args=(tensor, 1))
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lives_on() -> None:
+    until_ipc()
+    for start in range(100):  # more than torch has streams
+        tensor = torch.full((FLOATS,), float(start), device="cuda:0")
+        assert torch.equal(rpc.rpc_sync("worker1", torch.mul, args=(tensor, 2)), tensor * 2)
+
+
+def test_a_sender_that_is_killed_before_its_tensor_is_there() -> None:
+    maps = {"device_maps": {"worker1": MAP}}
+    with Group(3, options=[maps, {}, maps]) as group:
+        group[0].killed = True
+        with pytest.raises(Exception, match="worker0 ended"):
+            group.run(sends_and_dies)
+        group.broken = False
+        group[2].run(lives_on)
 
 
 # ---- other machines: skipped where there is only one plain GPU ----------------
