@@ -119,6 +119,7 @@ def test_500_tensors(pair: Group) -> None:
 def sends_and_dies() -> None:
     until_ipc()
     tensor = torch.zeros(FLOATS, device="cuda:0")
+    tensor += 1  # loads the kernel, for which CUDA would wait for the work below
     for _ in range(100):  # minutes
         torch.cuda._sleep(10_000_000_000)
     tensor += 1
