@@ -28,8 +28,8 @@ _PR_SET_PDEATHSIG = 1
 # One thread each: then no thread of the server can hold a lock when it forks, and a small machine
 # does not get too many threads.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# The suites ask for GPUs when they are imported. With this, torch asks NVML: a process that has asked
-# CUDA has children that cannot use it.
+# The suites ask for GPUs when they are imported. With this, torch asks NVML: a process that has
+# asked CUDA has children that cannot use CUDA.
 _NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
