@@ -136,15 +136,6 @@ base::Result<Device> Driver::describe(int ordinal) const {
     return error;
   }
   device.isMig = device.uuid != physical;
-  // Older drivers do not know the attribute. Assume support: the trial of CUDA
-  // IPC (probe.h) shows whether it works.
-  int hasEvents = 1;
-  if (api_.deviceAttribute(
-          &hasEvents, kAttributeIpcEventSupported, device.id) !=
-      status::kSuccess) {
-    hasEvents = 1;
-  }
-  device.hasIpcEvents = hasEvents != 0;
   return device;
 }
 

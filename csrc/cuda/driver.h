@@ -18,7 +18,6 @@ struct Device {
   bool isMig = false;
   int major = 0; // compute capability
   int minor = 0;
-  bool hasIpcEvents = false;
 };
 
 // The CUDA driver, loaded by dlopen; csrc needs no other library of CUDA. Uses

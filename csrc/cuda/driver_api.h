@@ -31,12 +31,6 @@ struct IpcMemoryHandle {
   bool operator==(const IpcMemoryHandle&) const = default;
 };
 
-struct IpcEventHandle {
-  std::array<std::byte, 64> bytes{};
-
-  bool operator==(const IpcEventHandle&) const = default;
-};
-
 // Values of the driver's enumerations, under cuda.h's names without CU_.
 namespace status {
 inline constexpr Status kSuccess = 0;
@@ -54,12 +48,10 @@ inline constexpr Status kSystemDriverMismatch = 803;
 
 inline constexpr int kAttributeComputeCapabilityMajor = 75;
 inline constexpr int kAttributeComputeCapabilityMinor = 76;
-inline constexpr int kAttributeIpcEventSupported = 125;
 inline constexpr int kPointerBufferId = 7;
 inline constexpr int kPointerIsLegacyIpcCapable = 10;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
-inline constexpr unsigned kEventInterprocess = 4;
 inline constexpr unsigned kIpcLazyEnablePeerAccess = 1;
 inline constexpr unsigned kHostAllocPortable = 1;
 inline constexpr int kJitErrorLogBuffer = 5;
@@ -109,19 +101,10 @@ inline constexpr int kJitErrorLogBufferBytes = 6;
     cuIpcOpenMemHandle_v2,                                                     \
     (Address * address, IpcMemoryHandle handle, unsigned flags))               \
   X(closeMemory, cuIpcCloseMemHandle, (Address address))                       \
-  X(exportEvent,                                                               \
-    cuIpcGetEventHandle,                                                       \
-    (IpcEventHandle * handle, EventHandle event))                              \
-  X(openEvent,                                                                 \
-    cuIpcOpenEventHandle,                                                      \
-    (EventHandle * event, IpcEventHandle handle))                              \
   X(createEvent, cuEventCreate, (EventHandle * event, unsigned flags))         \
   X(destroyEvent, cuEventDestroy_v2, (EventHandle event))                      \
   X(recordEvent, cuEventRecord, (EventHandle event, StreamHandle stream))      \
   X(queryEvent, cuEventQuery, (EventHandle event))                             \
-  X(waitEvent,                                                                 \
-    cuStreamWaitEvent,                                                         \
-    (StreamHandle stream, EventHandle event, unsigned flags))                  \
   X(createStream, cuStreamCreate, (StreamHandle * stream, unsigned flags))     \
   X(destroyStream, cuStreamDestroy_v2, (StreamHandle stream))                  \
   X(synchronizeStream, cuStreamSynchronize, (StreamHandle stream))             \

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-// The sender's half of CUDA IPC: exports memory and events, so that another
-// process of this host can use them.
+// The sender's half of CUDA IPC: exports memory, so that another process of
+// this host can read from it.
 namespace torch_rpc_ext::cuda {
 
 // Tells another process where a run of bytes lies.
@@ -52,49 +52,6 @@ class MemoryExporter {
 
   const std::shared_ptr<Driver> driver_;
   base::Synchronized<std::unordered_map<Address, Known>> known_; // by base
-};
-
-// Events that a stream of another process can wait for. The pool keeps them for
-// their next use, because to make an event, and to open it in the other
-// process, takes long.
-// Thread: any.
-class EventPool {
-  struct Event {
-    int device = 0;
-    EventHandle event = nullptr;
-    IpcEventHandle handle;
-  };
-  class State;
-
- public:
-  // A recorded event, which goes back to the pool when this object dies. Keep
-  // the object until the receiver has said that it is done.
-  class Recorded {
-   public:
-    Recorded(Recorded&& other) noexcept = default;
-    Recorded& operator=(Recorded&& other) noexcept;
-    ~Recorded();
-
-    const IpcEventHandle& handle() const {
-      return event_.handle;
-    }
-
-   private:
-    friend class EventPool;
-    Recorded(std::shared_ptr<State> state, const Event& event)
-        : state_(std::move(state)), event_(event) {}
-
-    std::shared_ptr<State> state_;
-    Event event_;
-  };
-
-  explicit EventPool(std::shared_ptr<Driver> driver);
-
-  // Records an event that is over when all work queued on the stream so far is.
-  base::Result<Recorded> record(int device, StreamHandle stream);
-
- private:
-  std::shared_ptr<State> state_;
 };
 
 } // namespace torch_rpc_ext::cuda

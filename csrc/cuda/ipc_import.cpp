@@ -8,15 +8,6 @@ namespace torch_rpc_ext::cuda {
 
 namespace {
 
-// Of all peers. A peer has as many events as it ever had calls under way at
-// once.
-constexpr size_t kMaxEvents = 16384;
-
-std::string keyOf(const IpcEventHandle& handle) {
-  return {
-      reinterpret_cast<const char*>(handle.bytes.data()), handle.bytes.size()};
-}
-
 // Makes the error of a handle that cannot be opened kUnsupported, because the
 // bytes can take another way. Only lack of memory and the driver's shutdown
 // keep their kinds.
@@ -198,80 +189,6 @@ ImporterStats MemoryImporter::stats() const {
   ImporterStats stats = state->stats;
   stats.open = state->entries.size();
   return stats;
-}
-
-EventImporter::EventImporter(std::shared_ptr<Driver> driver)
-    : driver_(std::move(driver)) {}
-
-EventImporter::~EventImporter() {
-  const auto events = events_.lock();
-  for (const auto& [key, opened] : *events) {
-    close(opened);
-  }
-}
-
-base::Error EventImporter::wait(
-    PeerKey peer,
-    int device,
-    const IpcEventHandle& handle,
-    int streamDevice,
-    StreamHandle stream) {
-  // Held until the wait is queued, because forget() destroys events.
-  auto events = events_.lock();
-  auto event = open(*events, peer, device, handle);
-  if (!event.ok()) {
-    return event.error();
-  }
-  const ContextGuard guard(*driver_, streamDevice);
-  if (guard.error()) {
-    return guard.error();
-  }
-  return driver_->check(
-      driver_->api().waitEvent(stream, event.value(), 0), "cuStreamWaitEvent");
-}
-
-base::Result<EventHandle> EventImporter::open(
-    Events& events,
-    PeerKey peer,
-    int device,
-    const IpcEventHandle& handle) {
-  const Key key{peer, keyOf(handle)};
-  const auto found = events.find(key);
-  if (found != events.end()) {
-    return found->second.event;
-  }
-  if (events.size() >= kMaxEvents) {
-    return base::Error{
-        base::ErrorKind::kOverloaded,
-        std::to_string(kMaxEvents) + " events of other processes are open"};
-  }
-  const ContextGuard guard(*driver_, device);
-  if (guard.error()) {
-    return guard.error();
-  }
-  Opened opened{device, nullptr};
-  const Status status = driver_->api().openEvent(&opened.event, handle);
-  if (status != status::kSuccess) {
-    return cannotOpen(driver_->error(status, "cuIpcOpenEventHandle"));
-  }
-  events.emplace(key, opened);
-  return opened.event;
-}
-
-void EventImporter::forget(PeerKey peer) {
-  auto events = events_.lock();
-  auto entry = events->lower_bound({peer, std::string()});
-  while (entry != events->end() && entry->first.first == peer) {
-    close(entry->second);
-    entry = events->erase(entry);
-  }
-}
-
-void EventImporter::close(const Opened& opened) {
-  const ContextGuard guard(*driver_, opened.device);
-  if (!guard.error()) {
-    driver_->api().destroyEvent(opened.event);
-  }
 }
 
 } // namespace torch_rpc_ext::cuda

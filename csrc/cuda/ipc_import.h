@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-// The receiver's half of CUDA IPC: opens memory and events that other processes
-// have exported.
+// The receiver's half of CUDA IPC: opens memory that other processes have
+// exported.
 namespace torch_rpc_ext::cuda {
 
 // Names one peer process. Never used again for another process, not even for
@@ -110,44 +110,6 @@ class MemoryImporter {
   const std::shared_ptr<Driver> driver_;
   const size_t maxOpen_;
   base::Synchronized<State> state_;
-};
-
-// Opens events of peers' EventPools, each once, and keeps them open until the
-// peer is forgotten.
-// Owns: the opened events.
-// Thread: any.
-class EventImporter {
- public:
-  explicit EventImporter(std::shared_ptr<Driver> driver);
-  ~EventImporter();
-
-  // Makes all work that is queued on the stream from now on wait for the event,
-  // which the peer must have recorded. `device` is this process's index of the
-  // event's device, `streamDevice` that of the stream's device.
-  base::Error wait(
-      PeerKey peer,
-      int device,
-      const IpcEventHandle& handle,
-      int streamDevice,
-      StreamHandle stream);
-
-  // The peer is gone.
-  void forget(PeerKey peer);
-
- private:
-  struct Opened {
-    int device = 0;
-    EventHandle event = nullptr;
-  };
-  using Key = std::pair<PeerKey, std::string>; // peer, handle
-  using Events = std::map<Key, Opened>;
-
-  base::Result<EventHandle>
-  open(Events& events, PeerKey peer, int device, const IpcEventHandle& handle);
-  void close(const Opened& opened);
-
-  const std::shared_ptr<Driver> driver_;
-  base::Synchronized<Events> events_;
 };
 
 } // namespace torch_rpc_ext::cuda

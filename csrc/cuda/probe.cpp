@@ -14,7 +14,6 @@ namespace {
 constexpr size_t kHeadBytes = 3 * 8 + 4 + 4;
 constexpr size_t kGpuBytes = 16 + 1;
 constexpr uint8_t kMigBit = 1;
-constexpr uint8_t kEventsBit = 2;
 // The driver allocates memory in pages of this size. Smaller allocations can
 // share a page, and so an IPC handle.
 constexpr size_t kTrialBytes = size_t{2} << 20;
@@ -55,7 +54,7 @@ void Identity::write(base::ByteWriter& writer) const {
   for (size_t i = 0; i < count; ++i) {
     const Gpu& gpu = gpus[i];
     writer.bytes({gpu.uuid.bytes.data(), gpu.uuid.bytes.size()});
-    writer.u8((gpu.isMig ? kMigBit : 0) | (gpu.hasIpcEvents ? kEventsBit : 0));
+    writer.u8(gpu.isMig ? kMigBit : 0);
   }
 }
 
@@ -82,7 +81,6 @@ base::Result<Identity> Identity::read(base::ByteReader& reader) {
     std::copy_n(
         static_cast<const char*>(uuid.data), uuid.size, gpu.uuid.bytes.begin());
     gpu.isMig = (bits & kMigBit) != 0;
-    gpu.hasIpcEvents = (bits & kEventsBit) != 0;
     identity.gpus.push_back(gpu);
   }
   if (reader.failed()) {
@@ -99,7 +97,7 @@ Identity identify(const Driver& driver) {
   self.ipcNamespace = base::namespaceOf("ipc");
   self.pid = getpid();
   for (const Device& device : driver.devices()) {
-    self.gpus.push_back({device.uuid, device.isMig, device.hasIpcEvents});
+    self.gpus.push_back({device.uuid, device.isMig});
   }
   return self;
 }
@@ -137,9 +135,6 @@ whyNoIpc(const Identity& self, const Identity& peer, size_t device) {
   if (!findGpu(self, gpu)) {
     return "the peer's cuda:" + std::to_string(device) +
         " cannot be seen here (CUDA_VISIBLE_DEVICES)";
-  }
-  if (!gpu.hasIpcEvents) {
-    return "the driver has no events between processes";
   }
   return {};
 }

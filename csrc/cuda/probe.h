@@ -23,7 +23,6 @@ struct Identity {
   struct Gpu {
     Uuid uuid;
     bool isMig = false;
-    bool hasIpcEvents = false;
   };
   uint64_t bootId = 0; // base::bootId(): the host
   uint64_t pidNamespace = 0; // base::namespaceOf()

@@ -87,7 +87,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 7;
+inline constexpr uint8_t kVersion = 8;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 

@@ -204,7 +204,6 @@ void writeIpc() {
   using namespace agent::device;
   IpcNote note;
   note.token = 42;
-  note.events.push_back({1, {}});
   note.runs.push_back({0, memoryOf(800), {1}});
   note.runs.push_back({1, memoryOf(8 + 8 + 16 + 24), {0, 2, 3}});
   note.runs.back().sum = memoryOf(8);

@@ -6,7 +6,6 @@ HELD what it holds between two steps of a test.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,8 +41,6 @@ def begin() -> None:
     HELD.update(fake=FakeCuda(), driver=cuda.load())
     HELD["exporter"] = cuda.MemoryExporter(HELD["driver"])
     HELD["importer"] = cuda.MemoryImporter(HELD["driver"], max_open=3)
-    HELD["events"] = cuda.EventPool(HELD["driver"])
-    HELD["peer_events"] = cuda.EventImporter(HELD["driver"])
 
 
 def send(value: int, device: int = 0, size: int = SIZE, offset: int = 0) -> bytes:
@@ -242,79 +239,6 @@ def change(numbers: bytes, index: int, value: int) -> bytes:
     return numbers[: 8 * index] + value.to_bytes(8, "little") + numbers[8 * index + 8 :]
 
 
-def test_a_receiver_waits_for_the_senders_stream(processes: tuple[Worker, Worker]) -> None:
-    """The sender's stream stands still until the receiver has queued its copy: without the event,
-    the copy would run before the data is there."""
-    sender, receiver = processes
-    for value in (9, 10):
-        sender.run(hold, True)
-        exported, event = sender.run(fill_later, value)
-        receiver.run(copy_after, exported, event)
-        sender.run(hold, False)
-        assert receiver.run(copied) == bytes([value]) * SIZE
-        sender.run(give_back)
-    # The second message used the same event, which the receiver had already opened.
-    assert len(sender.run(calls, "cuIpcGetEventHandle")) == 1
-    assert len(receiver.run(calls, "cuIpcOpenEventHandle")) == 1
-    # Only the test itself has waited for a stream, in copied().
-    assert len(receiver.run(calls, "cuStreamSynchronize")) == 2
-    assert sender.run(calls, "cuStreamSynchronize") == []
-
-
-def hold(yes: bool) -> None:
-    HELD["fake"].hold(yes)
-
-
-def fill_later(value: int) -> tuple[bytes, bytes]:
-    exported = send(0)
-    stream = HELD["fake"].stream()
-    HELD["fake"].fill(HELD["address"], value, SIZE, stream)
-    HELD["recorded"] = HELD["events"].record(0, stream)
-    event: bytes = HELD["recorded"].handle
-    return exported, event
-
-
-def give_back() -> None:
-    HELD["recorded"].release()
-
-
-def copy_after(exported: bytes, event: bytes) -> None:
-    """Queue a copy to another device of the receiver, on a stream that waits for the event."""
-    cuda, fake = native.cuda, HELD["fake"]
-    mapping = HELD["importer"].open(PEER, 0, exported)
-    target, stream = fake.allocate(SIZE, 1), fake.stream(1)
-    HELD["peer_events"].wait(PEER, 0, event, 1, stream)
-    cuda.copy(HELD["driver"], 1, target, mapping.address, SIZE, stream)
-    HELD["copy"] = (mapping, target, stream)
-    time.sleep(0.1)  # a copy that does not wait is done by then
-
-
-def copied() -> bytes:
-    _, target, stream = HELD["copy"]
-    HELD["fake"].synchronize(stream, 1)
-    return libcuda.read(target, SIZE)
-
-
-def test_events_of_a_peer_that_goes(processes: tuple[Worker, Worker]) -> None:
-    sender, receiver = processes
-    _, event = sender.run(fill_later, 1)
-    receiver.run(wait_and_forget, event)
-    assert len(receiver.run(calls, "cuIpcOpenEventHandle")) == 2
-    assert len(receiver.run(calls, "cuEventDestroy")) == 1
-    with pytest.raises(ValueError, match="unsupported: cuIpcOpenEventHandle"):
-        receiver.run(wait, bytes(64))
-
-
-def wait(event: bytes) -> None:
-    HELD["peer_events"].wait(PEER, 0, event, 0, 0)
-
-
-def wait_and_forget(event: bytes) -> None:
-    wait(event)
-    HELD["peer_events"].forget(PEER)
-    wait(event)
-
-
 @pytest.mark.parametrize(
     ("sender", "receiver", "why"),
     [
@@ -329,12 +253,6 @@ def test_devices_of_a_pair(sender: str, receiver: str, why: str) -> None:
         if not why:
             exported = group[0].run(send, 5)
             assert group[1].run(receive, exported, device=1)[0] == 5
-
-
-def test_a_driver_without_shared_events() -> None:
-    with pair(no_events=1) as group:
-        why = group[1].run(why_not, group[0].run(identify), 0)
-        assert why == "the driver has no events between processes"
 
 
 def identify() -> bytes:

@@ -268,7 +268,6 @@ def test_visible_devices_in_another_order() -> None:
     [
         (("ab", "cd"), {}, "cuda:0 cannot be seen here (CUDA_VISIBLE_DEVICES)"),
         (("Ab", "Ab"), {}, "cuda:0 is a MIG slice"),
-        (("ab", "ab"), {"no_events": 1}, "the driver has no events between processes"),
     ],
 )
 def test_devices_that_cannot(uuids: tuple[str, str], fake: dict[str, object], why: str) -> None:

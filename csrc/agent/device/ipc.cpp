@@ -93,10 +93,7 @@ Ipc::Known* Ipc::find(KnownPeers& peers, const PeerLife& peer) {
 void Ipc::forgetLater(cuda::PeerKey key) {
   const auto loaded = driver();
   if (loaded != nullptr && !stopped_.load()) {
-    links_.run([driver = loaded, key] {
-      driver->importer.forget(key);
-      driver->peerEvents.forget(key);
-    });
+    links_.run([driver = loaded, key] { driver->importer.forget(key); });
   }
 }
 

@@ -22,16 +22,12 @@ struct IpcDriver {
       : driver(std::move(loaded)),
         identity(cuda::identify(*driver)),
         exporter(driver),
-        events(driver),
-        importer(driver),
-        peerEvents(driver) {}
+        importer(driver) {}
 
   const std::shared_ptr<cuda::Driver> driver;
   const cuda::Identity identity;
   cuda::MemoryExporter exporter;
-  cuda::EventPool events;
   cuda::MemoryImporter importer;
-  cuda::EventImporter peerEvents;
 };
 
 // Loads the driver at its first use, and makes the trials for peers.

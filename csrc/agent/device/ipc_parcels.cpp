@@ -43,10 +43,12 @@ uint64_t IpcParcels::newToken() {
   return ++state_.lock()->lastToken;
 }
 
-std::shared_ptr<Parcel>
-IpcParcels::hold(uint64_t token, const std::string& receiver, Content content) {
+std::shared_ptr<Parcel> IpcParcels::hold(
+    uint64_t token,
+    const std::string& receiver,
+    std::vector<c10::Storage> storages) {
   state_.lock()->held[token] = {
-      receiver, /*isAwaited=*/true, std::move(content)};
+      receiver, /*isAwaited=*/true, std::move(storages)};
   return std::make_shared<Ticket>(shared_from_this(), token, receiver);
 }
 

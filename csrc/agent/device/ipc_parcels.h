@@ -2,7 +2,6 @@
 
 #include "agent/device/way.h"
 #include "base/synchronized.h"
-#include "cuda/ipc_export.h"
 
 #include <c10/core/Storage.h>
 
@@ -21,32 +20,29 @@ namespace torch_rpc_ext::agent::device {
 // what a receiver copies when the receiver says that its copies are over, or is
 // dead.
 //
-// Owns: the storages and events.
+// Owns: the storages.
 // Thread: any.
 class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
  public:
-  struct Content {
-    std::vector<c10::Storage> storages;
-    std::vector<cuda::EventPool::Recorded> events;
-  };
-
-  // A number for a content that hold() will get later.
+  // A number for what hold() will get later.
   uint64_t newToken();
 
-  // Holds the content from now on. Releases the content when the returned
-  // parcel dies, if the frame cannot have reached the receiver.
-  std::shared_ptr<Parcel>
-  hold(uint64_t token, const std::string& receiver, Content content);
+  // Holds the storages from now on. Releases them when the returned parcel
+  // dies, if the frame cannot have reached the receiver.
+  std::shared_ptr<Parcel> hold(
+      uint64_t token,
+      const std::string& receiver,
+      std::vector<c10::Storage> storages);
 
-  // No effect if the receiver has no content with this token.
+  // No effect if nothing is held for the receiver with this token.
   void release(uint64_t token, const std::string& receiver);
-  // The receiver's process has ended: releases all its contents.
+  // The receiver's process has ended: releases all that it copies.
   void releaseAll(const std::string& receiver);
-  // The receiver cannot be reached any more, but may still copy: keeps its
-  // contents, but does not expect that they are released.
+  // The receiver cannot be reached any more, but may still copy: keeps
+  // its storages, but does not expect that they are released.
   void abandon(const std::string& receiver);
 
-  // The number of contents that are held and not abandoned.
+  // The number of messages whose storages are held and not abandoned.
   size_t awaited() const;
   size_t held() const;
   // Waits until awaited() is 0. `between` runs about every 100 ms and may
@@ -60,7 +56,7 @@ class IpcParcels : public std::enable_shared_from_this<IpcParcels> {
   struct Held {
     std::string receiver;
     bool isAwaited = true;
-    Content content;
+    std::vector<c10::Storage> storages;
   };
 
   struct State {

@@ -51,32 +51,11 @@ class IpcReceiving::Copies {
     }
   }
 
-  // Makes the current stream of a device wait for the sender's streams.
-  Error
-  order(const IpcNote& note, const IpcPeer& peer, const c10::Device& target) {
-    if (std::find(targets_.begin(), targets_.end(), target) != targets_.end()) {
-      return {};
+  // Copies will be queued on the current stream of this device.
+  void addTarget(const c10::Device& target) {
+    if (std::find(targets_.begin(), targets_.end(), target) == targets_.end()) {
+      targets_.push_back(target);
     }
-    targets_.push_back(target);
-    auto stream = currentHandle(target);
-    if (!stream.ok()) {
-      return stream.error();
-    }
-    for (const auto& event : note.events) {
-      auto gpu = gpuOf(peer, event.device);
-      if (!gpu.ok()) {
-        return invalidIpc("an event of a device that is not known");
-      }
-      if (auto error = driver_->peerEvents.wait(
-              peer.key,
-              gpu.value(),
-              event.handle,
-              target.index(),
-              stream.value())) {
-        return error;
-      }
-    }
-    return {};
   }
 
   // Queues a copy on the current stream of `device`. `to` is on that device, or
@@ -241,9 +220,7 @@ Error IpcReceiving::copyRun(
     Arrived& arrived) {
   const auto& run = note.runs[number];
   const c10::Device target = expected[run.storages.front()].device;
-  if (auto error = copies.order(note, *peer_, target)) {
-    return error;
-  }
+  copies.addTarget(target);
   c10::Storage whole = allocate(target, run.memory.bytes);
   if (auto error = copies.copy(
           target,

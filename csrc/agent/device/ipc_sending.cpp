@@ -106,7 +106,9 @@ std::vector<IpcSending::Run> IpcSending::makeRuns(const Storages& storages) {
 
 // Queues the checksums of all runs on their devices, where kernels can be
 // launched.
-void IpcSending::addSums(std::vector<Run>& runs, IpcParcels::Content& content) {
+void IpcSending::addSums(
+    std::vector<Run>& runs,
+    std::vector<c10::Storage>& held) {
   std::map<int, c10::Storage> blocks;
   for (size_t i = 0; i < runs.size(); ++i) {
     Run& run = runs[i];
@@ -117,38 +119,13 @@ void IpcSending::addSums(std::vector<Run>& runs, IpcParcels::Content& content) {
     c10::Storage& block = blocks[device.index()];
     if (!block) {
       block = allocate(device, runs.size() * sizeof(uint64_t));
-      content.storages.push_back(block);
+      held.push_back(block);
     }
     const Region place(block, i * sizeof(uint64_t), sizeof(uint64_t));
     if (launcher_->checksum(run.region, place.address())) {
       run.sum = exported(place);
     }
   }
-}
-
-Error IpcSending::recordEvents(
-    const std::vector<Run>& runs,
-    IpcNote& note,
-    IpcParcels::Content& content) {
-  std::set<int> recorded;
-  for (const Run& run : runs) {
-    const c10::Device device = run.region.device();
-    if (!recorded.insert(device.index()).second) {
-      continue;
-    }
-    auto stream = currentHandle(device);
-    if (!stream.ok()) {
-      return stream.error();
-    }
-    auto event = driver_->events.record(device.index(), stream.value());
-    if (!event.ok()) {
-      return event.error();
-    }
-    note.events.push_back(
-        {static_cast<uint8_t>(device.index()), event.value().handle()});
-    content.events.push_back(std::move(event.value()));
-  }
-  return {};
 }
 
 Error IpcSending::depart(
@@ -161,13 +138,9 @@ Error IpcSending::depart(
     return {};
   }
   IpcNote note;
-  IpcParcels::Content content;
+  std::vector<c10::Storage> held;
   if (options.checked) {
-    addSums(runs, content);
-  }
-  if (auto error = recordEvents(runs, note, content)) {
-    logOnce(error);
-    return {};
+    addSums(runs, held);
   }
   std::vector<bool> isTaken(storages.size());
   for (const Run& run : runs) {
@@ -195,14 +168,14 @@ Error IpcSending::depart(
     for (const size_t index : run.members) {
       written.storages.push_back(numbers[index]);
     }
-    content.storages.push_back(run.region.storage);
+    held.push_back(run.region.storage);
   }
   note.token = parcels_->newToken();
-  // If this process died before its devices are done, a stream of the peer that
-  // waits for the event would wait for ever, and soon the whole peer with it.
+  // The peer cannot wait for the devices of this process: a stream that waits
+  // for the event of a process that dies waits for ever.
   departure.waits = true;
   departure.note = note.write();
-  departure.parcel = parcels_->hold(note.token, receiver_, std::move(content));
+  departure.parcel = parcels_->hold(note.token, receiver_, std::move(held));
   bytesSent_->fetch_add(bytes, std::memory_order_relaxed);
   return {};
 }

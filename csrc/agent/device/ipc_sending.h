@@ -65,11 +65,7 @@ class IpcSending final : public SendingWay {
       const std::vector<size_t>& members,
       std::vector<Run>& runs);
   std::optional<cuda::MemoryExport> exported(const Region& region);
-  void addSums(std::vector<Run>& runs, IpcParcels::Content& content);
-  base::Error recordEvents(
-      const std::vector<Run>& runs,
-      IpcNote& note,
-      IpcParcels::Content& content);
+  void addSums(std::vector<Run>& runs, std::vector<c10::Storage>& held);
   void logOnce(const base::Error& error);
 
   const std::shared_ptr<IpcDriver> driver_;

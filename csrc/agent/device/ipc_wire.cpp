@@ -20,8 +20,6 @@ Error invalidIpc(const std::string& text) {
 
 namespace {
 
-constexpr size_t kHandleBytes = sizeof(cuda::IpcEventHandle);
-constexpr size_t kEventBytes = 1 + kHandleBytes;
 constexpr size_t kRunBytes = 1 + 4 + cuda::MemoryExport::kWireBytes + 1;
 constexpr size_t kTrialBytes = 1 + 8 + cuda::MemoryExport::kWireBytes;
 constexpr size_t kMaxWhyBytes = 400;
@@ -125,7 +123,7 @@ Result<IpcNote::Run> readRun(
 } // namespace
 
 base::Buffer IpcNote::write() const {
-  size_t size = 8 + 4 + events.size() * kEventBytes + 4;
+  size_t size = 8 + 4;
   for (const Run& run : runs) {
     size += kRunBytes + run.storages.size() * 4 +
         (run.sum ? cuda::MemoryExport::kWireBytes : 0);
@@ -133,11 +131,6 @@ base::Buffer IpcNote::write() const {
   base::Buffer buffer(size);
   ByteWriter writer(buffer);
   writer.u64(token);
-  writer.u32(static_cast<uint32_t>(events.size()));
-  for (const Event& event : events) {
-    writer.u8(event.device);
-    writer.bytes({event.handle.bytes.data(), kHandleBytes});
-  }
   writer.u32(static_cast<uint32_t>(runs.size()));
   for (const Run& run : runs) {
     writer.u8(run.device);
@@ -160,20 +153,6 @@ Result<IpcNote> IpcNote::read(
   ByteReader reader(bytes);
   IpcNote note;
   note.token = reader.u64();
-  const uint32_t events = reader.u32();
-  if (auto error = checkCount("events", events, cuda::kMaxGpus)) {
-    return error;
-  }
-  for (uint32_t i = 0; i < events; ++i) {
-    Event event;
-    event.device = reader.u8();
-    const ConstSpan handle = reader.bytes(kHandleBytes);
-    std::copy_n(
-        static_cast<const std::byte*>(handle.data),
-        handle.size,
-        event.handle.bytes.begin());
-    note.events.push_back(event);
-  }
   const uint32_t runs = reader.u32();
   if (reader.failed()) {
     return cutOff("a note");

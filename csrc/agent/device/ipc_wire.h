@@ -20,12 +20,10 @@ namespace torch_rpc_ext::agent::device {
 // A kInvalid error: the peer sent bytes about CUDA IPC that cannot be right.
 base::Error invalidIpc(const std::string& text);
 
-// The note tells where the tensors beside the frame are, and which events the
-// receiver must wait for before it reads them.
+// The note tells where the tensors beside the frame are. Their bytes are there
+// when the frame arrives.
 //
 //   8      token         names what the sender holds until kReleased comes
-//   4      events        number of events
-//   65 n   events        device of the sender (1), handle
 //   4      runs          number of runs
 //   var    runs          of each run:
 //                        device of the sender (1)
@@ -37,10 +35,6 @@ base::Error invalidIpc(const std::string& text);
 //                        whether there is a checksum (1), and if so
 //                        cuda::MemoryExport of where its 8 bytes will be
 struct IpcNote {
-  struct Event {
-    uint8_t device = 0;
-    cuda::IpcEventHandle handle;
-  };
   struct Run {
     uint8_t device = 0;
     cuda::MemoryExport memory;
@@ -49,7 +43,6 @@ struct IpcNote {
   };
 
   uint64_t token = 0;
-  std::vector<Event> events;
   std::vector<Run> runs;
 
   base::Buffer write() const;

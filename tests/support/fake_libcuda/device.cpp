@@ -122,9 +122,6 @@ cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = 0;
       return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
-      *value = std::getenv("FAKE_CUDA_NO_EVENTS") == nullptr;
-      return CUDA_SUCCESS;
     default:
       return CUDA_ERROR_INVALID_VALUE;
   }

@@ -7,7 +7,6 @@
 // Environment variables, read once:
 //   FAKE_CUDA_UUIDS       a letter for each device (default "a"); a capital
 //                         letter makes the device a MIG slice
-//   FAKE_CUDA_NO_EVENTS   if set, events cannot be shared
 // Tests call the functions at the end of this file by ctypes.
 
 #include <cuda.h>

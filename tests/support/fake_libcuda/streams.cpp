@@ -15,8 +15,6 @@ using std::chrono::microseconds;
 
 namespace {
 
-constexpr uint32_t kMagic = 0xfa4e4e45;
-
 std::atomic<bool> held = false;
 std::atomic<int> delay = 0; // of copies and kernels, us
 
@@ -78,7 +76,7 @@ class Stream {
 };
 
 // How often an event was recorded, and how many of these records the streams
-// have reached. In a page that other processes can map.
+// have reached.
 struct Progress {
   std::atomic<uint64_t> recorded;
   std::atomic<uint64_t> done;
@@ -89,12 +87,9 @@ struct Progress {
 };
 
 struct Event {
-  int fd; // -1: opened from a peer
-  bool isShared;
-  std::shared_ptr<Progress> progress;
+  // Also the streams', which may reach a record after the event is destroyed.
+  std::shared_ptr<Progress> progress = std::make_shared<Progress>();
 };
-
-constexpr size_t kPage = 4096;
 
 std::mutex mutex;
 
@@ -112,11 +107,6 @@ Stream& defaultStream(int ordinal) {
 Stream& streamOf(CUstream stream) {
   return stream != nullptr ? *reinterpret_cast<Stream*>(stream)
                            : defaultStream(fake::ordinalOf(fake::current()));
-}
-
-std::shared_ptr<Progress> share(void* page) {
-  // Never unmapped: streams of this process may still look at it.
-  return {static_cast<Progress*>(page), [](Progress*) {}};
 }
 
 Event* eventOf(CUevent event) {
@@ -177,18 +167,12 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
 
 CUresult CUDAAPI cuEventCreate(CUevent* event, unsigned flags) {
   FAKE_ENTER(std::to_string(flags))
-  const bool isShared = (flags & CU_EVENT_INTERPROCESS) != 0;
-  const int fd = fake::makeMemfd(kPage);
-  void* page = fake::mapFile(fd, kPage, nullptr);
-  *event = reinterpret_cast<CUevent>(new Event{fd, isShared, share(page)});
+  *event = reinterpret_cast<CUevent>(new Event);
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuEventDestroy(CUevent event) {
   FAKE_ENTER("")
-  if (eventOf(event)->fd >= 0) {
-    close(eventOf(event)->fd);
-  }
   delete eventOf(event);
   return CUDA_SUCCESS;
 }
@@ -211,44 +195,6 @@ CUresult CUDAAPI cuEventQuery(CUevent event) {
   const Progress& progress = *eventOf(event)->progress;
   return progress.reached(progress.recorded) ? CUDA_SUCCESS
                                              : CUDA_ERROR_NOT_READY;
-}
-
-CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
-  FAKE_ENTER("")
-  const auto progress = eventOf(event)->progress;
-  const uint64_t count = progress->recorded;
-  return fake::enqueue(stream, [progress, count] {
-    // For ever if the event's process has ended, as on a GPU.
-    while (!progress->reached(count)) {
-      std::this_thread::sleep_for(microseconds(100));
-    }
-  });
-}
-
-CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) {
-  FAKE_ENTER("")
-  if (!eventOf(event)->isShared) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  *handle = fake::pack<CUipcEventHandle>(
-      {kMagic,
-       getpid(),
-       eventOf(event)->fd,
-       fake::current()->letter,
-       kPage,
-       0});
-  return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
-  FAKE_ENTER("")
-  const fake::Shared shared = fake::unpack(handle);
-  void* page = fake::mapPeer(shared, kMagic);
-  if (page == nullptr) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  *event = reinterpret_cast<CUevent>(new Event{-1, false, share(page)});
-  return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemcpyAsync(

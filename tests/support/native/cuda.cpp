@@ -12,7 +12,6 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -40,15 +39,6 @@ template <typename T>
 T fromWire(const std::string& bytes) {
   base::ByteReader reader({bytes.data(), bytes.size()});
   return unwrap(T::read(reader));
-}
-
-cuda::IpcEventHandle eventHandle(const std::string& bytes) {
-  cuda::IpcEventHandle handle;
-  if (bytes.size() != handle.bytes.size()) {
-    throw py::value_error("an event's handle has 64 bytes");
-  }
-  std::memcpy(handle.bytes.data(), bytes.data(), bytes.size());
-  return handle;
 }
 
 cuda::StreamHandle toStream(uintptr_t stream) {
@@ -97,12 +87,8 @@ void bindDriver(py::module_& m) {
       ReleaseGil());
 }
 
-// Objects with a release() for Python, so that tests need not wait for the
+// A mapping with a release() for Python, so that tests need not wait for the
 // garbage collector.
-struct PyEvent {
-  std::optional<cuda::EventPool::Recorded> event;
-};
-
 struct PyMapping {
   std::shared_ptr<const cuda::Mapping> mapping;
 };
@@ -122,24 +108,6 @@ void bindExport(py::module_& m) {
           py::arg("device"),
           py::arg("address"),
           py::arg("bytes"));
-  py::class_<PyEvent>(m, "RecordedEvent")
-      .def_property_readonly(
-          "handle",
-          [](const PyEvent& self) {
-            const auto& bytes = self.event->handle().bytes;
-            return toBytes(bytes.data(), bytes.size());
-          })
-      .def("release", [](PyEvent& self) { self.event.reset(); });
-  py::class_<cuda::EventPool>(m, "EventPool")
-      .def(py::init<DriverPtr>())
-      .def(
-          "record",
-          [](cuda::EventPool& self, int device, uintptr_t stream) {
-            return PyEvent{unwrap(self.record(device, toStream(stream)))};
-          },
-          py::arg("device"),
-          py::arg("stream"),
-          ReleaseGil());
   m.def("describe_export", [](const std::string& bytes) {
     const auto run = fromWire<cuda::MemoryExport>(bytes);
     py::dict fields;
@@ -213,34 +181,6 @@ void bindImport(py::module_& m) {
         fields["open"] = stats.open;
         return fields;
       });
-  py::class_<cuda::EventImporter>(m, "EventImporter")
-      .def(py::init<DriverPtr>())
-      .def(
-          "wait",
-          [](cuda::EventImporter& self,
-             uint64_t peer,
-             int device,
-             const std::string& handle,
-             int streamDevice,
-             uintptr_t stream) {
-            check(self.wait(
-                peer,
-                device,
-                eventHandle(handle),
-                streamDevice,
-                toStream(stream)));
-          },
-          py::arg("peer"),
-          py::arg("device"),
-          py::arg("handle"),
-          py::arg("stream_device"),
-          py::arg("stream"),
-          ReleaseGil())
-      .def(
-          "forget",
-          &cuda::EventImporter::forget,
-          py::arg("peer"),
-          ReleaseGil());
 }
 
 void bindProbe(py::module_& m) {
