@@ -305,6 +305,67 @@ def test_the_state_of_exceptions_and_instances(tmp_path: Path) -> None:
     attack(set_state, tmp_path, LISTED)
 
 
+def number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def use_ranges(_: str) -> None:
+    """Python makes the text of these exceptions of object[start:end], wherever that is."""
+    decode, encode = (named("builtins", f"Unicode{kind}Error") for kind in ("Decode", "Encode"))
+    translate = named("builtins", "UnicodeTranslateError")
+    read = named("builtins", "str")
+
+    def made(kind: bytes, start: int, end: int) -> bytes:
+        whole = b"C\x01x" if kind == decode else text("x")
+        first = b"" if kind == translate else text("utf-8")
+        return kind + b"(" + first + whole + number(start) + number(end) + text("r") + b"tR"
+
+    far = 2**45
+    for start, end in ((-far, 1 - far), (-8, -7), (far, far + 1), (1, 2), (1, 0), (0, far)):
+        for kind in (decode, encode, translate):
+            error = made(kind, start, end)
+            for argument in (error, read + error + b"\x85R"):
+                refused(lambda a=argument: send(call_with(a)), "range", kind=Exception)
+    for kind in (decode, encode, translate):
+        for name, value in (
+            *(("start", number(-far)), ("start", number(far)), ("end", number(far))),
+            *(("object", b"N"), ("object", b"]"), ("object", b"K\x01")),
+            ("object", text("y") if kind == decode else b"C\x01y"),
+        ):
+            state = b"}" + text(name) + value + b"sb"
+            for error in (made(kind, 0, 1), kind + b")\x81"):
+                refused(lambda e=error + state: send(call_with(e)), "range", kind=Exception)
+        refused(lambda k=kind: send(call_with(k + b")\x81")), "range", kind=Exception)
+    error = UnicodeDecodeError("utf-8", b"abc", 1, 2, "bad")
+    (got,) = sync(service.add, [error], [])
+    assert str(got) == str(error) and got.object == b"abc"
+
+
+def test_exceptions_with_a_range(tmp_path: Path) -> None:
+    attack(use_ranges, tmp_path, [SERVICE])
+
+
+def nest_exceptions(_: str) -> None:
+    """Python frees what these classes hold in C by recursion, which ends the process."""
+    many = 11_000
+    stop = named("builtins", "StopIteration") + b"q\x00"
+    by_call = stop + b"h\x00" * many + b"N" + b"\x85R" * many
+    link = b"h\x00)R}h\x01h\x02sbq\x020"
+    by_state = stop + b"0" + text("value") + b"q\x010Nq\x020" + link * many + b"h\x02"
+    slices = named("builtins", "slice") + b"q\x00" + b"h\x00" * many + b"N" + b"\x85\x81" * many
+    both = named("builtins", "slice") + b"q\x010" + stop
+    both += b"h\x00h\x01" * (many // 2) + b"N" + b"\x85R" * (many // 2 * 2)
+    syntax = named("builtins", "SyntaxError") + b"q\x00"
+    # SyntaxError("m", (the next one, 1, 2, None))
+    in_tuples = syntax + (b"h\x00" + text("m") + b"(") * many + b"N" + b"K\x01K\x02Nt\x86R" * many
+    for chain in (by_call, by_state, slices, both, in_tuples):
+        refused(lambda c=chain: send(call_with(c)), "in each other", kind=Exception)
+
+
+def test_exceptions_in_each_other(tmp_path: Path) -> None:
+    attack(nest_exceptions, tmp_path, [SERVICE])
+
+
 def use_short_forms(path: str) -> None:
     for module, name in (
         (b"posix", b"system"),
@@ -461,6 +522,7 @@ def answer(kind: str, path: str) -> Any:
         "names": lambda: failed(shout, b"", (), {"__class__": shout[0]}, {}),
         "shape": lambda: failed(Reduced(os.system, touch), 1, 2, 3, 4),
         "state": lambda: Reduced(service.Shout, state={"loud": path}),
+        "range": lambda: failed((pickle.dumps(UnicodeDecodeError),), b"", (), {}, FAR),
     }[kind]()
 
 
@@ -470,6 +532,14 @@ def failed(*parts: Any) -> Any:
     return internal.RemoteException("it failed", RemoteType((*parts, ())))
 
 
+#: Python would make the text of a UnicodeDecodeError of memory elsewhere.
+FAR = {
+    name: pickle.dumps(value)
+    for name, value in {
+        **{"encoding": "utf-8", "reason": "r", "object": b"x"},
+        **{"start": -(2**45), "end": 1 - 2**45},
+    }.items()
+}
 REFUSED, FAILED = ("RefusedError", 'worker "worker0" refused'), ("Shout", "it failed")
 #: What the caller of each answer sees: a refusal, or the error without the parts that were smuggled
 #: into it.
@@ -485,6 +555,7 @@ SEEN = {
     "names": ("TypeError", "not what an exception is sent as"),
     "shape": REFUSED,
     "state": REFUSED,
+    "range": ("UnicodeDecodeError", ""),
 }
 
 

@@ -26,13 +26,15 @@ from types import (
 from typing import Any
 
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
+from torch_rpc_ext._upstream import exception_parts
 
 # Limit for tuples inside of each other: hash() of them recurses in C and overflows the stack at
 # about 100,000. No honest pickle has so many, because pickle's writers recurse too.
 _MOST_NESTED = 1000
-# Python 3.11 frees these by recursion, which overflows the stack at about 100,000 inside of each
-# other. Their depth is not known while they are filled, so links between them are counted.
-_RECURSIVE = (slice, deque, defaultdict)
+# Python 3.11 frees these, and exceptions with fields in C, by recursion, which overflows the stack
+# at about 100,000 inside of each other. Their depth is not known while they are filled, so links
+# between them are counted.
+_RECURSIVE = (slice, deque, defaultdict, BaseException)
 _MOST_LINKS = 10_000
 
 # Classes that a call may not return while a pickle is read.
@@ -68,7 +70,7 @@ class Reader:
         self._named: dict[int, Entry] = {}
         # id() of a tuple that holds tuples -> how many levels of tuples are inside of it.
         self._nested: dict[int, int] = {}
-        # How often an object of _RECURSIVE was put directly into another one.
+        # How often an object of _RECURSIVE was put directly into another such object.
         self._links = 0
 
     def load(self) -> Any:
@@ -181,12 +183,13 @@ class Reader:
         self._stack.append(made)
 
     def _link(self, target: Any, items: Iterable[Any]) -> None:
-        """Count the links that putting items into a container makes."""
-        if type(target) in _RECURSIVE:
-            self._links += sum(type(item) in _RECURSIVE for item in items)
+        """Count the links that putting items into an object makes."""
+        if issubclass(type(target), _RECURSIVE):
+            self._links += sum(issubclass(type(item), _RECURSIVE) for item in items)
             if self._links > _MOST_LINKS:
                 raise pickle.UnpicklingError(
-                    f"more than {_MOST_LINKS} slices, deques and defaultdicts in each other"
+                    f"more than {_MOST_LINKS} slices, deques, defaultdicts and exceptions in each "
+                    "other"
                 )
 
     def _append(self, items: list[Any]) -> None:
@@ -256,12 +259,7 @@ class Reader:
             return
         if entry is None or entry.build is None:
             raise self._allowed.refusal(self._uncalled(entry, function))
-        made = self._checked(entry, entry.build(*args))
-        if type(made) is slice:
-            self._link(made, args)
-        elif type(made) in _RECURSIVE:
-            self._link(made, made.values() if type(made) is defaultdict else made)
-        self._push(made)
+        self._push(self._checked(entry, entry.build(*args), args))
 
     def _new(self, kwargs: Any) -> None:
         args, cls = self._stack.pop(), self._stack.pop()
@@ -271,15 +269,27 @@ class Reader:
         if type(args) is not tuple:
             raise self._allowed.refusal("a call without a tuple of arguments")
         check_arguments(args, kwargs)
-        self._push(self._checked(entry, entry.new(*args, **kwargs)))
+        self._push(self._checked(entry, entry.new(*args, **kwargs), (*args, *kwargs.values())))
 
     def _uncalled(self, entry: Entry | None, function: Any) -> str:
         name = _described(function) if entry is None else entry.name
         return f"{name} while a pickle is read"
 
-    def _checked(self, entry: Entry, made: Any) -> Any:
-        if issubclass(type(made), _CODE):
-            raise self._allowed.refusal(f"a {type(made).__name__} that {entry.name} returned")
+    def _checked(self, entry: Entry, made: Any, args: tuple[Any, ...]) -> Any:
+        cls = type(made)
+        if issubclass(cls, _CODE):
+            raise self._allowed.refusal(f"a {cls.__name__} that {entry.name} returned")
+        if issubclass(cls, deque):
+            self._link(made, deque.__iter__(made))
+        elif issubclass(cls, defaultdict):
+            self._link(made, dict.values(made))
+        elif issubclass(cls, BaseException):
+            # SyntaxError takes some of its fields as a tuple.
+            inner = (item for each in args if type(each) is tuple for item in each)
+            self._link(made, (*args, *inner))
+            exception_parts.check_range(made)
+        else:
+            self._link(made, args)
         return made
 
     def _memo_get(self, place: int) -> None:
@@ -310,14 +320,20 @@ class Reader:
             if type(setstate) is not FunctionType:
                 raise self._allowed.refusal(f"a change of a {full_name(cls)}")
             setstate(target, state)
+        else:
+            self._set_state(target, attributes)
+            self._set_state(target, slots)
+        if issubclass(cls, BaseException):
+            exception_parts.check_range(target)
+
+    def _set_state(self, target: Any, state: Any) -> None:
+        if state is None:
             return
-        for each in (attributes, slots):
-            if each is None:
-                continue
-            if type(each) is not dict:
-                raise self._allowed.refusal(f"a change of a {full_name(cls)} by no dict")
-            for name, value in each.items():
-                _set_attribute(target, name, value)
+        if type(state) is not dict:
+            raise self._allowed.refusal(f"a change of a {full_name(type(target))} by no dict")
+        self._link(target, state.values())
+        for name, value in state.items():
+            _set_attribute(target, name, value)
 
     def _check_attribute(self, cls: type, name: Any) -> None:
         """Permit plain attributes and fields, but neither __special__ names nor methods."""

@@ -23,6 +23,15 @@ internal: Any = _untyped_internal  # upstream's functions have no types
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
 # Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
 _LEFT_THERE = ("obj",)
+# Python makes the text of these exceptions of object[start:end], where `object` has the type beside
+# them. Python 3.11 does not ask whether that range is within `object`: a wrong range ends the
+# process, or shows other memory of the process.
+_RANGED: tuple[tuple[Any, type], ...] = (
+    (UnicodeDecodeError, bytes),
+    (UnicodeEncodeError, str),
+    (UnicodeTranslateError, str),
+)
+_RANGE = ("object", "start", "end")
 # Attributes that are not sent: the notes are in the traceback's text, and also_runtime_error() of
 # exceptions.py sets the other attribute.
 _OURS = ("__notes__", "_remote_original")
@@ -130,6 +139,32 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
     return made
 
 
+def check_range(error: BaseException) -> None:
+    """Look at the range of a UnicodeError that a peer has sent, before anybody asks for its text.
+
+    Raises:
+        ValueError: the range is not within the object.
+    """
+    for cls, _ in _RANGED:
+        if issubclass(type(error), cls):
+            values = {name: vars(cls)[name].__get__(error) for name in _RANGE}
+            if not _is_range(cls, values):
+                raise ValueError(f"a {cls.__name__} whose range is not within its object")
+
+
+def _is_range(cls: type, values: dict[str, Any]) -> bool:
+    """Whether an exception of the class may have these values of its fields."""
+    for ranged, kind in _RANGED:
+        if issubclass(cls, ranged):
+            whole, start, end = map(values.get, _RANGE)
+            return (
+                issubclass(type(whole), kind)
+                and type(start) is type(end) is int
+                and 0 <= start <= end <= len(whole)
+            )
+    return True
+
+
 def _is_group(cls: type) -> bool:
     return issubclass(cls, BaseExceptionGroup)
 
@@ -152,8 +187,9 @@ def _fields(cls: type) -> list[str]:
 
 
 def _set_fields(error: BaseException, values: dict[str, Any]) -> None:
+    left_out = () if _is_range(type(error), values) else _RANGE
     for name in _fields(type(error)):
-        if name in values:
+        if name in values and name not in left_out:
             try:
                 setattr(error, name, values[name])
             except (AttributeError, TypeError):
