@@ -233,6 +233,12 @@ def use_remote_module() -> None:
         optimizer.step(context)
     assert module.forward(torch.ones(2)).sum() == 2
     assert sync(service.call_module, module, torch.ones(2)).sum() == 2
+    # To a worker that does not own the module; and one that its owner passes on.
+    own: Any = RemoteModule("worker0/cpu", service.Double)
+    for passed, total in ((module, 2), (own, 4)):
+        for _ in range(2):
+            arguments = (passed, torch.ones(2))
+            assert rpc.rpc_sync("worker2", service.call_module, args=arguments).sum() == total
     scripted: Any = remote_module._RemoteModule(
         "worker1/cpu", service.Double, _module_interface_cls=service.DoubleInterface
     )

@@ -168,6 +168,11 @@ class _Generated(Entry):
 
 def fork(data: Any) -> Any:
     """Make an RRef from its pickled form."""
+    _check_fork(data)
+    return rpc.PyRRef._deserialize(data)
+
+
+def _check_fork(data: Any) -> None:
     if (
         type(data) is not tuple
         or len(data) != 7
@@ -177,7 +182,6 @@ def fork(data: Any) -> Any:
         or max(data[6].count("["), data[6].count("(")) > _MOST_NESTED_TYPE
     ):
         raise ValueError("not what an RRef is pickled as")
-    return rpc.PyRRef._deserialize(data)
 
 
 def script_module(data: Any) -> Any:
@@ -244,7 +248,7 @@ def _remote_module(*attributes: Any) -> Any:
         type(text) is str for text in (on, device)
     ):
         raise TypeError("not what a RemoteModule is pickled as")
-    fork(rref).owner()  # only a check; _remote_module_receiver() makes the RRef again
+    _check_fork(rref)  # _remote_module_receiver() makes the RRef; a fork can be made only once
     functions = [method.method for method in methods]
     receive: Any = remote_module._remote_module_receiver
     return receive(on, device, bool(is_mapped), bool(is_scriptable), functions, rref)
