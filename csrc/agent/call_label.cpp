@@ -1,5 +1,7 @@
 #include "agent/call_label.h"
 
+#include "agent/wrapped_message.h"
+
 #include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
@@ -142,55 +144,6 @@ std::string scriptFunction(std::string_view bytes) {
     name.remove_prefix(kRoot.size());
   }
   return std::string(name);
-}
-
-// Upstream wraps a message in another one to add, for example, the context of
-// autograd. `bytes` is the payload of the outer message: the inner payload,
-// then a pickle that begins with the inner message's type, then the pickle's
-// size in 8 bytes. Returns that type, or 0 if there is none, and leaves the
-// inner payload in `bytes`. Source: torch/csrc/distributed/rpc/utils.cpp,
-// writeWrappedPayload().
-int unwrap(std::string_view& bytes) {
-  // PROTO 2, MARK, BININT2
-  constexpr std::string_view kBegin = "\x80\x02(M";
-  uint64_t size = 0;
-  if (bytes.size() < sizeof(size)) {
-    return 0;
-  }
-  for (const char c : bytes.substr(bytes.size() - sizeof(size))) {
-    size = size << 8 | static_cast<unsigned char>(c);
-  }
-  bytes.remove_suffix(sizeof(size));
-  if (size > bytes.size()) {
-    return 0;
-  }
-  const std::string_view added = bytes.substr(bytes.size() - size);
-  bytes.remove_suffix(size);
-  if (!added.starts_with(kBegin) || added.size() < kBegin.size() + 2) {
-    return 0;
-  }
-  return static_cast<unsigned char>(added[kBegin.size()]) |
-      static_cast<unsigned char>(added[kBegin.size() + 1]) << 8;
-}
-
-// Type and payload of the innermost message.
-struct Inner {
-  int type;
-  std::string_view bytes;
-};
-
-Inner innermost(const Message& message) {
-  const auto& payload = message.payload();
-  Inner inner{message.type(), {payload.data(), payload.size()}};
-  while (inner.type == MessageType::FORWARD_AUTOGRAD_REQ ||
-         inner.type == MessageType::RUN_WITH_PROFILING_REQ) {
-    const int type = unwrap(inner.bytes);
-    if (type == 0) {
-      break;
-    }
-    inner.type = type;
-  }
-  return inner;
 }
 
 } // namespace

@@ -4,6 +4,7 @@
 #include "agent/integrity.h"
 #include "agent/tensor_decoder.h"
 #include "agent/wire_dtype.h"
+#include "agent/wrapped_message.h"
 
 #include <algorithm>
 #include <memory>
@@ -508,7 +509,7 @@ Error Decoder::decode(
       std::move(tensors),
       static_cast<MessageType>(view_.header().messageType),
       static_cast<int64_t>(view_.header().callId));
-  return {};
+  return checkWrappers(*message);
 }
 
 } // namespace torch_rpc_ext::agent

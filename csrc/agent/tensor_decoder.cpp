@@ -63,9 +63,10 @@ c10::DispatchKey keyOf(c10::Device device) {
 
 // Whether the storage is large enough for all elements. torch checks each
 // index, scale and zero point: with strides of 0, a few bytes from a peer could
-// make it check for hours.
+// make it check for hours. Divides, because Tensor::nbytes() overflows.
 bool hasEachElement(const at::Tensor& tensor) {
-  return tensor.nbytes() <= tensor.storage().nbytes();
+  return static_cast<uint64_t>(tensor.numel()) <=
+      tensor.storage().nbytes() / tensor.itemsize();
 }
 
 // Builds one tensor of the message from its record and its parts.

@@ -15,7 +15,16 @@ from tests.support import cxx
 HERE = Path(__file__).parent
 BUILD = cxx.ROOT / "build" / "unit_agent"
 BASE = ("boundary", "error", "log")
-GROUP = ("barrier", "call_label", "group", "hello", "membership", "peers", "worker_events")
+GROUP = (
+    "barrier",
+    "call_label",
+    "group",
+    "hello",
+    "membership",
+    "peers",
+    "worker_events",
+    "wrapped_message",
+)
 OPEN_CALLS = (
     "call_label",
     "executor",
@@ -27,6 +36,7 @@ OPEN_CALLS = (
     "peers",
     "pending_calls",
     "unread_rrefs",
+    "wrapped_message",
 )
 
 POLLER = (*BASE, "poller", "timer")

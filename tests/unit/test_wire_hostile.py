@@ -19,6 +19,7 @@ from tests.unit.test_wire import (
     decode,
     encode,
     raw,
+    wire,
 )
 from torch_rpc_ext._native import loader
 
@@ -192,6 +193,68 @@ def test_a_few_bytes_that_claim_many_indices() -> None:
     with pytest.raises(ValueError, match="more indices than it has brought"):
         decode(head, bulk)
     assert time.monotonic() - start < 60
+
+
+def test_so_many_indices_that_their_bytes_overflow() -> None:
+    """2**61 numbers of 8 bytes would take 2**64 bytes, which is 0 for a computer."""
+    count, claimed = 7919, 1 << 61
+    # A value of one byte, so that the values alone may be so many.
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(1, count, dtype=torch.long), torch.ones(count, dtype=torch.uint8), (9,)
+    )
+    head, bulk = encode(sparse)
+    for at in range(len(head) - 16):
+        size, stride = struct.unpack_from("<qq", head, at)
+        if size == count and stride in (0, 1):
+            head = patched(patched(head, at, "<q", claimed), at + 8, "<q", 0)
+    with pytest.raises(ValueError, match="more indices than it has brought"):
+        decode(head, bulk)
+
+
+AUTOGRAD, PROFILED, CALL = 0x10F, 0x115, 0x102
+AUTOGRAD_ANSWER, ANSWER = 0x210, 0x203
+
+
+def wrapped(payload: bytes, kind: int, begin: bytes = b"\x80\x02(M") -> bytes:
+    """A payload as torch wraps it: the payload, a pickle with its message's type, its size."""
+    added = begin + struct.pack("<H", kind) + b"t."
+    return payload + added + struct.pack(">Q", len(added))
+
+
+def decode_message(payload: bytes, kind: int) -> None:
+    wire.decode_message(*wire.encode_message(payload, [], kind, 42, INLINE))
+
+
+def test_wrapped_messages() -> None:
+    """Autograd wraps a call, and a profiler wraps that."""
+    decode_message(wrapped(b"x", CALL), AUTOGRAD)
+    decode_message(wrapped(wrapped(b"x", CALL), AUTOGRAD), PROFILED)
+    decode_message(wrapped(b"x", CALL, b"\x80\x02M"), PROFILED)  # a tuple of up to three
+    decode_message(wrapped(b"x", ANSWER), AUTOGRAD_ANSWER)
+
+
+@pytest.mark.parametrize("levels", [3, 10_000])
+@pytest.mark.parametrize("kind", [AUTOGRAD, PROFILED, AUTOGRAD_ANSWER])
+def test_messages_in_each_other(kind: int, levels: int) -> None:
+    """torch unwraps them by recursion."""
+    payload = b"x"
+    for _ in range(levels):
+        payload = wrapped(payload, kind)
+    with pytest.raises(ValueError, match="which is not how torch wraps a call"):
+        decode_message(payload, kind)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(b"", b"x", b"\0" * 8, b"x" + struct.pack(">Q", 2), b"x" + struct.pack(">Q", 1 << 63)),
+        wrapped(b"x", CALL, b"\x80\x02(J\0\0"),  # a type in four bytes
+        wrapped(b"x", CALL, b"\x80\x04(M"),
+    ],
+)
+def test_what_is_inside_cannot_be_told(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="which is not how torch wraps a call"):
+        decode_message(payload, AUTOGRAD)
 
 
 def test_repeated_indices_of_the_user() -> None:
