@@ -330,6 +330,30 @@ void testStrangers() {
   }
 }
 
+// A header is compared with the memory that its tag stands for when the header
+// comes. The memory that the tag stands for later is not written to.
+void testAHeaderBeforeItsReceive() {
+  Fixture f;
+  const uint64_t tag = reserveTags(1);
+  const Bytes piece = numbered(kPiece, 1);
+  const lanes::Hello hello = helloOf(f.address);
+  const lanes::PieceHeader early{tag, 4 * kPiece, kPiece};
+  Stranger member(f.address);
+  member.say(&hello, sizeof(hello));
+  member.say(&early, sizeof(early));
+  member.say(piece.data(), 1);
+  f.move({kPiece}, 1); // so the receiver has read what came before
+  Bytes all(8 * kPiece, 'o');
+  End received;
+  const uint64_t id = f.receiver.receive(
+      tag, {{all.data(), kPiece}}, received.callback(), nullptr);
+  member.say(piece.data() + 1, piece.size() - 1);
+  require(!member.isClosed(), "an answer to it");
+  require(all == Bytes(8 * kPiece, 'o'), "nothing was written");
+  require(!received.fired(), "and nothing received");
+  f.receiver.cancel(id, {base::ErrorKind::kRefused, "enough"});
+}
+
 void testManySilentStrangers() {
   Fixture f;
   std::vector<std::unique_ptr<Stranger>> silent;
@@ -415,6 +439,7 @@ int main() {
   testNobodyThere();
   testAReceiverThatEnds();
   testStrangers();
+  testAHeaderBeforeItsReceive();
   testManySilentStrangers();
   testNoDescriptorIsLeft();
   testSocketsThatCannotBeServed();

@@ -261,6 +261,7 @@ bool BulkReceiver::takeHeader(Lane& lane) {
             std::to_string(piece.size) + " bytes does not fit");
   }
   lane.inPiece = fits;
+  lane.isDropped = expected == expected_.end();
   return fits;
 }
 
@@ -275,8 +276,11 @@ bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
     }
   }
   // Looked up each time: the receive may have been cancelled in the middle of a
-  // piece, and nothing is written to its memory then.
-  const auto expected = expected_.find(lane.piece.tag);
+  // piece, and nothing is written to its memory then. A piece that nobody
+  // expected stays dropped, whatever begins meanwhile: takeHeader() has not
+  // compared its place with any memory.
+  const auto expected =
+      lane.isDropped ? expected_.end() : expected_.find(lane.piece.tag);
   char* const into = expected == expected_.end()
       ? reinterpret_cast<char*>(dropped_.data())
       : static_cast<char*>(expected->second.memory.data) + lane.piece.offset;
@@ -301,7 +305,8 @@ void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
   // One byte always has room: the sender has few pieces without an answer.
   const char taken = 1;
   (void)!::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
-  const auto found = expected_.find(lane.piece.tag);
+  const auto found =
+      lane.isDropped ? expected_.end() : expected_.find(lane.piece.tag);
   if (found == expected_.end()) {
     return;
   }

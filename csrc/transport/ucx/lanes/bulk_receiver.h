@@ -41,7 +41,7 @@ class BulkReceiver {
   base::Result<std::string> addressAt(const std::vector<std::string>& ips);
 
   // Expects chunks, which come with the tags `tag`, `tag` + 1, and so on: tags
-  // that no other receive() has had, and that nobody can guess.
+  // that no other receive() has had, and that no stranger can guess.
   // Returns an id for cancel(). `arrived`, which may be null, is called for
   // chunks that have arrived, in any order.
   uint64_t receive(
@@ -80,6 +80,7 @@ class BulkReceiver {
     PieceHeader piece = {};
     size_t got = 0; // bytes of the Hello, or of the header, or of the piece
     bool inPiece = false;
+    bool isDropped = false; // nobody expected the piece when its header came
   };
 
   void handle(Locked& locked, uint64_t id, uint32_t events);
