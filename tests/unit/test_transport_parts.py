@@ -24,7 +24,7 @@ ALONE = {
     )
 }
 #: Built with the core library.
-WITH_UCX = {"exchange": (), "goodbye": ("agent/executor.cpp",)}
+WITH_UCX = {"exchange": (), "ucx_channel": (), "goodbye": ("agent/executor.cpp",)}
 
 
 def run(program: Path, environment: dict[str, str] | None = None) -> None:
@@ -49,8 +49,9 @@ def test_a_part_without_ucx(name: str) -> None:
 @pytest.mark.timeout(cxx.TIMEOUT)
 @pytest.mark.parametrize("name", WITH_UCX)
 def test_a_part_with_ucx(name: str) -> None:
-    """exchange: how bulk is offered, taken, acknowledged and returned. goodbye: a worker that
-    leaves while another connects to it is heard to leave."""
+    """exchange: how bulk is offered, taken, acknowledged and returned. ucx_channel: chunks that
+    come before they are expected. goodbye: a worker that leaves while another connects to it is
+    heard to leave."""
     built, environment = core.build(
         BUILD,
         {

@@ -30,7 +30,7 @@ struct UcxChannel::Group {
   UcxChannel* channel = nullptr;
   uint64_t id = 0;
   Callback callback;
-  size_t left = 0; // chunks not yet ended, plus 1 until all are posted
+  size_t left = 0; // chunks that have not ended, plus 1 until all are posted
   std::vector<void*> requests; // of a receive(), for cancel()
   uint64_t firstTag = 0;
   std::vector<base::MutableSpan> chunks; // of a receive(), by tag
@@ -88,13 +88,16 @@ uint64_t UcxChannel::receive(
     group->id = id;
     group->callback = std::move(callback);
     group->arrived = std::move(arrived);
-    group->left = 1; // so that the group lives until all are posted
     group->firstTag = tag;
     group->chunks = std::move(chunks);
     if (stopped_) {
       group->error = transportEnded();
       group->chunks.clear();
     }
+    // All chunks are counted before the first is posted, because one that the
+    // peer has already sent ends right there. And one more is counted, so that
+    // the group lives until all are posted.
+    group->left = 1 + group->chunks.size();
     Group* raw = group.get();
     groups_.emplace(id, std::move(group));
     for (const auto& chunk : raw->chunks) {
@@ -108,14 +111,12 @@ uint64_t UcxChannel::receive(
           &Group::received,
           &Group::receiveFailed>::received;
       params.user_data = raw;
+      const size_t left = raw->left;
       void* request = ucp_tag_recv_nbx(
           locked.get(), chunk.data, chunk.size, tag++, ~uint64_t{0}, &params);
-      if (UCS_PTR_IS_ERR(request)) {
-        if (!raw->error) {
-          raw->error = toError(UCS_PTR_STATUS(request), "receiving bulk");
-        }
-      } else if (request != nullptr) {
-        ++raw->left;
+      if (!UCS_PTR_IS_PTR(request)) {
+        chunkDone(locked, raw, UCS_PTR_STATUS(request));
+      } else if (raw->left == left) { // else the request is over already
         raw->requests.push_back(request);
       }
     }
