@@ -10,6 +10,8 @@
 
 #include <array>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <new>
@@ -21,7 +23,6 @@ namespace torch_rpc_ext::memory {
 
 namespace {
 
-constexpr const char* kName = "torch_rpc_ext";
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
 
 uint64_t randomId() {
@@ -34,8 +35,17 @@ uint64_t randomId() {
   return id;
 }
 
-int makeRegion(size_t size) {
-  const int fd = ::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+// The name of a region's memfd. A process gives the number of a descriptor that
+// it has closed to the next one, so the number alone may mean another region.
+std::string nameOf(uint64_t id) {
+  std::array<char, 40> name{};
+  std::snprintf(name.data(), name.size(), "torch_rpc_ext-%016" PRIx64, id);
+  return name.data();
+}
+
+int makeRegion(uint64_t id, size_t size) {
+  const int fd =
+      ::memfd_create(nameOf(id).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd >= 0 &&
       (::ftruncate(fd, static_cast<off_t>(size)) != 0 ||
        ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) !=
@@ -46,20 +56,30 @@ int makeRegion(size_t size) {
   return fd;
 }
 
-// Opens a descriptor of another process; -1 if that fails. Opens it only if its
-// name is that of our memfds: opening a pipe could block, and opening a device
-// may have any effect.
-int openRegion(int32_t pid, uint64_t fd) {
-  const std::string path =
-      "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const std::string wanted = std::string("/memfd:") + kName;
+bool isRegion(const std::string& path, uint64_t id) {
+  const std::string wanted = "/memfd:" + nameOf(id);
   std::array<char, 64> target{};
   const ssize_t length = ::readlink(path.c_str(), target.data(), target.size());
-  if (length < 0 ||
-      !std::string_view(target.data(), length).starts_with(wanted)) {
+  return length >= 0 &&
+      std::string_view(target.data(), length).starts_with(wanted);
+}
+
+// Opens a descriptor of another process; -1 if that fails, or if the descriptor
+// is another one. Asked before, because opening a pipe could block, and opening
+// a device may have any effect; and after, because the other process may have
+// given the number to another descriptor meanwhile.
+int openRegion(int32_t pid, uint64_t number, uint64_t id) {
+  const std::string path =
+      "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
+  if (!isRegion(path, id)) {
     return -1;
   }
-  return ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  if (fd >= 0 && !isRegion("/proc/self/fd/" + std::to_string(fd), id)) {
+    ::close(fd);
+    return -1;
+  }
+  return fd;
 }
 
 // The size of a memfd; 0 if it is not sealed against shrinking: its owner could
@@ -173,10 +193,11 @@ SharedMap::AllMaps& SharedMap::all() {
 
 std::shared_ptr<SharedMap> SharedMap::create(size_t size) {
   std::unique_lock lock(all().mutex());
-  const int fd = makeRegion(size);
+  const uint64_t id = randomId();
+  const int fd = makeRegion(id, size);
   SharedMap* const map = fd < 0
       ? nullptr
-      : all().add(fd, size, randomId(), /*foreign=*/false, /*isPrivate=*/false);
+      : all().add(fd, size, id, /*foreign=*/false, /*isPrivate=*/false);
   lock.unlock();
   return std::shared_ptr<SharedMap>(map);
 }
@@ -188,7 +209,7 @@ std::shared_ptr<SharedMap> SharedMap::open(
     size_t size,
     bool isPrivate) {
   std::unique_lock lock(all().mutex());
-  const int fd = openRegion(pid, number);
+  const int fd = openRegion(pid, number, id);
   if (fd < 0) {
     return nullptr;
   }

@@ -289,6 +289,17 @@ void testWhatIsReturned() {
   require(
       error.message == "the sender returns memory that it has not been sent",
       "is no memory of ours");
+  scene.link->state = PeerState::kDead;
+  scene.link->end = {base::ErrorKind::kPeerLost, "it died"};
+  require(
+      scene.fetch({first}, &byte).kind == base::ErrorKind::kPeerLost,
+      "when a peer has died, nothing is lent to the peer any more");
+  scene.link->state = PeerState::kOpen;
+
+  require(
+      SharedMap::open(
+          getpid(), one->region().fd, one->region().id + 1, kSize) == nullptr,
+      "the descriptor of another region");
 
   // What this end returns, it names.
   BulkEntry entry;

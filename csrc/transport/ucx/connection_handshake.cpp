@@ -138,6 +138,9 @@ void UcxConnection::onHandshake(Locked& locked, const Message& message) {
     fail(locked, std::move(error), /*flush=*/true);
     return;
   }
+  if (closed()) {
+    return; // the handshake's last message could not be sent
+  }
   for (auto& [early, bytes] : std::exchange(early_, {})) {
     onSealedOrPlain(locked, {early, {bytes.data(), bytes.size()}});
   }

@@ -246,6 +246,11 @@ void UcxContext::onOpen(Locked& locked, const Message& message) {
   std::string introduction;
   withHandler([&](Handler& handler) { introduction = handler.introduction(); });
   connection->accept(locked, std::move(opening.value()), introduction);
+  if (stopped_.load()) {
+    // stop() may have closed all connections for the last time, and the worker
+    // still makes progress for a moment.
+    connection->closeNow(locked);
+  }
 }
 
 void UcxContext::stop() {

@@ -79,9 +79,13 @@ class LentMaps final : public Way {
     });
   }
   void fetch(Fetch fetch) override {
+    // When a peer has died, nothing is lent to the peer any more.
     fetch.callback(
-        {base::ErrorKind::kInvalid,
-         "the sender returns memory that it has not been sent"});
+        isOver(ends_.link.peer())
+            ? ends_.link.ending()
+            : base::Error{
+                  base::ErrorKind::kInvalid,
+                  "the sender returns memory that it has not been sent"});
   }
 
  private:
