@@ -18,7 +18,8 @@ Creations::Begun Creations::begin(Caller caller) {
     number = queue.next++;
     queue.begun.insert(number);
   }
-  return Begun(nullptr, [self = shared_from_this(), caller, number](void*) {
+  // Points to something, because a Begun that is null ends nothing.
+  return Begun(this, [self = shared_from_this(), caller, number](void*) {
     self->end(caller, number);
   });
 }

@@ -1,0 +1,67 @@
+"""A message that releases an RRef is served after the requests that may still make that RRef, and
+waits for no other requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch.distributed import autograd, rpc
+
+from tests.process import functions as f
+from tests.process.group import SECONDS, Group
+
+_go_on = threading.Event()
+
+
+def double_later(tensor: torch.Tensor) -> torch.Tensor:
+    assert _go_on.wait(SECONDS)
+    return tensor * 2
+
+
+def go_on() -> None:
+    _go_on.set()
+
+
+def owned_values() -> int:
+    return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+def wait_until_released() -> None:
+    end = time.monotonic() + SECONDS / 4
+    while owned_values() != 0:
+        assert time.monotonic() < end, "the RRef's value is still there"
+        time.sleep(0.01)
+
+
+def begin_a_call_and_release_an_rref() -> None:
+    """The call is wrapped for autograd, so only its inside tells that it makes no RRef."""
+    rref: Any = rpc.remote("worker1", f.identity, args=(1,))
+    assert rref.to_here() == 1
+    with autograd.context():
+        tensor = torch.ones(2, requires_grad=True)
+        f.HELD["call"] = rpc.rpc_async("worker1", double_later, args=(tensor,), timeout=0)
+        del rref
+
+
+def test_a_call_in_a_context_holds_no_release_up() -> None:
+    with Group(2) as group:
+        group[0].run(begin_a_call_and_release_an_rref)
+        group[1].run(wait_until_released)
+        group[1].run(go_on)
+
+
+def begin_a_creation_and_release_its_rref() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    with autograd.context():
+        rref: Any = rpc.remote("worker1", double_later, args=(tensor,))
+        del rref
+
+
+def test_a_creation_in_a_context_comes_before_its_release() -> None:
+    with Group(2) as group:
+        group[0].run(begin_a_creation_and_release_its_rref)
+        group[1].run(go_on)
+        group[1].run(wait_until_released)
