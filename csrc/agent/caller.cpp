@@ -83,7 +83,11 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     return future;
   }
   const uint32_t left = timeLeft(call);
-  const uint64_t id = calls_.pending().add(std::move(call));
+  if (base::Error error = calls_.pending().add(call)) {
+    calls_.fail(std::move(call), error);
+    return future;
+  }
+  const uint64_t id = call.id;
 
   device::Route route{.receiver = &to.name_};
   if (!deviceMap.empty()) {
@@ -137,7 +141,11 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::ask(
   call.sentAt = PendingCall::Clock::now();
   call.counted = false;
   auto future = call.future;
-  const uint64_t id = calls_.pending().add(std::move(call));
+  if (base::Error error = calls_.pending().add(call)) {
+    calls_.fail(std::move(call), error);
+    return future;
+  }
+  const uint64_t id = call.id;
   auto encoded = encode(message, {id, wire::CallKind::kRequest, UINT64_MAX});
   try {
     sendFrame(
@@ -184,9 +192,7 @@ void Caller::sendFrame(
   memory_.trimLater();
   memory_.lender().lend(
       std::move(encoded), [this, callId, connection](Encoded lent) {
-        if (calls_.pending().contains(callId)) { // else it has timed out
-          sendFrameNow(callId, std::move(lent), connection);
-        }
+        sendFrameNow(callId, std::move(lent), connection);
       });
 }
 
@@ -198,7 +204,9 @@ void Caller::sendFrameNow(
   if (encoded.borrowsBulk()) {
     untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
   }
-  calls_.pending().setSent(callId, connection, untaken);
+  if (!calls_.pending().setSent(callId, connection, untaken)) {
+    return; // the call has timed out
+  }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
   // The callback below holds the memory that `bulk` points into until the peer
@@ -257,7 +265,7 @@ base::Error Caller::sendFromDevices(
           if (auto call = calls_.pending().take(callId)) {
             calls_.failLater(std::move(*call), encoded.error());
           }
-        } else if (calls_.pending().contains(callId)) { // else it has timed out
+        } else {
           sendFrame(callId, std::move(encoded.value()), connection);
         }
       });

@@ -156,10 +156,14 @@ void OpenCalls::withdraw(uint64_t callId) {
   }
 }
 
-void OpenCalls::ended(PendingCall& call) {
-  if (call.limited) {
+void OpenCalls::makeRoom(PendingCall& call) {
+  if (std::exchange(call.limited, false)) {
     load_.end(call.to, call.bytes);
   }
+}
+
+void OpenCalls::ended(PendingCall& call) {
+  makeRoom(call);
   if (call.scope) {
     executor_.endNested(call.scope);
   }
@@ -209,6 +213,7 @@ void OpenCalls::finish(
     counters_.latency.add(PendingCall::Clock::now() - call.sentAt);
     note(call, /*failed=*/false);
     auto storages = storagesOf(*message, call.future->devices());
+    makeRoom(call);
     settle(call, [&] {
       call.future->markCompleted(
           c10::IValue(std::move(message)), std::move(storages));
@@ -217,7 +222,7 @@ void OpenCalls::finish(
   ended(call);
 }
 
-void OpenCalls::failed(const PendingCall& call, std::exception_ptr why) {
+void OpenCalls::failed(PendingCall& call, std::exception_ptr why) {
   metrics::add(counters_.callsFailed, 1);
   // Whatever these throw, the future has to be told.
   base::caughtHere(base::Boundary::kFuture, [&] {
@@ -226,6 +231,7 @@ void OpenCalls::failed(const PendingCall& call, std::exception_ptr why) {
       call.beforeFailure();
     }
   });
+  makeRoom(call);
   settle(call, [&] { call.future->setError(std::move(why)); });
 }
 
@@ -296,7 +302,7 @@ void OpenCalls::failAll(
 
 void OpenCalls::failAll(const base::Error& error) {
   load_.stop();
-  for (auto& call : pending_.takeAll(nullptr)) {
+  for (auto& call : pending_.close(error)) {
     failLater(std::move(call), error);
   }
 }

@@ -83,7 +83,10 @@ class OpenCalls {
   void addTo(Metrics& metrics) const;
 
  private:
-  void failed(const PendingCall& call, std::exception_ptr why);
+  void failed(PendingCall& call, std::exception_ptr why);
+  // The call no longer counts in the limits. Before its future is completed,
+  // because a callback of the future may make the next call, and wait for room.
+  void makeRoom(PendingCall& call);
   void ended(PendingCall& call);
   void note(const PendingCall& call, bool failed);
 

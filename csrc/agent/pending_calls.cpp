@@ -11,9 +11,12 @@ PendingCalls::~PendingCalls() {
   stop();
 }
 
-uint64_t PendingCalls::add(PendingCall call) {
+base::Error PendingCalls::add(PendingCall& call) {
   const Clock::time_point deadline = call.deadline();
   auto state = state_.lock();
+  if (state->closed) {
+    return state->closed;
+  }
   const uint64_t id = state->nextId++;
   call.id = id;
   if (deadline != Clock::time_point::max()) {
@@ -24,20 +27,22 @@ uint64_t PendingCalls::add(PendingCall call) {
       arm(*state);
     }
   }
-  state->calls.emplace(id, std::move(call));
-  return id;
+  state->calls.emplace(id, std::move(call)); // which leaves call.id
+  return {};
 }
 
-void PendingCalls::setSent(
+bool PendingCalls::setSent(
     uint64_t id,
     const transport::ConnectionPtr& connection,
     UntakenPtr untaken) {
   auto state = state_.lock();
   auto it = state->calls.find(id);
-  if (it != state->calls.end()) {
-    it->second.connection = connection;
-    it->second.untaken = std::move(untaken);
+  if (it == state->calls.end()) {
+    return false;
   }
+  it->second.connection = connection;
+  it->second.untaken = std::move(untaken);
+  return true;
 }
 
 void PendingCalls::setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox) {
@@ -102,10 +107,19 @@ std::vector<PendingCall> PendingCalls::takeAll(
   std::vector<PendingCall> taken;
   for (auto it = state->calls.begin(); it != state->calls.end();) {
     auto current = it++;
-    if (connection == nullptr ||
-        current->second.connection.get() == connection) {
+    if (current->second.connection.get() == connection) {
       taken.push_back(extract(*state, current));
     }
+  }
+  return taken;
+}
+
+std::vector<PendingCall> PendingCalls::close(const base::Error& why) {
+  auto state = state_.lock();
+  state->closed = why;
+  std::vector<PendingCall> taken;
+  while (!state->calls.empty()) {
+    taken.push_back(extract(*state, state->calls.begin()));
   }
   return taken;
 }

@@ -83,11 +83,13 @@ class PendingCalls {
   PendingCalls(const PendingCalls&) = delete;
   PendingCalls& operator=(const PendingCalls&) = delete;
 
-  // Returns the id of the call.
-  uint64_t add(PendingCall call);
-  // Says on which connection the call is sent: the call fails when that
-  // connection ends.
-  void setSent(
+  // Gives the call its id. After close(), returns the error of close() and
+  // leaves the call as it is.
+  base::Error add(PendingCall& call);
+  // Says on which connection the call is about to be sent: the call fails when
+  // that connection ends. False for a call that is no longer here: then it must
+  // not be sent, because its RRefs may have been released.
+  [[nodiscard]] bool setSent(
       uint64_t id,
       const transport::ConnectionPtr& connection,
       UntakenPtr untaken);
@@ -108,8 +110,10 @@ class PendingCalls {
   // Each call is given away exactly once: by take(), by takeAll(), or to
   // `expired`.
   std::optional<PendingCall> take(uint64_t id);
-  // The calls that were sent over `connection`; null: all calls.
+  // The calls that were sent over `connection`.
   std::vector<PendingCall> takeAll(const transport::Connection* connection);
+  // All calls. No call is added from here on.
+  std::vector<PendingCall> close(const base::Error& why);
   bool contains(uint64_t id) const;
   size_t size() const;
 
@@ -125,6 +129,7 @@ class PendingCalls {
     std::set<std::pair<Clock::time_point, uint64_t>> deadlines;
     // When the timer fires; max() when it does not.
     Clock::time_point armed = Clock::time_point::max();
+    base::Error closed; // the error of close()
     bool stopped = false;
   };
 

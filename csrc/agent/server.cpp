@@ -86,17 +86,22 @@ bool Server::announced(Arrival& arrival) {
 
 void Server::refuse(const Arrival& arrival) {
   metrics::add(counters_.callsNotBegun, 1);
+  const base::Error why{
+      base::ErrorKind::kOverloaded,
+      "worker \"" + group_.self().name_ +
+          "\" did not begin the call: the requests that wait there for a "
+          "thread take " +
+          std::to_string(queuedFrames_.bytes()) + " bytes, of " +
+          std::to_string(queuedFrames_.limit()) +
+          " (the larger of its receive_budget and 64 MiB). Wait for some of "
+          "the calls, or lower max_calls_in_flight"};
+  // Else the caller would hear, maybe first, that its tensors were not taken,
+  // and nothing of the load.
+  arrival.incoming->refuse(why);
   const Asker asker{
       .connection = arrival.connection, .callId = arrival.header().callId};
-  executor_.submit(base::makeTask([this, asker] {
-    const std::string text = "worker \"" + group_.self().name_ +
-        "\" did not begin the call: the requests that wait there for a thread "
-        "take " +
-        std::to_string(queuedFrames_.bytes()) + " bytes, of " +
-        std::to_string(queuedFrames_.limit()) +
-        " (the larger of its receive_budget and 64 MiB). Wait for some of the "
-        "calls, or lower max_calls_in_flight";
-    answers_.send(asker, makeFailure(base::ErrorKind::kOverloaded, text));
+  executor_.submit(base::makeTask([this, asker, why] {
+    answers_.send(asker, makeFailure(why.kind, why.message));
   }));
 }
 

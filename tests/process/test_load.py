@@ -106,6 +106,27 @@ def test_calls_that_call_back_go_on() -> None:
     assert [future.wait() for future in futures] == [1] * 12
 
 
+def call_again(done: Any) -> str:
+    name: str = rpc.rpc_sync("worker1", f.name_here, timeout=20)
+    return f"{name}, {'an error' if is_error(done) else 'a value'}"
+
+
+def is_error(done: Any) -> bool:
+    try:
+        done.value()
+    except ValueError:
+        return True
+    return False
+
+
+@workers(2, options={"max_calls_in_flight": 1})
+def test_a_callback_makes_the_next_call() -> None:
+    """A call whose callbacks run is over: they find room."""
+    for function, end in ((f.nothing, "a value"), (f.raise_value_error, "an error")):
+        future = rpc.rpc_async("worker1", function).then(call_again)
+        assert future.wait() == f"worker1, {end}"
+
+
 CALLS: list[Any] = []
 free = threading.Event()
 

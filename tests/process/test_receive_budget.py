@@ -334,11 +334,11 @@ def shut_down_and_check() -> None:
     assert sorted(answers) == [(n, 2.0 * n) for n in range(20)]
 
 
-def flood_with_small_ones(to: str, numbers: range) -> None:
+def flood_with_small_ones(to: str, numbers: range, beside: list[int]) -> None:
     """Make calls of 64 tensors of 16 KiB each, which travel inside the frame and so cannot wait at
-    their sender."""
+    their sender; and with tensors of these sizes beside them."""
     for n in numbers:
-        parts = [make(n, 16384) for _ in range(64)]
+        parts = [make(n, size) for size in [16384] * 64 + beside]
         CALLS_MADE.append(rpc.rpc_async(to, hold_parts, args=(parts, n)))
 
 
@@ -357,10 +357,11 @@ def answers_and_errors() -> tuple[list[int], list[str]]:
     return answered, refused
 
 
-def test_small_requests_beyond_the_budget_are_refused() -> None:
+@pytest.mark.parametrize("beside", [[], [65536]], ids=["small ones", "a larger one beside them"])
+def test_small_requests_beyond_the_budget_are_refused(beside: list[int]) -> None:
     calls = 100
     with Group(3, options={**SMALL, "receive_budget": MB}) as group:
-        group[0].run(flood_with_small_ones, "worker2", range(calls))
+        group[0].run(flood_with_small_ones, "worker2", range(calls), beside)
         group[2].run(wait_for_refusals, calls)
         assert group[2].run(counters)["queued_frame_bytes"] <= 66 * MB
         group[2].run(let_go)

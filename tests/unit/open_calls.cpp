@@ -133,9 +133,38 @@ void testTimeOutsOfCenturies() {
   }
 }
 
+// Whether a call may still be sent, and that it ends: each exactly once.
+void testCallsThatEndBeforeTheyAreSent() {
+  Fixture f;
+  auto& pending = f.calls.pending();
+  agent::PendingCall first = f.call();
+  agent::PendingCall second = f.call();
+  require(!pending.add(first) && !pending.add(second), "calls under way");
+  require(first.id != second.id, "each with its id");
+  require(pending.setSent(second.id, nullptr, nullptr), "it may be sent");
+  auto taken = pending.take(first.id); // by its time-out
+  require(taken.has_value(), "it ends");
+  require(!pending.setSent(first.id, nullptr, nullptr), "not sent any more");
+  f.calls.fail(std::move(*taken), {base::ErrorKind::kTimedOut, ""});
+  const base::Error end{base::ErrorKind::kShutDown, "this worker shut down"};
+  for (auto& call : pending.close(end)) {
+    require(call.id == second.id, "the other one");
+    f.calls.fail(std::move(call), end);
+  }
+  agent::PendingCall late = f.call();
+  require(pending.add(late).kind == end.kind, "no call is added any more");
+  const auto future = late.future;
+  f.calls.fail(std::move(late), end);
+  require(future->hasError(), "and its caller hears");
+  require(
+      f.calls.waitUntilNone(std::chrono::milliseconds(0)) == 0,
+      "shutdown does not wait for any");
+}
+
 } // namespace
 
 int main() {
+  testCallsThatEndBeforeTheyAreSent();
   testTimeOutsOfCenturies();
   testAnErrorAfterTheTimeOutIsTheTimeOut();
   testAnAnswerThatCannotBeTaken();
