@@ -132,7 +132,7 @@ void Executor::threadMain() {
       busy_.fetch_add(counts);
       run(std::move(work));
       if (afterTask_) {
-        afterTask_();
+        base::caughtHere(base::Boundary::kTask, afterTask_);
       }
       busy_.fetch_sub(counts);
       joins = true; // this thread was busy before: no more threads get busy

@@ -92,9 +92,10 @@ void UcxAgent::stop() {
                 std::chrono::duration_cast<std::chrono::seconds>(kStopPatience)
                     .count()) +
             " s; it is left alone and its result is dropped");
-    // Its thread uses this agent until the process ends.
-    static base::Synchronized<std::vector<std::shared_ptr<rpc::RpcAgent>>>
-        abandoned;
+    // Its thread uses this agent until the process ends, also while static
+    // objects are destroyed, so the list is never destroyed.
+    static auto& abandoned =
+        *new base::Synchronized<std::vector<std::shared_ptr<rpc::RpcAgent>>>();
     abandoned.lock()->push_back(rpc::RpcAgent::getCurrentRpcAgent());
   }
 }

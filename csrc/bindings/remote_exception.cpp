@@ -47,6 +47,14 @@ class PythonException : public std::runtime_error {
   std::shared_ptr<py::object> exception_;
 };
 
+// The text of an object in UTF-8. A text may hold what UTF-8 does not have,
+// such as the name of a file whose bytes are no UTF-8.
+std::string bytesOf(const py::object& object) {
+  return py::str(object)
+      .attr("encode")("utf-8", "backslashreplace")
+      .cast<std::string>();
+}
+
 } // namespace
 
 std::exception_ptr pythonException(py::error_already_set& error) {
@@ -83,8 +91,7 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
     }
     const auto type = py::type::of(exception);
     const std::string text =
-        py::str(type.attr("__name__")).cast<std::string>() + ": " +
-        py::str(exception).cast<std::string>();
+        bytesOf(type.attr("__name__")) + ": " + bytesOf(exception);
     return std::make_exception_ptr(PythonException(text, exception));
   } catch (py::error_already_set& error) {
     // Either the response cannot be unpickled, or a signal handler has raised

@@ -333,7 +333,10 @@ def test_a_result_is_unpickled_once(pair: Group) -> None:
 
 
 def check_text_survives() -> None:
-    for text in ("back\\slash \\n \\x41", "\u00e9 \u4e16\u754c \U0001f600", "tab\there"):
+    for text in (
+        *("back\\slash \\n \\x41", "\u00e9 \u4e16\u754c \U0001f600", "tab\there"),
+        "a name that is not UTF-8: \udc80",
+    ):
         assert text in str(caught(f.raise_plain, text)), text
 
 

@@ -309,6 +309,10 @@ LEAVINGS = {
         "call.daemon = True;"
         "call.start(); time.sleep(0.3)"
     ),
+    "with a function of an earlier group": (
+        "future = rpc.rpc_async('me', time.sleep, args=(600,)); time.sleep(0.3);"
+        "rpc.shutdown(graceful=False); init(); rpc.shutdown(graceful=False)"
+    ),
 }
 
 

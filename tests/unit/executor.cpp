@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <latch>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -74,11 +75,29 @@ bool runsWhatItClaims() {
       ran == std::vector{1, 2, 3, 4};
 }
 
+// What is undone after each task may fail, for lack of a thread for one; the
+// threads go on.
+bool goesOnAfterAnException() {
+  agent::Executor executor(/*requestThreads=*/1);
+  executor.setAfterTask([] { throw std::runtime_error("no thread"); });
+  executor.start();
+  for (int i = 0; i < 3; ++i) {
+    const auto ran = std::make_shared<std::latch>(1);
+    executor.submitCompletion(base::makeTask([ran] { ran->count_down(); }));
+    ran->wait();
+  }
+  return executor.stop(/*milliseconds=*/10'000);
+}
+
 } // namespace
 
 int main() {
   if (!runsWhatItClaims()) {
     std::fprintf(stderr, "what the leader claims does not run as it should\n");
+    std::_Exit(1);
+  }
+  if (!goesOnAfterAnException()) {
+    std::fprintf(stderr, "the threads do not end after an exception\n");
     std::_Exit(1);
   }
   // The thread that attends to the queue takes the task after a millisecond
