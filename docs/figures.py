@@ -76,9 +76,7 @@ AUTOGRAD = Diagram(
         Message(_OWNER, _CALLER, "BACKWARD_AUTOGRAD_RESP", "then backward() returns"),
         Note(_CALLER, ("the with block ends",)),
         Message(_CALLER, _OWNER, "CLEANUP_AUTOGRAD_CONTEXT_REQ"),
-        Message(_OWNER, _CALLER, "CLEANUP_AUTOGRAD_CONTEXT_REQ", "it knows worker0 too"),
-        Message(_OWNER, _CALLER, "CLEANUP_AUTOGRAD_CONTEXT_RESP"),
-        Message(_CALLER, _OWNER, "CLEANUP_AUTOGRAD_CONTEXT_RESP"),
+        Message(_OWNER, _CALLER, "CLEANUP_AUTOGRAD_CONTEXT_RESP", "ends it here once more"),
     ),
 )
 

@@ -47,6 +47,7 @@ AgentParts::AgentParts(
           unreadRRefs_,
           std::move(hooks.decodeException)),
       forkRequests_(executor_, group_, caller_),
+      contextCleanup_(executor_, group_.peers(), caller_),
       server_(
           options_,
           executor_,

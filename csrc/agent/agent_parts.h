@@ -4,6 +4,7 @@
 #include "agent/agent_metrics.h"
 #include "agent/agent_options.h"
 #include "agent/caller.h"
+#include "agent/context_cleanup.h"
 #include "agent/devices.h"
 #include "agent/executor.h"
 #include "agent/fork_requests.h"
@@ -67,6 +68,9 @@ class AgentParts final : private transport::Handler {
   ForkRequests& forkRequests() {
     return forkRequests_;
   }
+  ContextCleanup& contextCleanup() {
+    return contextCleanup_;
+  }
   Server& server() {
     return server_;
   }
@@ -116,6 +120,7 @@ class AgentParts final : private transport::Handler {
   Devices devices_;
   Caller caller_;
   ForkRequests forkRequests_;
+  ContextCleanup contextCleanup_;
   Server server_;
   GroupShutdown groupShutdown_;
   Receiver receiver_;

@@ -3,6 +3,7 @@
 #include "agent/server.h"
 
 #include "agent/call_label.h"
+#include "agent/context_cleanup.h"
 #include "agent/damage.h"
 #include "agent/failure_message.h"
 #include "agent/rpc_error.h"
@@ -195,7 +196,7 @@ void Server::serve(const ArrivalPtr& arrival) {
     const ServedCall call{arrival->connection, arrival->deadline, givenUp};
     const ServedCall::Scope scope(call);
     const auto before = waitedForGil;
-    future = execute(std::move(message.value()), streams);
+    future = execute(std::move(message.value()), streams, *arrival->connection);
     served.gilWait = waitedForGil - before;
   }
   const uint64_t id = served.asker.callId;
@@ -264,7 +265,9 @@ void Server::answer(Served served, c10::intrusive_ptr<rpc::Message> response) {
 
 c10::intrusive_ptr<rpc::JitFuture> Server::execute(
     c10::intrusive_ptr<rpc::Message> request,
-    device::Streams streams) {
+    device::Streams streams,
+    const transport::Connection& from) {
+  const ContextCleanup::Serving serving(*request, &from);
   try {
     return callback_(*request, std::move(streams));
   } catch (const std::exception& error) {

@@ -84,7 +84,8 @@ class Server {
   void serve(const ArrivalPtr& arrival);
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> execute(
       c10::intrusive_ptr<torch::distributed::rpc::Message> request,
-      device::Streams streams);
+      device::Streams streams,
+      const transport::Connection& from);
   void answer(
       Served served,
       c10::intrusive_ptr<torch::distributed::rpc::Message> response);

@@ -119,9 +119,14 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
             " but RPC is no longer running on this node."));
   }
   const auto timeout = callTimeout(rpcTimeoutSeconds, getRpcTimeout());
-  return message->type() == rpc::MessageType::RREF_FORK_REQUEST
-      ? parts_.forkRequests().send(to, message, timeout)
-      : parts_.caller().send(to, message, timeout, deviceMap);
+  switch (message->type()) {
+    case rpc::MessageType::RREF_FORK_REQUEST:
+      return parts_.forkRequests().send(to, message, timeout);
+    case rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
+      return parts_.contextCleanup().send(to, message, timeout);
+    default:
+      return parts_.caller().send(to, message, timeout, deviceMap);
+  }
 }
 
 void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {

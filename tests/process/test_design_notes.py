@@ -156,10 +156,10 @@ def step() -> None:
 
 def test_a_backward_pass(three: Group, listen: Listen) -> None:
     sent = messages.calls(listen_to(three, listen, step), three)
-    # The releases of both sides and the answers with gradients cross each other.
+    # The answers with gradients cross each other.
     check(sent, figures.AUTOGRAD, in_order=False)
     assert sent[:3] == figures.AUTOGRAD.messages()[:3]
-    assert all("CLEANUP" in name for _, _, name in sent[-4:])
+    assert all("CLEANUP" in name for _, _, name in sent[-2:])
 
 
 # ---- The transport ---------------------------------------------------------
