@@ -310,7 +310,7 @@ def number(value: int) -> bytes:
 
 
 def use_ranges(_: str) -> None:
-    """Python makes the text of these exceptions of object[start:end], wherever that is."""
+    """Python makes the text of these exceptions of object[start], also where that is negative."""
     decode, encode = (named("builtins", f"Unicode{kind}Error") for kind in ("Decode", "Encode"))
     translate = named("builtins", "UnicodeTranslateError")
     read = named("builtins", "str")
@@ -321,24 +321,28 @@ def use_ranges(_: str) -> None:
         return kind + b"(" + first + whole + number(start) + number(end) + text("r") + b"tR"
 
     far = 2**45
-    for start, end in ((-far, 1 - far), (-8, -7), (far, far + 1), (1, 2), (1, 0), (0, far)):
+    for start, end in ((-far, 1 - far), (-8, -7), (-1, 0)):
         for kind in (decode, encode, translate):
             error = made(kind, start, end)
             for argument in (error, read + error + b"\x85R"):
                 refused(lambda a=argument: send(call_with(a)), "range", kind=Exception)
     for kind in (decode, encode, translate):
         for name, value in (
-            *(("start", number(-far)), ("start", number(far)), ("end", number(far))),
+            *(("start", number(-far)), ("start", number(-1))),
             *(("object", b"N"), ("object", b"]"), ("object", b"K\x01")),
             ("object", text("y") if kind == decode else b"C\x01y"),
         ):
-            state = b"}" + text(name) + value + b"sb"
-            for error in (made(kind, 0, 1), kind + b")\x81"):
-                refused(lambda e=error + state: send(call_with(e)), "range", kind=Exception)
-        refused(lambda k=kind: send(call_with(k + b")\x81")), "range", kind=Exception)
-    error = UnicodeDecodeError("utf-8", b"abc", 1, 2, "bad")
-    (got,) = sync(service.add, [error], [])
-    assert str(got) == str(error) and got.object == b"abc"
+            error = made(kind, 0, 1) + b"}" + text(name) + value + b"sb"
+            refused(lambda e=error: send(call_with(e)), "range", kind=Exception)
+        error = kind + b")\x81}" + text("end") + b"K\x01sb"
+        refused(lambda e=error: send(call_with(e)), "range", kind=Exception)
+    for error in (
+        UnicodeDecodeError("utf-8", b"abc", 1, 2, "bad"),
+        UnicodeDecodeError("utf-8", b"", 0, 1, "unexpected end"),
+        UnicodeEncodeError("ascii", "ab", 1, 9, "bad"),
+    ):
+        (got,) = sync(service.add, [error], [])
+        assert str(got) == str(error) and got.object == error.object
 
 
 def test_exceptions_with_a_range(tmp_path: Path) -> None:
@@ -358,12 +362,36 @@ def nest_exceptions(_: str) -> None:
     syntax = named("builtins", "SyntaxError") + b"q\x00"
     # SyntaxError("m", (the next one, 1, 2, None))
     in_tuples = syntax + (b"h\x00" + text("m") + b"(") * many + b"N" + b"K\x01K\x02Nt\x86R" * many
-    for chain in (by_call, by_state, slices, both, in_tuples):
+    # SyntaxError("m", [the next one, 1, 2, None]), without the arguments, which Python frees with
+    # care.
+    link = b"h\x00" + text("m") + b"](h\x02K\x01K\x02Ne\x86R}h\x01)sbq\x020"
+    in_lists = syntax + b"0" + text("args") + b"q\x010Nq\x020" + link * many + b"h\x02"
+    for chain in (by_call, by_state, slices, both, in_tuples, in_lists):
         refused(lambda c=chain: send(call_with(c)), "in each other", kind=Exception)
 
 
 def test_exceptions_in_each_other(tmp_path: Path) -> None:
     attack(nest_exceptions, tmp_path, [SERVICE])
+
+
+def use_dates(_: str) -> None:
+    """Python makes dates of bytes without a look at more than the month; the date's ctime() then
+    reads beside Python's tables."""
+    date, moment, hour = (named("datetime", name) for name in ("date", "datetime", "time"))
+    for made, call in (
+        *((date + b"C\x04\0\0\1\0\x85", b"R"), (date + b"C\x04\0\0\1\1\x85", b"\x81")),
+        (date + b"C\x04\7\xe0\2\x1e\x85", b"R"),
+        (moment + b"C\x0a\0\0\1\1\0\0\0\0\0\0\x85", b"R"),
+        (moment + b"C\x0a\7\xe0\1\1\0\xff\0\0\0\0\x85", b"R"),
+        (hour + b"C\x06\0\0\xff\0\0\0\x85", b"R"),
+    ):
+        refused(lambda d=made + call: send(call_with(d)), "ValueError", kind=Exception)
+    now = datetime.datetime.now(datetime.UTC)
+    assert sync(service.add, [now, now.date(), now.time()], []) == [now, now.date(), now.time()]
+
+
+def test_dates_that_do_not_exist(tmp_path: Path) -> None:
+    attack(use_dates, tmp_path, [SERVICE])
 
 
 def use_short_forms(path: str) -> None:

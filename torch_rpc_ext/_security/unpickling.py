@@ -9,6 +9,7 @@ Source: pickle.py, class _Unpickler; pickletools.py for what each opcode means.
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import struct
 from collections import OrderedDict, defaultdict, deque
@@ -36,6 +37,18 @@ _MOST_NESTED = 1000
 # between them are counted.
 _RECURSIVE = (slice, deque, defaultdict, BaseException)
 _MOST_LINKS = 10_000
+
+_DATED = (datetime.date, datetime.time)
+_DATE = dict.fromkeys(("year", "month", "day"), datetime.date)
+# Class -> what its constructor takes, and of which class that is an attribute.
+_DATES: dict[Any, dict[str, Any]] = {
+    datetime.datetime: {
+        **_DATE,
+        **dict.fromkeys(("hour", "minute", "second", "microsecond"), datetime.datetime),
+    },
+    datetime.date: _DATE,
+    datetime.time: dict.fromkeys(("hour", "minute", "second", "microsecond"), datetime.time),
+}
 
 # Classes that a call may not return while a pickle is read.
 _CODE = (
@@ -284,13 +297,16 @@ class Reader:
         elif issubclass(cls, defaultdict):
             self._link(made, dict.values(made))
         elif issubclass(cls, BaseException):
-            # SyntaxError takes some of its fields as a tuple.
-            inner = (item for each in args if type(each) is tuple for item in each)
-            self._link(made, (*args, *inner))
-            exception_parts.check_range(made)
+            self._check_exception(made)
+        elif issubclass(cls, _DATED):
+            _check_date(made)
         else:
             self._link(made, args)
         return made
+
+    def _check_exception(self, made: Any) -> None:
+        self._link(made, exception_parts.values_in_c(made))
+        exception_parts.check_range(made)
 
     def _memo_get(self, place: int) -> None:
         self._stack.append(self._memo[place])
@@ -324,14 +340,13 @@ class Reader:
             self._set_state(target, attributes)
             self._set_state(target, slots)
         if issubclass(cls, BaseException):
-            exception_parts.check_range(target)
+            self._check_exception(target)
 
     def _set_state(self, target: Any, state: Any) -> None:
         if state is None:
             return
         if type(state) is not dict:
             raise self._allowed.refusal(f"a change of a {full_name(type(target))} by no dict")
-        self._link(target, state.values())
         for name, value in state.items():
             _set_attribute(target, name, value)
 
@@ -354,6 +369,15 @@ class Reader:
 
 # Descriptors that are places for values in an instance, not code.
 _FIELDS = (MemberDescriptorType, GetSetDescriptorType)
+
+
+def _check_date(made: Any) -> None:
+    """Raise ValueError for a date that does not exist. Pickles make dates of bytes, of which Python
+    looks only at the month; date.ctime() then reads memory beside its tables."""
+    for cls, names in _DATES.items():
+        if issubclass(type(made), cls):
+            cls(*(vars(owner)[name].__get__(made) for name, owner in names.items()))
+            return
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:

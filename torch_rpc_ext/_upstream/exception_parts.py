@@ -21,11 +21,12 @@ from torch.distributed.rpc import internal as _untyped_internal
 internal: Any = _untyped_internal  # upstream's functions have no types
 
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
+_IN_C = (MemberDescriptorType, GetSetDescriptorType)
 # Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
 _LEFT_THERE = ("obj",)
-# Python makes the text of these exceptions of object[start:end], where `object` has the type beside
-# them. Python 3.11 does not ask whether that range is within `object`: a wrong range ends the
-# process, or shows other memory of the process.
+# Python makes the text of these exceptions of object[start], where `object` has the type beside
+# them. Python 3.11 does not ask whether `start` is negative: such a text ends the process, or shows
+# other memory of the process.
 _RANGED: tuple[tuple[Any, type], ...] = (
     (UnicodeDecodeError, bytes),
     (UnicodeEncodeError, str),
@@ -139,17 +140,36 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
     return made
 
 
+def values_in_c(error: BaseException) -> list[Any]:
+    """Return what an exception holds in the fields that its classes define in C."""
+    return [
+        value
+        for base in type(error).__mro__
+        if issubclass(base, Exception)
+        for name, found in vars(base).items()
+        if isinstance(found, _IN_C) and not name.startswith("__")
+        if (value := _field(found, error)) is not None
+    ]
+
+
+def _field(descriptor: Any, error: BaseException) -> Any:
+    try:
+        return descriptor.__get__(error)
+    except AttributeError:
+        return None  # not set
+
+
 def check_range(error: BaseException) -> None:
     """Look at the range of a UnicodeError that a peer has sent, before anybody asks for its text.
 
     Raises:
-        ValueError: the range is not within the object.
+        ValueError: the range begins before the object, or the object has another type.
     """
     for cls, _ in _RANGED:
         if issubclass(type(error), cls):
             values = {name: vars(cls)[name].__get__(error) for name in _RANGE}
             if not _is_range(cls, values):
-                raise ValueError(f"a {cls.__name__} whose range is not within its object")
+                raise ValueError(f"a {cls.__name__} whose range is not one of its object")
 
 
 def _is_range(cls: type, values: dict[str, Any]) -> bool:
@@ -157,11 +177,9 @@ def _is_range(cls: type, values: dict[str, Any]) -> bool:
     for ranged, kind in _RANGED:
         if issubclass(cls, ranged):
             whole, start, end = map(values.get, _RANGE)
-            return (
-                issubclass(type(whole), kind)
-                and type(start) is type(end) is int
-                and 0 <= start <= end <= len(whole)
-            )
+            if whole is None:  # nothing is set
+                return not start and not end
+            return issubclass(type(whole), kind) and type(start) is type(end) is int and start >= 0
     return True
 
 
@@ -176,13 +194,12 @@ def _new(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _fields(cls: type) -> list[str]:
-    kinds = (MemberDescriptorType, GetSetDescriptorType)
     return [
         name
         for base in cls.__mro__
         if issubclass(base, Exception)  # not BaseException's: its args, traceback and cause
         for name, found in vars(base).items()
-        if isinstance(found, kinds) and not name.startswith("__") and name not in _LEFT_THERE
+        if isinstance(found, _IN_C) and not name.startswith("__") and name not in _LEFT_THERE
     ]
 
 
