@@ -265,7 +265,7 @@ base::Error Caller::sendFromDevices(
           if (auto call = calls_.pending().take(callId)) {
             calls_.failLater(std::move(*call), encoded.error());
           }
-        } else {
+        } else if (calls_.pending().contains(callId)) { // else it has timed out
           sendFrame(callId, std::move(encoded.value()), connection);
         }
       });

@@ -50,10 +50,13 @@ c10::intrusive_ptr<rpc::JitFuture> ContextCleanup::send(
       autograd::DistAutogradContainer::getInstance().releaseContextIfPresent(
           context);
     };
-    // torch's retry thread sends with a lock held that the end of a context may
-    // need, too, and the answer may be there before send() returns.
-    if (std::this_thread::get_id() == sender) {
-      executor_.submitCompletion(base::makeTask(end));
+    // A request of the peer that came before the answer, and still waits or
+    // runs, may make the context again. And torch's retry thread sends with a
+    // lock held that the end of a context may need, too; the answer may be
+    // there before send() returns.
+    if (executor_.runningRequests() != 0 ||
+        std::this_thread::get_id() == sender) {
+      executor_.submitRequest(base::makeTask(end));
     } else {
       end();
     }

@@ -1,7 +1,6 @@
 #include "agent/wrapped_message.h"
 
 #include <cstdint>
-#include <string>
 
 namespace torch_rpc_ext::agent {
 
@@ -88,9 +87,8 @@ base::Error checkWrappers(const Message& message) {
     if (inner.type == 0) {
       return {
           base::ErrorKind::kInvalid,
-          "call frame: a message inside of " + std::to_string(wrappers + 1) +
-              " others, which is not how torch wraps a call for autograd or "
-              "for a profiler"};
+          "call frame: a message wrapped for autograd or for a profiler as "
+          "torch wraps none"};
     }
   }
   return {};

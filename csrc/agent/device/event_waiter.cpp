@@ -19,10 +19,13 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
 // How long the thread sleeps before it asks the devices again: 1/kShare of the
-// time for which it has asked in vain, within these two limits. So an event is
-// noticed late by no more than that share of its time.
+// time for which it has asked in vain, within these two limits. So an event
+// that waits alone is noticed late by no more than that share of its time.
 constexpr int kShare = 8;
 constexpr microseconds kShortestPause{10};
+// A pause is also this much longer for each event that waits, because to ask
+// for an event takes about a microsecond.
+constexpr microseconds kPauseForEach{4};
 constexpr microseconds kLongestPause{500};
 constexpr std::chrono::seconds kStopTime{1};
 
@@ -83,8 +86,11 @@ void EventWaiter::main() {
       state.wait(
           changed_, [&] { return state->stopped || !state->added.empty(); });
     } else {
-      const auto pause = std::clamp<Clock::duration>(
-          (Clock::now() - since) / kShare, kShortestPause, kLongestPause);
+      const Clock::duration share = (Clock::now() - since) / kShare;
+      const auto pause = std::min<Clock::duration>(
+          std::max<Clock::duration>(share, kShortestPause) +
+              kPauseForEach * (waiting.size() - 1),
+          kLongestPause);
       state.waitFor(changed_, pause, [&] { return !state->added.empty(); });
     }
     if (!state->added.empty()) {

@@ -46,7 +46,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 10;
+constexpr uint16_t kProtocolVersion = 11;
 // The table of spans and the head travel inside the active message if they have
 // no more bytes than this together. Carried bulk comes on top.
 constexpr size_t kMaxEagerBytes = 64u << 10;
