@@ -154,8 +154,9 @@ Error TensorEncoder::addCompact(
   const uint64_t whole =
       tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
   if (whole >= kMinCompactBytes) {
-    const uint64_t useful = tensor.numel() * tensor.itemsize();
-    if (whole / kMinCompactRatio >= useful) {
+    // Divides, because the bytes of an expanded tensor may overflow.
+    const uint64_t most = whole / kMinCompactRatio / tensor.itemsize();
+    if (static_cast<uint64_t>(tensor.numel()) <= most) {
       if (!tensor.device().is_cpu()) {
         return addExcerpt(tensor, requiresGrad);
       }

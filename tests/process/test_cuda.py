@@ -258,6 +258,23 @@ def test_a_call_to_oneself_stays_on_devices(cuda_pair: Group, size: int) -> None
     assert counts["device_to_device"] == 2 and counts["synchronizations"] == 0
 
 
+def overwrite_beside(tensor: torch.Tensor, beside: Any) -> tuple[torch.Tensor, Any]:
+    return overwrite(tensor), beside
+
+
+def to_oneself_beside_bulk() -> None:
+    for beside in (torch.ones(100_000), b"x" * 100_000):
+        tensor = ramp(100_000, "cuda:0")
+        result, same = rpc.rpc_sync("worker0", overwrite_beside, args=(tensor, beside))
+        assert torch.equal(result.cpu(), -torch.ones(100_000))
+        assert bool((same == beside).all()) if torch.is_tensor(beside) else same == beside
+        assert_ramp(tensor, "cuda:0", 0)
+
+
+def test_a_call_to_oneself_with_other_bulk(cuda_pair: Group) -> None:
+    cuda_pair.run(to_oneself_beside_bulk)
+
+
 def part_to_oneself() -> dict[str, int]:
     table = ramp(300_000, "cuda:0").view(300, 1000)
     with fake_cuda.counted() as counts:

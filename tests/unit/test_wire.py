@@ -381,3 +381,9 @@ def test_sender_refuses_a_wrapper_subclass() -> None:
 
     with pytest.raises(ValueError, match="tensor 0"):
         encode(Wrapper())
+
+
+def test_expanded_so_far_that_its_bytes_overflow() -> None:
+    wide = torch.zeros(4096)[:1].expand(1 << 62)
+    (got,) = round_trip(wide)
+    assert got.shape == wide.shape and got.stride() == (0,)

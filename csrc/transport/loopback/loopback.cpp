@@ -22,17 +22,18 @@ class LoopbackIncoming final : public Incoming {
       Callback callback)
       : head_(std::move(head)),
         bulk_(std::move(bulk)),
-        callback_(std::move(callback)) {
+        callback_(std::move(callback)),
+        isTaken_(bulk_.empty()) {
     for (const auto& span : bulk_) {
       sizes_.push_back(span.size);
     }
   }
   ~LoopbackIncoming() override {
     answer(
-        bulk_.empty() ? base::Error{}
-                      : base::Error{
-                            base::ErrorKind::kRefused,
-                            "the receiver did not take the message"});
+        isTaken_ ? base::Error{}
+                 : base::Error{
+                       base::ErrorKind::kRefused,
+                       "the receiver did not take the message"});
   }
   base::ConstSpan head() const override {
     return {head_.data(), head_.size()};
@@ -50,8 +51,10 @@ class LoopbackIncoming final : public Incoming {
         std::memcpy(into[i].data, bulk_[i].data, into[i].size);
       }
     }
+    // The sender hears it when the receiver is done with the message: until
+    // then it holds what travels beside the message.
+    isTaken_ = true;
     callback({});
-    answer({});
   }
 
  private:
@@ -65,6 +68,7 @@ class LoopbackIncoming final : public Incoming {
   std::vector<BulkSpan> bulk_;
   std::vector<uint64_t> sizes_;
   Callback callback_;
+  bool isTaken_;
 };
 
 // Thread: any.
