@@ -84,7 +84,8 @@ void UcxAgent::stop() {
   if (stopped_.exchange(true)) {
     return;
   }
-  if (!parts_.stop(kStopPatience)) {
+  const bool ended = parts_.stop(kStopPatience);
+  if (!ended) {
     base::log(
         base::LogLevel::kWarning,
         "shutdown: a function that a peer called is still running after " +
@@ -92,8 +93,11 @@ void UcxAgent::stop() {
                 std::chrono::duration_cast<std::chrono::seconds>(kStopPatience)
                     .count()) +
             " s; it is left alone and its result is dropped");
-    // Its thread uses this agent until the process ends, also while static
-    // objects are destroyed, so the list is never destroyed.
+  }
+  if (!ended || parts_.counters().serverActiveAsyncCalls.load() != 0) {
+    // Its thread, or whoever completes the future that it has returned, uses
+    // this agent until the process ends, also while static objects are
+    // destroyed: so the list is never destroyed.
     static auto& abandoned =
         *new base::Synchronized<std::vector<std::shared_ptr<rpc::RpcAgent>>>();
     abandoned.lock()->push_back(rpc::RpcAgent::getCurrentRpcAgent());

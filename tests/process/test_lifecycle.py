@@ -295,6 +295,19 @@ def test_init_again_with_another_rank_and_world_size() -> None:
                 call.result()
 
 
+def test_a_second_group_with_a_fresh_process() -> None:
+    """Upstream counts the meetings of workers with these names in each process."""
+    with Group(3, init=False) as group:
+        first, second, fresh = group
+        for other in (second, fresh):
+            other.name, other.rank = "worker1", 1
+            for call in [worker.init(2) for worker in (first, other)]:
+                call.result()
+            assert first.run(call_all, 2) == ["worker0", "worker1"]
+            for call in [worker.start(rpc.shutdown) for worker in (first, other)]:
+                call.result()
+
+
 def call_all(count: int) -> list[str]:
     return [rpc.rpc_sync(f"worker{i}", f.name_here) for i in range(count)]
 

@@ -33,6 +33,11 @@ def _watch() -> None:
 def open_session(session: sessions.Session) -> None:
     """Set this process's session, and install the hooks in upstream's Python."""
     _watch()
+    # Upstream numbers the meetings of workers with the same names, in each process. A worker that
+    # was in an earlier group, and one that was not, would wait for each other for ever.
+    with api._all_gather_dict_lock:
+        api._all_gather_sequence_id.clear()
+        api._all_gather_sequence_id_to_states.clear()
     sessions.set_current(session)
     fan_out.set_host_of(_host_of)
     hooks.install(session.agent, wait_all_workers, session.allowed)
