@@ -191,7 +191,8 @@ class _Hub:
 
     def __init__(self, session: sessions.Session) -> None:
         self._native, self._agent = loader.load(), session.agent
-        self._lock = threading.Lock()
+        # May be locked twice: garbage that is collected meanwhile may hold a subscription.
+        self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._subscribers: dict[int, _Subscriber] = {}
         self._new: list[int] = []  # subscribers that have not been told yet who is lost
@@ -267,7 +268,7 @@ class _Hub:
             with contextlib.suppress(RuntimeError):  # the worker has left meanwhile
                 self._watch([self._agent.get_worker_info(event.worker).id])
         with self._lock:
-            numbers = [number for number in self._subscribers if number not in self._new]
+            numbers = [number for number in list(self._subscribers) if number not in self._new]
         for number in numbers:
             self._tell(number, event)
 

@@ -266,6 +266,11 @@ def raise_batch(inputs: list[int]) -> list[int]:
     raise KeyError(f"batch of {len(inputs)}")
 
 
+@aio.batched(max_size=2, max_wait=float("inf"))
+def two_at_a_time(inputs: list[int]) -> list[int]:
+    return [len(inputs)] * len(inputs)
+
+
 @aio.batched(max_size=2, max_wait=0.01)
 def unpicklable_batch(inputs: list[int]) -> list[Any]:
     return [lambda: None for _ in inputs]

@@ -177,6 +177,12 @@ def check_batch_by_size_and_errors_per_call() -> None:
     assert time.monotonic() - start < 8
 
 
+def check_batches_that_wait_for_ever() -> None:
+    for _ in range(2):
+        futures = [m.two_at_a_time.async_(TO, number, rpc_timeout=20) for number in (1, 2)]
+        assert [future.wait() for future in futures] == [2, 2]
+
+
 def check_bad_batches() -> None:
     from torch_rpc_ext.aio import _batch
 
@@ -242,6 +248,7 @@ def check_a_name_that_is_taken() -> None:
         check_cancellation_that_comes_first,
         check_batches,
         check_batch_by_size_and_errors_per_call,
+        check_batches_that_wait_for_ever,
         check_bad_batches,
         check_back_pressure,
         check_a_name_that_is_taken,

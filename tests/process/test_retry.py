@@ -205,7 +205,7 @@ class ExitsInARetry:
     """Raises SystemExit where it is pickled for an attempt after a pause."""
 
     def __reduce__(self) -> Any:
-        if threading.current_thread().name == "rpc-retry":
+        if threading.current_thread().name == "rpc-attempt":
             sys.exit(3)
         return ExitsInARetry, ()
 
@@ -222,6 +222,29 @@ def check_attempts_that_exit() -> None:
         future.wait()
     # The pauses of other calls still end.
     assert policy().rpc_async("worker1", fail_first, (1, "OverloadedError")).wait() == 2
+
+
+class NeverPickled:
+    """Each attempt fails before it is sent, so the last one ends where its pause ends."""
+
+    def __reduce__(self) -> Any:
+        from torch_rpc_ext.errors import OverloadedError
+
+        raise OverloadedError("not yet")
+
+
+def check_callbacks_that_wait() -> None:
+    first, second = (
+        policy(attempts=2, wait=0.2).rpc_async("worker1", be_overloaded, (NeverPickled(),))
+        for _ in range(2)
+    )
+    after = first.then(lambda _: second.wait())
+    with pytest.raises(Exception, match="not yet"):
+        after.wait()
+
+
+def test_a_callback_may_wait_for_another_call(pair: Group) -> None:
+    pair.run(check_callbacks_that_wait)
 
 
 def test_attempts(pair: Group) -> None:

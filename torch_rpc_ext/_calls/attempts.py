@@ -94,7 +94,9 @@ class _Attempts:
 
 
 class _Pauses:
-    """Runs callables when their pauses are over.
+    """Runs callables when their pauses are over, each in a thread of its own: an attempt may wait
+    for room, and the last attempt's error runs the callbacks of the user, which may wait for
+    another pause.
 
     Owns: a thread, from the first pause on.
     Thread Safety: any thread.
@@ -112,8 +114,9 @@ class _Pauses:
         with self._changed:
             heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), callback))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rpc-retry", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="rpc-retry", daemon=True)
+                thread.start()
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:
@@ -123,7 +126,10 @@ class _Pauses:
                     left = self._due[0][0] - time.monotonic() if self._due else None
                     self._changed.wait(left)
                 _, _, callback = heapq.heappop(self._due)
-            callback()
+            try:
+                threading.Thread(target=callback, name="rpc-attempt", daemon=True).start()
+            except RuntimeError:  # no thread can be started
+                callback()
 
 
 _pauses = _Pauses()

@@ -74,6 +74,11 @@ class BatchedFunction(RemoteFunction[..., T]):
                     f"{function.__qualname__}: argument {parameter.name!r} is keyword-only; a "
                     "batch function takes lists by position"
                 )
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise TypeError(
+                    f"{function.__qualname__}: argument *{parameter.name} takes any number of "
+                    "items; all calls of a batch need the same number, so name each argument"
+                )
         _check_at_least("max_size", max_size, 1)
         _check_at_least("max_wait", max_wait, 0)
         _check_at_least("max_queue", max_queue, 1)
@@ -194,7 +199,7 @@ class _Batcher:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
             return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
 
     def _wanted(self, batch: list[_Call]) -> list[_Call]:
