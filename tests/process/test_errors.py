@@ -216,6 +216,37 @@ def check_frames_are_freed() -> None:
         assert first() is None and second() is None, f"{cls.__name__} keeps its frames"
 
 
+class Holder:
+    """Its method is called remotely, and returns something for which the callee keeps a name."""
+
+    alive: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    def __reduce__(self) -> Any:
+        return Holder, ()
+
+    def get(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def holders() -> int:
+    return len(Holder.alive)
+
+
+def check_called_objects_are_freed() -> None:
+    assert rpc.rpc_sync("worker1", Holder().get) == {"a": 1}
+    end = time.monotonic() + 20
+    while rpc.rpc_sync("worker1", holders):
+        assert time.monotonic() < end, "the callee keeps the object whose method was called"
+        time.sleep(0.01)
+
+
+def test_the_object_of_a_called_method_is_freed(pair: Group) -> None:
+    pair.run(check_called_objects_are_freed)
+
+
 def test_a_remote_exception_keeps_no_frames_of_its_caller(pair: Group) -> None:
     pair.run(check_frames_are_freed)
 

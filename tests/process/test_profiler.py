@@ -39,6 +39,11 @@ def pause_through(worker: str, tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def pause_later(worker: str, tensor: torch.Tensor) -> Any:
+    return rpc.rpc_async(worker, pause, args=(tensor,)).then(lambda done: done.value() + 1)
+
+
 def wait_for_file(path: str) -> None:
     Path(f"{path}.begun").touch()
     while not os.path.exists(path):
@@ -363,7 +368,7 @@ def test_unfinished_and_asynchronous_calls(tmp_path: Path) -> None:
     done = tmp_path / "done"
     with profiled() as prof:
         slow = rpc.rpc_async("worker1", wait_for_file, args=(str(done),))
-        rpc.rpc_sync("worker1", f.async_add_on, args=("worker0", torch.ones(1), 1))
+        rpc.rpc_sync("worker1", pause_later, args=("worker0", torch.ones(1)))
         while not (tmp_path / "done.begun").exists():
             time.sleep(0.01)
     done.touch()
@@ -371,7 +376,8 @@ def test_unfinished_and_asynchronous_calls(tmp_path: Path) -> None:
     found = rows(prof)
     unfinished = found["wait_for_file", "worker1"]
     assert unfinished.calls == 1 and unfinished.total_p50 is None, unfinished
-    assert found["async_add_on", "worker1"].execution_p50 > 0
+    # Until its future is done.
+    assert found["pause_later", "worker1"].execution_p50 >= PAUSE
     events = merged(prof, tmp_path)
     open_ones = [e for e in events if e.get("args", {}).get("outcome") == "had not ended"]
     assert len(open_ones) == 2, open_ones

@@ -36,6 +36,20 @@ def shard(*args: Any, **kwargs: Any) -> Any:
     return sharding.shard(*args, **kwargs)
 
 
+def test_a_sequential_with_a_hook_is_not_taken_apart() -> None:
+    """Nobody would call it, and so its hook."""
+    from torch_rpc_ext.sharding import cutting
+
+    inner = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    model = nn.Sequential(inner, nn.Linear(1, 1))
+    assert cutting.units(model) == ["0.0", "0.1", "1"]
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hook = getattr(inner, f"register_{kind}_hook")(lambda *_: None)
+        assert cutting.units(model) == ["0", "1"], kind
+        hook.remove()
+    assert cutting.units(model) == ["0.0", "0.1", "1"]
+
+
 def parts(model: Any) -> list[list[str]]:
     return [handle.names for handle in model.stages]
 

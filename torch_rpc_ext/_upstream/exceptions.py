@@ -26,8 +26,8 @@ from torch_rpc_ext._upstream import exception_parts
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
 native_rpc: Any = _untyped_native_rpc
-# For each thread: the function that ran last, and the id of what it returned, for error texts. Not
-# for results of these types, which can always be sent.
+# For each thread: the name of the function that ran last, and the id of what it returned, for error
+# texts. Not for results of these types, which can always be sent.
 _last = threading.local()
 _SENT: frozenset[type] = frozenset({type(None), torch.Tensor, bool, int, float, str, bytes})
 # For each thread: the device that torch.set_default_device() has set in that thread.
@@ -116,11 +116,10 @@ def unsent(value: Any, error: Exception) -> Any:
     A RuntimeError, as in upstream: programs catch that.
     """
     name = native_rpc._get_current_rpc_agent().get_worker_info().name
-    function, returned = getattr(_last, "returned", (None, 0))
+    function, returned = getattr(_last, "returned", ("", 0))
     what = f"worker {name!r} has to send"
     if returned == id(value):
-        label = getattr(function, "__qualname__", repr(function))
-        what = f"{getattr(function, '__module__', '')}.{label} on worker {name!r} returned"
+        what = f"{function} on worker {name!r} returned"
     problem = RuntimeError(
         f"{what} a value of type {type(value).__qualname__} that cannot be pickled "
         f"({type(error).__name__}: {error}): return tensors and plain data, or make the value with "
@@ -129,6 +128,11 @@ def unsent(value: Any, error: Exception) -> Any:
     result = describe(problem)
     print(result.msg, file=sys.stderr)
     return result
+
+
+def _name_of(function: Any) -> str:
+    label = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}.{label}"
 
 
 def run_function(python_udf: Any) -> Any:
@@ -143,7 +147,8 @@ def run_function(python_udf: Any) -> Any:
         # torch's state of the thread.
         result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
         if type(result) not in _SENT:
-            _last.returned = (python_udf.func, id(result))
+            # Not the function itself, which may be a method, and keep all that its object holds.
+            _last.returned = (_name_of(python_udf.func), id(result))
         return result
     except Exception as error:  # noqa: BLE001  a user's function may raise anything
         result = describe(error)

@@ -149,7 +149,8 @@ class Recorder:
             raise
         finally:
             _thread.call = outer
-        if isinstance(result, torch.futures.Future):
+        # The class of what rpc_async() and then() return, and the base of torch.futures.Future.
+        if isinstance(result, torch._C.Future):
             self._open[-entry.id] = (result, entry)
             result.add_done_callback(lambda done: self._end_execution(entry, error=_error_of(done)))
         else:

@@ -30,16 +30,24 @@ def is_chain(module: nn.Module) -> bool:
 def units(module: nn.Module) -> list[str]:
     """Return the dotted names of the smallest parts that a module may be cut into, in their order.
 
-    These are the children; a child that is a plain nn.Sequential or an nn.ModuleList is replaced by
-    its own children.
+    These are the children; a child that is a plain nn.Sequential without hooks, or an
+    nn.ModuleList, is replaced by its own children.
     """
     names = []
     for name, child in _children(module):
-        if type(child) in (nn.Sequential, nn.ModuleList):
+        if type(child) is nn.ModuleList or (type(child) is nn.Sequential and not _has_hooks(child)):
             names += [f"{name}.{inner}" for inner in units(child)]
         else:
             names.append(name)
     return names
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward()."""
+    return any(
+        getattr(module, f"_{kind}_hooks", None)
+        for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    )
 
 
 def run_chain(module: nn.Module, names: Sequence[str], value: Any) -> Any:
