@@ -195,6 +195,11 @@ bool Devices::decode(const ArrivalPtr& arrival, std::function<void()> again) {
        arrival->header().kind == wire::CallKind::kRequest)) {
     arrival->streams = device::poolStreams(tables_.devices());
   }
+  // The sender may write to its tensors once the call is over, and nothing
+  // orders its devices after the copies from its memory: so nobody gets the
+  // message before they are over.
+  const bool fromSender =
+      arrival->beside != nullptr && !arrival->beside->isTrusted();
   arrival->message = decodeNow(*arrival);
   auto sums = arrival->decoder->takePendingSums();
   if (!arrival->message->ok()) {
@@ -202,7 +207,7 @@ bool Devices::decode(const ArrivalPtr& arrival, std::function<void()> again) {
   }
   arrival->incoming.reset();
   arrival->beside.reset();
-  if (sums.empty()) {
+  if (sums.empty() && !fromSender) {
     return true;
   }
   device::Events events;
@@ -211,6 +216,9 @@ bool Devices::decode(const ArrivalPtr& arrival, std::function<void()> again) {
   } catch (const c10::Error& error) {
     arrival->message =
         base::Error(base::ErrorKind::kSystem, error.what_without_backtrace());
+    return true;
+  }
+  if (sums.empty() && device::EventWaiter::completeSoon(events)) {
     return true;
   }
   events_.whenComplete(
@@ -235,10 +243,12 @@ base::Error Devices::encode(
   const auto way = wayTo(connection);
   auto* const beside = way.get();
   auto encoder = std::make_shared<Encoder>(message, options, route);
-  // The copies run after the work that is already queued; work that the user
-  // queues next need not wait for them.
+  // The copies run after the work that is already queued. Work that the user
+  // queues next need not wait for them, because the frame does; except in a
+  // call to oneself, whose frame leaves at once.
   auto devices = device::devicesOf(message->tensors());
-  if (beside != nullptr && beside->writesOnTargets()) {
+  const bool toSelf = beside != nullptr && beside->writesOnTargets();
+  if (toSelf) {
     addTargets(route, devices);
   }
   const auto streams = device::poolStreams(devices);
@@ -255,9 +265,12 @@ base::Error Devices::encode(
       return departed.error();
     }
     waits = departed.value();
-    if (waits && encoder->filling() == nullptr) {
+    if ((waits && encoder->filling() == nullptr) || toSelf) {
       events = device::record(streams);
     }
+  }
+  if (toSelf) {
+    device::blockCurrent(events);
   }
   if (!waits) {
     ready(encoder->finish());

@@ -258,6 +258,26 @@ def test_a_call_to_oneself_stays_on_devices(cuda_pair: Group, size: int) -> None
     assert counts["device_to_device"] == 2 and counts["synchronizations"] == 0
 
 
+KEPT: list[torch.Tensor] = []
+
+
+def keep(tensor: torch.Tensor) -> None:
+    KEPT.append(tensor)
+
+
+def overwrite_after_a_call_to_oneself() -> None:
+    tensor = ramp(100_000, "cuda:0")
+    rpc.rpc_sync("worker0", keep, args=(tensor,))
+    tensor.fill_(-1)
+    kept = KEPT.pop()
+    assert_ramp(kept, str(kept.device), 0)
+
+
+def test_an_argument_that_is_overwritten_after_a_call_to_oneself(cuda_pair: Group) -> None:
+    """The answer has no tensor, so no stream would wait for the copy of the argument."""
+    cuda_pair.run(overwrite_after_a_call_to_oneself)
+
+
 def overwrite_beside(tensor: torch.Tensor, beside: Any) -> tuple[torch.Tensor, Any]:
     return overwrite(tensor), beside
 

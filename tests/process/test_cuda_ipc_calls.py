@@ -3,6 +3,7 @@ driver of tests/support/fake_libcuda, so that other processes can map their memo
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -178,6 +179,64 @@ def keeps_until_copied() -> None:
     until(lambda: metric("held_messages") == 1)
     assert_ramp(future.wait(), "cuda:0", 1)
     released()
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def keep(tensor: torch.Tensor) -> None:
+    KEPT.append(tensor)
+
+
+def push_and_overwrite(to: str) -> None:
+    tensor = ramp(100_000, "cuda:0")
+    rpc.rpc_sync(to, keep, args=(tensor,))
+    tensor.fill_(-1)
+
+
+def kept_is_whole(device: str) -> None:
+    assert_ramp(KEPT.pop(), device, 0)
+
+
+def test_an_argument_that_is_overwritten_after_the_call(ipc_pair: Group) -> None:
+    """The answer has no tensor, so no stream of the caller would wait for the callee's copy."""
+    ipc_pair[1].run(hold, True)
+    call = ipc_pair[0].start(push_and_overwrite, "worker1")
+    time.sleep(0.3)
+    assert not call.done()
+    ipc_pair[1].run(hold, False)
+    call.result()
+    ipc_pair[1].run(kept_is_whole, "cuda:1")
+
+
+def give_parameter() -> torch.Tensor:
+    if not KEPT:
+        KEPT.append(ramp(100_000, "cuda:0"))
+    return KEPT[0]
+
+
+def overwrite_parameter() -> None:
+    KEPT.pop().fill_(-1)
+
+
+def fetch_then_let_it_be_overwritten() -> None:
+    rpc.rpc_sync("worker1", give_parameter)
+    free = threading.Event()
+
+    def go_on() -> None:
+        free.set()
+        hold(False)
+
+    hold(True)
+    threading.Timer(0.3, go_on).start()
+    parameter = rpc.rpc_sync("worker1", give_parameter)
+    assert free.is_set(), "it came before its copy"
+    rpc.rpc_sync("worker1", overwrite_parameter)
+    assert_ramp(parameter, str(parameter.device), 0)
+
+
+def test_a_result_that_is_overwritten_after_the_call(ipc_pair: Group) -> None:
+    ipc_pair.run(fetch_then_let_it_be_overwritten)
 
 
 def many_small() -> dict[str, int]:

@@ -28,6 +28,7 @@ constexpr microseconds kShortestPause{10};
 constexpr microseconds kPauseForEach{4};
 constexpr microseconds kLongestPause{500};
 constexpr std::chrono::seconds kStopTime{1};
+constexpr microseconds kSoon{50};
 
 base::Error stoppedError() {
   return {
@@ -72,6 +73,18 @@ void EventWaiter::whenComplete(Events events, Done done) {
     }
   }
   done(stoppedError());
+}
+
+bool EventWaiter::completeSoon(const Events& events) {
+  const auto end = Clock::now() + kSoon;
+  for (;;) {
+    if (const auto result = outcome(events)) {
+      return !*result;
+    }
+    if (Clock::now() > end) {
+      return false;
+    }
+  }
 }
 
 void EventWaiter::main() {
