@@ -148,6 +148,10 @@ std::string scriptFunction(std::string_view bytes) {
 
 } // namespace
 
+bool endsAnother(std::string_view label) {
+  return label == "torch_rpc_ext.aio._server.cancel";
+}
+
 bool isUserCall(MessageType type) {
   switch (type) {
     case MessageType::SCRIPT_CALL:

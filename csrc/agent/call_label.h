@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace torch_rpc_ext::agent {
 
@@ -17,6 +18,9 @@ namespace torch_rpc_ext::agent {
 // first bytes of the payload, because calls that succeed must not pay for error
 // texts.
 std::string labelOf(const torch::distributed::rpc::Message& message);
+
+// Whether a call with this label only ends another call.
+bool endsAnother(std::string_view label);
 
 // Whether messages of this type call a function or an operator that a user
 // chose. Upstream uses the other types itself, for RRefs, backward passes and

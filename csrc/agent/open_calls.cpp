@@ -135,7 +135,7 @@ void OpenCalls::begin(PendingCall& call) {
 }
 
 base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
-  if (!isUserCall(message.type())) {
+  if (!isUserCall(message.type()) || endsAnother(call.label)) {
     return load_.stopped(); // no limit: others wait for it
   }
   if (load_.countsBytes()) {

@@ -140,6 +140,17 @@ def check_cancellation() -> None:
     assert seen == ["begun", "cancelled begun"]
 
 
+def cancel_with_no_room_for_another_call() -> None:
+    asyncio.run(cancelled(m.nap.call(TO, 30.0, "begun", rpc_timeout=40), 0.5))
+    assert rpc.rpc_sync(TO, m.ran, timeout=20) == ["begun", "cancelled begun"]
+
+
+@needs_ucx("knows no limits")
+def test_a_cancellation_needs_no_room() -> None:
+    with Group(2, options={"max_calls_in_flight": 1}) as group:
+        group.run(cancel_with_no_room_for_another_call)
+
+
 def check_cancellation_that_comes_first() -> None:
     """A cancellation may come before its call, when two threads take them from the network."""
     from torch_rpc_ext.aio import _server
