@@ -57,18 +57,21 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Chain(nn.Module):
     """Is not an nn.Sequential, but runs its parts one after another."""
 
-    def __init__(self, shortcut: bool = False) -> None:
+    def __init__(self, shortcut: bool = False, between: float = 0.0, norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
+        self.between = between  # probability of a dropout that is no submodule
         self.embed = nn.Linear(6, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         self.head = nn.Linear(8, 3)
+        if norm:
+            self.layers.append(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8)))
         self.shortcut = shortcut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         value = x = self.embed(x)
         for layer in self.layers:
-            value = layer(value)
+            value = nn.functional.dropout(layer(value), self.between, self.training)
         result: torch.Tensor = self.head(value + x if self.shortcut else value)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
@@ -146,6 +147,16 @@ def check_other_modules() -> None:
         shard(chain, THREE)
     with pytest.raises(ValueError, match="forward of Chain is not embed -> layers.0"):
         shard(m.Chain(shortcut=True), THREE, example=x)
+    with pytest.raises(ValueError, match="one after another in training mode"):
+        shard(m.Chain(between=0.5), THREE, example=x)
+    # Neither random numbers nor the statistics of a norm are changed by the comparison; and one row
+    # is no batch for a norm.
+    with_norm = m.Chain(norm=True)
+    before, state = torch.get_rng_state(), copy.deepcopy(with_norm.state_dict())
+    for example in (x, x[:1]):
+        shard(with_norm, THREE, example=example)
+        m.same(dict(with_norm.state_dict()), dict(state))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_module_that_is_no_sequential(four: Group) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -246,22 +246,43 @@ def _check_is_chain(module: nn.Module, parts: list[list[str]], example: Any) -> 
             "parts one after another: pass example=, an input to compare both on"
         )
     names = list(itertools.chain(*parts))
-    with _evaluating(module), torch.no_grad():
-        expected = module(copy.deepcopy(example))
+    for training in (False, True):
         try:
-            found = run_chain(module, names, copy.deepcopy(example))
+            expected = _result(module, training, lambda: module(copy.deepcopy(example)))
+        except Exception:
+            if training:
+                return  # an example of one row, for nn.BatchNorm1d: there is nothing to compare
+            raise
+        try:
+            found = _result(
+                module, training, lambda: run_chain(module, names, copy.deepcopy(example))
+            )
             torch.testing.assert_close(found, expected, equal_nan=True)
         except Exception as problem:
+            mode = " in training mode" if training else ""
             raise ValueError(
                 f"the forward of {type(module).__name__} is not {' -> '.join(names)}, one after "
-                f"another: give another partition, or write it as nn.Sequential ({problem})"
+                f"another{mode}: give another partition, or write it as nn.Sequential ({problem})"
             ) from problem
 
 
+def _result(module: nn.Module, training: bool, run: Callable[[], Any]) -> Any:
+    """Run the module in evaluation or training mode. Two runs draw the same random numbers, because
+    this changes neither the module nor the state of the generators."""
+    devices = sorted({each.device.index for each in module.parameters() if each.is_cuda})
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with _in_mode(module, training), torch.no_grad(), torch.random.fork_rng(devices):
+        try:
+            return run()
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
 @contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
-    module.eval()
+    module.train(training)
     try:
         yield
     finally:

@@ -1,9 +1,10 @@
 """The random numbers of a stage.
 
 Layers such as nn.Dropout draw from the generator of the process or the device, which all threads
-share. Two stages of one worker, or a stage and the worker's own code, would get other numbers each
-time, depending on which thread comes first. So each stage has a state of its own, which is the
-state of the generators while the stage computes, and stages of one worker compute one at a time.
+share. Two stages of one worker would get other numbers each time, depending on which thread comes
+first. So each stage has a state of its own, which is the state of the generators while the stage
+computes, and stages of one worker compute one at a time. Other code of the worker that draws
+meanwhile, in another thread, draws from the stage's numbers.
 """
 
 from __future__ import annotations
