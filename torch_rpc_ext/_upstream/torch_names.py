@@ -23,6 +23,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch._C._distributed_c10d.PrefixStore",
         "torch._C._distributed_c10d.Store",
         "torch._C._distributed_c10d.TCPStore",
+        "torch._C.Future",
         "torch._C._distributed_rpc.RpcBackendOptions",
         "torch._C._distributed_rpc.WorkerInfo",
         "torch._C._distributed_rpc._cleanup_python_rpc_handler",
