@@ -19,11 +19,11 @@ UCX = "BackendType.UCX"
 #: Feature -> the names that it cannot do without.
 NEEDED: dict[str, tuple[str, ...]] = {
     UCX: (
+        "torch._C.Future",
         "torch._C._distributed_c10d.FileStore",
         "torch._C._distributed_c10d.PrefixStore",
         "torch._C._distributed_c10d.Store",
         "torch._C._distributed_c10d.TCPStore",
-        "torch._C.Future",
         "torch._C._distributed_rpc.RpcBackendOptions",
         "torch._C._distributed_rpc.WorkerInfo",
         "torch._C._distributed_rpc._cleanup_python_rpc_handler",
