@@ -83,6 +83,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     return future;
   }
   const uint32_t left = timeLeft(call);
+  const bool holdsRRefs = call.rrefs != nullptr;
   if (base::Error error = calls_.pending().add(call)) {
     calls_.fail(std::move(call), error);
     return future;
@@ -110,6 +111,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
       auto encoded = encode(message, options, route);
       error = encoded.ok() ? base::Error() : encoded.error();
       if (!error) {
+        encoded.value().holdsRRefs = holdsRRefs;
         const AnswerWait::Sending sending(
             id, encoded.value().totalBytes, waits, leader);
         sendFrame(id, std::move(encoded.value()), connection);
@@ -192,7 +194,9 @@ void Caller::sendFrame(
   memory_.trimLater();
   memory_.lender().lend(
       std::move(encoded), [this, callId, connection](Encoded lent) {
-        sendFrameNow(callId, std::move(lent), connection);
+        if (calls_.pending().contains(callId)) { // else it has timed out
+          sendFrameNow(callId, std::move(lent), connection);
+        }
       });
 }
 
@@ -204,8 +208,9 @@ void Caller::sendFrameNow(
   if (encoded.borrowsBulk()) {
     untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
   }
-  if (!calls_.pending().setSent(callId, connection, untaken)) {
-    return; // the call has timed out
+  if (!calls_.pending().setSent(callId, connection, untaken) &&
+      encoded.holdsRRefs) {
+    return; // the call has timed out, and its RRefs have been released
   }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);

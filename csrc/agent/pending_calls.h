@@ -87,8 +87,8 @@ class PendingCalls {
   // leaves the call as it is.
   base::Error add(PendingCall& call);
   // Says on which connection the call is about to be sent: the call fails when
-  // that connection ends. False for a call that is no longer here: then it must
-  // not be sent, because its RRefs may have been released.
+  // that connection ends. False for a call that is no longer here: if it holds
+  // RRefs, it must not be sent, because they have been released.
   [[nodiscard]] bool setSent(
       uint64_t id,
       const transport::ConnectionPtr& connection,
