@@ -12,7 +12,7 @@ namespace {
 // Autograd, and around that a profiler.
 constexpr int kMostWrappers = 2;
 
-bool isWrapped(int type) {
+bool isWrapper(int type) {
   switch (type) {
     case MessageType::FORWARD_AUTOGRAD_REQ:
     case MessageType::FORWARD_AUTOGRAD_RESP:
@@ -82,13 +82,14 @@ InnerMessage innermost(const Message& request) {
 
 base::Error checkWrappers(const Message& message) {
   InnerMessage inner = whole(message);
-  for (int wrappers = 0; isWrapped(inner.type); ++wrappers) {
+  for (int wrappers = 0; isWrapper(inner.type); ++wrappers) {
     inner.type = wrappers == kMostWrappers ? 0 : unwrap(inner.bytes);
     if (inner.type == 0) {
       return {
           base::ErrorKind::kInvalid,
-          "call frame: a message wrapped for autograd or for a profiler as "
-          "torch wraps none"};
+          "call frame: the message is wrapped for autograd or for a profiler "
+          "in "
+          "a way that torch does not use"};
     }
   }
   return {};

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
 from torch.futures import Future
 
 
@@ -98,6 +98,18 @@ def begin_and_sleep(began: str, seconds: float) -> None:
 
 def name_here() -> str:
     return str(rpc.get_worker_info().name)
+
+
+def contexts() -> int:
+    """How many distributed autograd contexts this worker has."""
+    return int(autograd._get_debug_info()["num_autograd_contexts"])
+
+
+def wait_for_contexts(count: int) -> None:
+    end = time.monotonic() + 30
+    while contexts() != count:
+        assert time.monotonic() < end, f"{contexts()} autograd contexts instead of {count}"
+        time.sleep(0.01)
 
 
 def kill_self() -> None:

@@ -33,23 +33,12 @@ def open_gate(gate: str) -> None:
     _GATES[gate].set()
 
 
-def contexts() -> int:
-    return int(autograd._get_debug_info()["num_autograd_contexts"])
-
-
-def wait_for_contexts(count: int) -> None:
-    end = time.monotonic() + SECONDS / 2
-    while contexts() != count:
-        assert time.monotonic() < end, f"{contexts()} autograd contexts instead of {count}"
-        time.sleep(0.01)
-
-
 def call_and_leave_the_context() -> None:
     tensor = torch.ones(2, requires_grad=True)
     with autograd.context():
         f.HELD["answer"] = rpc.rpc_async("worker1", double_behind_a_gate, args=(tensor,))
         f.HELD["next"] = rpc.rpc_async("worker1", wait_at_gate, args=("next",))
-    assert contexts() == 0
+    assert f.contexts() == 0
 
 
 def test_a_context_that_a_late_answer_made_again_ends_too() -> None:
@@ -57,10 +46,10 @@ def test_a_context_that_a_late_answer_made_again_ends_too() -> None:
     with Group(2, options=[{}, {"num_worker_threads": 1}]) as group:
         group[0].run(call_and_leave_the_context)
         group[1].run(open_gate, "answer")
-        group[0].run(wait_for_contexts, 1)
+        group[0].run(f.wait_for_contexts, 1)
         group[1].run(open_gate, "next")
         for worker in group:
-            worker.run(wait_for_contexts, 0)
+            worker.run(f.wait_for_contexts, 0)
 
 
 def metric(name: str) -> int:
@@ -76,7 +65,7 @@ def test_the_worker_that_ends_a_context_is_not_asked_to_end_it() -> None:
             for worker in ("worker1", "worker2"):
                 tensor = rpc.rpc_sync(worker, double, args=(tensor,))
     for worker in ("worker1", "worker2"):
-        rpc.rpc_sync(worker, wait_for_contexts, args=(0,))
+        rpc.rpc_sync(worker, f.wait_for_contexts, args=(0,))
     end = time.monotonic() + SECONDS / 2
     while metric("client_active_calls") != 0:  # the last messages have their answers
         assert time.monotonic() < end

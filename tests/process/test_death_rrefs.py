@@ -89,10 +89,6 @@ def pending_users() -> int:
     return int(rpc._get_debug_info()["num_pending_users"])
 
 
-def contexts() -> int:
-    return int(autograd._get_debug_info()["num_autograd_contexts"])
-
-
 def double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 2
 
@@ -105,22 +101,15 @@ def begin_pass() -> None:
         tensor = rpc.rpc_sync(worker, double, args=(tensor,))
 
 
-def wait_for_contexts(count: int) -> None:
-    end = time.monotonic() + 10
-    while contexts() != count:
-        assert time.monotonic() < end, f"{contexts()} autograd contexts instead of {count}"
-        time.sleep(0.01)
-
-
 @needs_ucx("keeps them (pytorch issue 26379)")
 def test_autograd_contexts_of_a_dead_worker_are_released() -> None:
     with Group(3) as group:
         group[1].run(begin_pass)
         group[0].run(begin_own)
-        assert group[0].run(contexts) == 2 and group[2].run(contexts) == 2
+        assert group[0].run(f.contexts) == 2 and group[2].run(f.contexts) == 2
         group[1].kill()
         for rank in (0, 2):
-            group[rank].run(wait_for_contexts, 1)
+            group[rank].run(f.wait_for_contexts, 1)
 
 
 def owned_values() -> int:

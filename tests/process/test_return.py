@@ -258,17 +258,13 @@ def begin_pass() -> int:
     return int(context._context_id())
 
 
-def contexts() -> int:
-    return int(autograd._get_debug_info()["num_autograd_contexts"])
-
-
 def test_what_it_began_in_two_lives_is_told_apart() -> None:
     with Group(2) as group:
         first = group[1].run(begin_pass)
         group[1].kill()
         again = group.start_again(1)
         assert again.run(begin_pass) != first
-        assert group.run(contexts) == 1
+        assert group.run(f.contexts) == 1
         again.run(end_passes)
 
 

@@ -7,6 +7,7 @@
 #include "transport/loopback/loopback.h"
 #include "transport/ucx/bulk/chunks.h"
 #include "transport/ucx/incoming.h"
+#include "unit/answer.h"
 #include "unit/no_descriptors.h"
 
 #include <dlfcn.h>
@@ -26,6 +27,7 @@ using namespace torch_rpc_ext::transport;
 using namespace torch_rpc_ext::transport::ucx;
 using memory::SharedMap;
 using stress::require;
+using unit::Answer;
 using unit::NoDescriptors;
 
 namespace {
@@ -103,19 +105,6 @@ class Notes final : public bulk::Link,
 
  private:
   const std::shared_ptr<ControlWorker> worker_;
-};
-
-// What a callback was told.
-struct Answer {
-  int times = 0;
-  base::Error error;
-
-  Callback callback() {
-    return [this](const base::Error& told) {
-      ++times;
-      error = told;
-    };
-  }
 };
 
 // An exchange with this very process, whose memory can be read.

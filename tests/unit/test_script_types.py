@@ -145,6 +145,10 @@ def keyword(values: list[int], *, scale: int) -> list[int]:
     return values
 
 
+def any_number(*values: list[int]) -> list[int]:
+    return values[0]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -156,6 +160,7 @@ def keyword(values: list[int], *, scale: int) -> list[int]:
         (lambda: aio.remote(limit=0)(a_coroutine), ValueError, "limit must be 1 or more, got 0"),
         (lambda: aio.batched()(a_coroutine), TypeError, "a_coroutine is an async def"),
         (lambda: aio.batched()(keyword), TypeError, "'scale' is keyword-only"),
+        (lambda: aio.batched()(any_number), TypeError, r"\*values takes any number of items"),
         (lambda: aio.batched(max_size=0)(identity), ValueError, "max_size must be 1"),
         (lambda: aio.batched(max_wait=-1)(identity), ValueError, "max_wait must be 0"),
         (lambda: aio.batched(max_queue=0)(identity), ValueError, "max_queue must be 1"),

@@ -3,6 +3,7 @@
 
 #include "transport/ucx/bulk/ucx_channel.h"
 #include "sanitize/stress.h"
+#include "unit/answer.h"
 
 #include <chrono>
 #include <memory>
@@ -12,23 +13,12 @@ using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
 using namespace torch_rpc_ext::transport::ucx;
 using stress::require;
+using unit::Answer;
 
 namespace {
 
 constexpr uint64_t kTag = uint64_t{1} << 40;
 constexpr size_t kSize = 1000; // so few bytes UCX sends unasked
-
-struct Answer {
-  int times = 0;
-  base::Error error;
-
-  Callback callback() {
-    return [this](const base::Error& told) {
-      ++times;
-      error = told;
-    };
-  }
-};
 
 class Side {
  public:

@@ -173,6 +173,7 @@ def fork(data: Any) -> Any:
 
 
 def _check_fork(data: Any) -> None:
+    """Raise ValueError unless `data` has the form of a pickled RRef; makes no RRef."""
     if (
         type(data) is not tuple
         or len(data) != 7

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.distributed.rpc import internal as _untyped_internal
 internal: Any = _untyped_internal  # upstream's functions have no types
 
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
-_IN_C = (MemberDescriptorType, GetSetDescriptorType)
+_DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
 # Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
 _LEFT_THERE = ("obj",)
 # Python makes the text of these exceptions of object[start], where `object` has the type beside
@@ -142,14 +143,8 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
 
 def values_in_c(error: BaseException) -> list[Any]:
     """Return what an exception holds in the fields that its classes define in C."""
-    return [
-        value
-        for base in type(error).__mro__
-        if issubclass(base, Exception)
-        for name, found in vars(base).items()
-        if isinstance(found, _IN_C) and not name.startswith("__")
-        if (value := _field(found, error)) is not None
-    ]
+    values = (_field(descriptor, error) for _, descriptor in _in_c(type(error)))
+    return [value for value in values if value is not None]
 
 
 def _field(descriptor: Any, error: BaseException) -> Any:
@@ -193,14 +188,17 @@ def _new(cls: Any, args: tuple[Any, ...]) -> Any:
     return builtin.__new__(cls, *args)
 
 
+def _in_c(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield name and descriptor of what the class and its bases define in C or by __slots__."""
+    for base in cls.__mro__:
+        if issubclass(base, Exception):  # not BaseException's: its args, traceback and cause
+            for name, found in vars(base).items():
+                if isinstance(found, _DESCRIPTORS) and not name.startswith("__"):
+                    yield name, found
+
+
 def _fields(cls: type) -> list[str]:
-    return [
-        name
-        for base in cls.__mro__
-        if issubclass(base, Exception)  # not BaseException's: its args, traceback and cause
-        for name, found in vars(base).items()
-        if isinstance(found, _IN_C) and not name.startswith("__") and name not in _LEFT_THERE
-    ]
+    return [name for name, _ in _in_c(cls) if name not in _LEFT_THERE]
 
 
 def _set_fields(error: BaseException, values: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ constexpr microseconds kShortestPause{10};
 constexpr microseconds kPauseForEach{4};
 constexpr microseconds kLongestPause{500};
 constexpr std::chrono::seconds kStopTime{1};
+// About the time that it takes to wake another thread.
 constexpr microseconds kSoon{50};
 
 base::Error stoppedError() {
@@ -88,7 +89,7 @@ bool EventWaiter::completeSoon(const Events& events) {
 }
 
 void EventWaiter::main() {
-  // Else Linux makes a sleep of 10 us one of 60 us.
+  // By default, Linux may end each sleep 50 us late.
   ::prctl(PR_SET_TIMERSLACK, /*nanoseconds=*/1000UL, 0UL, 0UL, 0UL);
   List waiting;
   auto since = Clock::now(); // when an event was added or completed last

@@ -12,8 +12,8 @@
 namespace torch_rpc_ext::agent::device {
 
 // Runs callbacks once events of devices are complete. One thread queries all
-// events and sleeps in between, the longer the longer they take. The thread
-// starts with the first event.
+// events and sleeps in between, for a share of the time that it has waited. The
+// thread starts with the first event.
 //
 // Owns: the events, their callbacks and the thread.
 // Thread: any.

@@ -51,8 +51,9 @@ class LoopbackIncoming final : public Incoming {
         std::memcpy(into[i].data, bulk_[i].data, into[i].size);
       }
     }
-    // The sender hears it when the receiver is done with the message: until
-    // then it holds what travels beside the message.
+    // The sender hears of it from the destructor, when the receiver is done
+    // with the message: until then the sender holds what travels beside the
+    // message.
     isTaken_ = true;
     callback({});
   }

@@ -265,6 +265,10 @@ bool BulkReceiver::takeHeader(Lane& lane) {
   return fits;
 }
 
+BulkReceiver::ByTag::iterator BulkReceiver::expectedOf(const Lane& lane) {
+  return lane.isDropped ? expected_.end() : expected_.find(lane.piece.tag);
+}
+
 bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
   if (!lane.inPiece) {
     const int state = fill(lane, &lane.piece, sizeof(lane.piece));
@@ -275,12 +279,7 @@ bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
       return false;
     }
   }
-  // Looked up each time: the receive may have been cancelled in the middle of a
-  // piece, and nothing is written to its memory then. A piece that nobody
-  // expected stays dropped, whatever begins meanwhile: takeHeader() has not
-  // compared its place with any memory.
-  const auto expected =
-      lane.isDropped ? expected_.end() : expected_.find(lane.piece.tag);
+  const auto expected = expectedOf(lane);
   char* const into = expected == expected_.end()
       ? reinterpret_cast<char*>(dropped_.data())
       : static_cast<char*>(expected->second.memory.data) + lane.piece.offset;
@@ -305,8 +304,7 @@ void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
   // One byte always has room: the sender has few pieces without an answer.
   const char taken = 1;
   (void)!::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
-  const auto found =
-      lane.isDropped ? expected_.end() : expected_.find(lane.piece.tag);
+  const auto found = expectedOf(lane);
   if (found == expected_.end()) {
     return;
   }

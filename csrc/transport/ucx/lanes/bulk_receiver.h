@@ -72,6 +72,7 @@ class BulkReceiver {
     base::MutableSpan memory;
     uint64_t left = 0; // bytes that have not come
   };
+  using ByTag = std::unordered_map<uint64_t, Expected>;
   struct Lane {
     uint64_t id = 0;
     Socket socket;
@@ -90,6 +91,12 @@ class BulkReceiver {
   // False if the lane has ended or must end.
   bool readPiece(Locked& locked, Lane& lane);
   bool takeHeader(Lane& lane);
+  // What the lane's piece is received into; end() for a piece to be dropped. To
+  // be called each time: the receive may have been cancelled in the middle of
+  // the piece, and nothing is written to its memory then. A piece that nobody
+  // expected stays dropped, whatever begins meanwhile, because takeHeader() has
+  // compared the place of the piece with no memory.
+  ByTag::iterator expectedOf(const Lane& lane);
   void pieceDone(Locked& locked, Lane& lane);
   // Reads into the rest of a Hello or a header. 1: it is complete; 0: no more
   // bytes are there; -1: the lane has ended.
@@ -105,7 +112,7 @@ class BulkReceiver {
   std::unordered_map<uint64_t, std::pair<Socket, Endpoint>> listeners_;
   std::unordered_map<uint64_t, Lane> lanes_;
   std::deque<uint64_t> unknown_; // lanes whose Hello has not come, by age
-  std::unordered_map<uint64_t, Expected> expected_; // by tag
+  ByTag expected_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   uint64_t nextId_ = 1;
   bool stopped_ = false;
