@@ -24,7 +24,12 @@ ALONE = {
     )
 }
 #: Built with the core library.
-WITH_UCX = {"exchange": (), "ucx_channel": (), "goodbye": ("agent/executor.cpp",)}
+WITH_UCX = {
+    "exchange": (),
+    "ucx_channel": (),
+    "goodbye": ("agent/executor.cpp",),
+    "told_again": ("agent/executor.cpp",),
+}
 
 
 def run(program: Path, environment: dict[str, str] | None = None) -> None:
@@ -51,7 +56,7 @@ def test_a_part_without_ucx(name: str) -> None:
 def test_a_part_with_ucx(name: str) -> None:
     """exchange: how bulk is offered, taken, acknowledged and returned. ucx_channel: chunks that
     come before they are expected. goodbye: a worker that leaves while another connects to it is
-    heard to leave."""
+    heard to leave. told_again: the word that a connection broke at one end is lost."""
     built, environment = core.build(
         BUILD,
         {
