@@ -76,8 +76,12 @@ class UcxConnection final : public Connection,
   // ---- for EndedConnections ----
 
   // Tells the peer that the connection broke at this end, because the peer may
-  // go on sending. Returns false if there is no way to tell the peer.
-  bool tellThatItBroke(Locked& locked);
+  // go on sending. If the peer was told before, over an endpoint that still
+  // works, the peer is told again only when that endpoint fails.
+  void tellThatItBroke(Locked& locked);
+  // Whether a message for this connection, which has ended, is the peer's word
+  // that the peer has closed the connection too.
+  bool saysClosed(Locked& locked, const Message& message);
   // Closes the endpoint that was kept open, see EndedConnections::park().
   void leavePark(Locked& locked);
 
@@ -180,6 +184,10 @@ class UcxConnection final : public Connection,
   ucp_ep_h endpoint_ = nullptr;
   bool endpointFailed_ = false; // UCX's error handler has run
   bool endpointCloses_ = false;
+  // Of a connection that has ended: whether the endpoint was given the word
+  // that the connection broke, and whether the peer has sent messages since.
+  bool toldOfEnd_ = false;
+  bool asksAgain_ = false;
   // The peer may take the connection for open: this end has answered the peer's
   // handshake, or has finished the handshake that it began.
   bool peerMayThinkItOpen_ = false;

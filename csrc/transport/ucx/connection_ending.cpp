@@ -178,26 +178,39 @@ void UcxConnection::end(Locked& locked) {
   }
 }
 
-bool UcxConnection::tellThatItBroke(Locked& locked) {
-  if (endpointCloses_) {
-    return false;
+void UcxConnection::tellThatItBroke(Locked& locked) {
+  if (endpointCloses_ || toldOfEnd_) {
+    asksAgain_ = true; // see closeEndpoint()
+    return;
   }
   if (endpoint_ == nullptr) {
     endpointFailed_ = false;
     if (openEndpoint(locked, agreed_.peer.address, agreed_.nearness)) {
-      return false; // there is no way to the peer
+      return; // there is no way to the peer now
     }
     if (!context_->ended().park(locked, shared_from_this())) {
       closeEndpoint(
           locked, /*flush=*/false); // UCX would call an object that is gone
-      return false;
+      return;
     }
   }
+  toldOfEnd_ = true;
   sendActive(
       locked,
       {.kind = FrameKind::kClose, .count = 1, .token = agreed_.peer.token},
       {});
-  return true;
+}
+
+bool UcxConnection::saysClosed(Locked& /*locked*/, const Message& message) {
+  SecureChannel* const channel = agreed_.channel.get();
+  if (channel == nullptr) {
+    return message.header.kind == FrameKind::kClose;
+  }
+  if (message.header.kind != FrameKind::kSealed) {
+    return false;
+  }
+  auto opened = channel->open(message.header, message.data);
+  return opened.ok() && opened.value().header.kind == FrameKind::kClose;
 }
 
 void UcxConnection::leavePark(Locked& locked) {
@@ -226,6 +239,11 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
     void* request = ucp_ep_close_nbx(self->endpoint_, &params);
     self->endpoint_ = nullptr;
     self->endpointCloses_ = false;
+    self->toldOfEnd_ = false;
+    if (std::exchange(self->asksAgain_, false)) {
+      // What the peer was told may be lost with the endpoint.
+      self->context_->ended().tell(after, self->localToken_);
+    }
     if (request == nullptr || UCS_PTR_IS_ERR(request)) {
       self->context_->endpointClosed(after);
       return;

@@ -184,10 +184,8 @@ void UcxContext::onMessage(
     onOpen(locked, {header, data});
   } else if (const auto connection = find(locked, header.token)) {
     connection->onMessage(locked, {header, data});
-  } else if (header.kind == FrameKind::kClose) {
-    ended_.told(locked, header.token);
   } else { // for a connection that has ended here, or from a stranger
-    ended_.tell(locked, header.token);
+    ended_.onMessage(locked, {header, data});
   }
 }
 

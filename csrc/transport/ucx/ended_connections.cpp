@@ -26,19 +26,28 @@ void EndedConnections::broke(
   }
 }
 
+EndedConnections::Broken::iterator EndedConnections::find(uint64_t localToken) {
+  return std::find_if(broken_.begin(), broken_.end(), [&](const auto& entry) {
+    return entry.first == localToken;
+  });
+}
+
 void EndedConnections::tell(Locked& locked, uint64_t localToken) {
-  const auto it =
-      std::find_if(broken_.begin(), broken_.end(), [&](const auto& entry) {
-        return entry.first == localToken;
-      });
-  if (it != broken_.end() && it->second->tellThatItBroke(locked)) {
-    broken_.erase(it);
+  if (const auto it = find(localToken); it != broken_.end()) {
+    it->second->tellThatItBroke(locked);
   }
 }
 
-void EndedConnections::told(Locked&, uint64_t localToken) {
-  std::erase_if(
-      broken_, [&](const auto& entry) { return entry.first == localToken; });
+void EndedConnections::onMessage(Locked& locked, const Message& message) {
+  const auto it = find(message.header.token);
+  if (it == broken_.end()) {
+    return;
+  }
+  if (it->second->saysClosed(locked, message)) {
+    broken_.erase(it);
+  } else {
+    it->second->tellThatItBroke(locked);
+  }
 }
 
 bool EndedConnections::park(

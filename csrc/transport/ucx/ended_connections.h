@@ -1,6 +1,7 @@
 #pragma once
 
 #include "transport/ucx/peer_watch.h"
+#include "transport/ucx/protocol.h"
 #include "transport/ucx/worker.h"
 
 #include <cstdint>
@@ -26,11 +27,12 @@ class EndedConnections {
       Locked&,
       uint64_t localToken,
       std::shared_ptr<UcxConnection> connection);
-  // Tells the peer that its connection broke at this end, unless the peer has
-  // been told already, or kMaxBroken other connections have broken since.
+  // Tells the peer that its connection broke at this end, unless kMaxBroken
+  // other connections have broken since.
   void tell(Locked& locked, uint64_t localToken);
-  // The peer knows.
-  void told(Locked&, uint64_t localToken);
+  // A message for a connection that has ended here. Either the message says
+  // that the peer knows of the end, or the peer is told.
+  void onMessage(Locked& locked, const Message& message);
 
   // Keeps the endpoint of a connection open until UCX finds it broken, the
   // peer's process is seen to end, or kMaxParked newer connections are kept.
@@ -52,9 +54,16 @@ class EndedConnections {
   void unwatch(Locked& locked);
 
  private:
+  using Broken =
+      std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>>;
+
+  Broken::iterator find(uint64_t localToken);
+
   bool stopped_ = false;
-  // By token, the oldest first.
-  std::deque<std::pair<uint64_t, std::shared_ptr<UcxConnection>>> broken_;
+  // By token, the oldest first. A connection stays here when its peer has been
+  // told, because UCX may lose what was said: only the peer's own word shows
+  // that the peer knows.
+  Broken broken_;
   std::deque<std::shared_ptr<UcxConnection>> parked_; // the oldest first
   std::vector<std::shared_ptr<PeerWatch>> watches_;
 };
