@@ -419,9 +419,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     def effective_init_timeout(self) -> float:
         """Return how long init_rpc waits for the other workers, s."""
-        if self.init_timeout > 0:
-            return float(self.init_timeout)
-        return checks.default_init_timeout(self.rpc_timeout)
+        return checks.effective_init_timeout(self.init_timeout, self.rpc_timeout)
 
 
 # Torch's C++ reads these two from the base, whose properties a dataclass hides by its defaults.

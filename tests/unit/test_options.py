@@ -6,6 +6,7 @@ import copy
 import enum
 import inspect
 import ipaddress
+import math
 import typing
 from datetime import timedelta
 from typing import Any
@@ -86,7 +87,8 @@ def test_not_a_relative_of_tensorpipes() -> None:
         ({"num_worker_threads": True}, TypeError, "num_worker_threads"),
         ({"rpc_timeout": -1}, ValueError, "RPC Timeout must be non-negative"),
         ({"rpc_timeout": timedelta(seconds=1)}, TypeError, "rpc_timeout must be a number"),
-        ({"rpc_timeout": float("nan")}, ValueError, "nan"),
+        ({"rpc_timeout": math.nan}, ValueError, "nan"),
+        ({"rpc_timeout": math.inf}, ValueError, r"rpc_timeout must be .* or 0 for none, got inf"),
         ({"init_method": ""}, ValueError, "init_method must not be empty"),
         ({"init_timeout": -1}, ValueError, "init_timeout"),
         ({"port_range": (5, 4)}, ValueError, r"port_range must be .* got \(5, 4\)"),
@@ -183,6 +185,9 @@ def test_init_timeout() -> None:
     assert UcxRpcBackendOptions(rpc_timeout=0).effective_init_timeout() == 60
     assert UcxRpcBackendOptions(rpc_timeout=90).effective_init_timeout() == 90
     assert UcxRpcBackendOptions(init_timeout=3).effective_init_timeout() == 3
+    year = 365 * 24 * 3600
+    assert UcxRpcBackendOptions(rpc_timeout=1e10).effective_init_timeout() == year
+    assert UcxRpcBackendOptions(init_timeout=1e10).effective_init_timeout() == year
 
 
 def test_copy_and_repr() -> None:

@@ -27,6 +27,11 @@ DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
 # Processes that are started together are ready seconds apart, so a short rpc_timeout must not
 # shorten init_rpc below this, s.
 MINIMUM_INIT_TIMEOUT = 3.0
+# 30,000 years, s. Upstream's init_rpc makes a timedelta of the option, which holds some more.
+LONGEST_RPC_TIMEOUT = 1e12
+# A year, s: torch's stores take a time-out of more than 292 years, which a clock of C++ cannot
+# count, as one that is over.
+MAXIMUM_INIT_TIMEOUT = 365 * 24 * 3600.0
 
 WireDtype = Any  # torch.dtype | Mapping[str, torch.dtype | None] | None: torch is not imported here
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -81,6 +86,10 @@ def rpc_timeout(name: str, value: Any) -> float:
     """Accept seconds; 0 means no time-out. A negative number gets upstream's text."""
     if _seconds(name, value) < 0:
         raise ValueError(f"RPC Timeout must be non-negative, got {name}={value}")
+    if value > LONGEST_RPC_TIMEOUT:
+        raise ValueError(
+            f"{name} must be at most {LONGEST_RPC_TIMEOUT:g} s, or 0 for none, got {value}"
+        )
     return float(value)
 
 
@@ -316,10 +325,12 @@ def _cgroup_limits() -> list[int]:
     return limits
 
 
-def default_init_timeout(timeout: float) -> float:
-    """Return how long init_rpc waits where init_timeout is not given, s.
+def effective_init_timeout(init_timeout: float, rpc_timeout: float) -> float:
+    """Return how long init_rpc waits for the other workers, s.
 
     Args:
-        timeout: the option rpc_timeout, s; 0 for none.
+        init_timeout: the option of that name, s; 0 if it is not given.
+        rpc_timeout: the option of that name, s; 0 for none.
     """
-    return max(float(timeout) or DEFAULT_RPC_TIMEOUT, MINIMUM_INIT_TIMEOUT)
+    seconds = init_timeout or max(rpc_timeout or DEFAULT_RPC_TIMEOUT, MINIMUM_INIT_TIMEOUT)
+    return min(float(seconds), MAXIMUM_INIT_TIMEOUT)

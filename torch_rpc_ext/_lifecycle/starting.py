@@ -17,7 +17,7 @@ from torch.distributed.rpc import api as _untyped_api
 from torch_rpc_ext._base.option_checks import (
     DEFAULT_RPC_TIMEOUT,
     ENCRYPTION,
-    default_init_timeout,
+    effective_init_timeout,
     wire_dtype_number,
 )
 from torch_rpc_ext._group import dynamic, interfaces, rendezvous, returning, sessions, stores
@@ -67,7 +67,9 @@ def init_timeout(options: Any) -> float:
     """Return how long init_rpc waits for the others, s; takes TENSORPIPE's options and ours."""
     if isinstance(options, UcxRpcBackendOptions):
         return options.effective_init_timeout()
-    return default_init_timeout(DEFAULT_RPC_TIMEOUT if options is None else options.rpc_timeout)
+    return effective_init_timeout(
+        0, DEFAULT_RPC_TIMEOUT if options is None else options.rpc_timeout
+    )
 
 
 def start(
