@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,46 @@ def test_join_and_leave_while_calls_run() -> None:
             assert group[1].run(names) == ["worker0", "worker1"]
         assert busy.result() > 10
         for worker in (group[0], group[1]):
+            worker.run(leave)
+
+
+def announce_only_after(entered: Path, go: Path) -> None:
+    """Make init_rpc wait once this worker is in the directory, before it tells the others."""
+    from torch_rpc_ext._group import dynamic
+
+    announce = dynamic.announce_join
+
+    def later(session: Any) -> None:
+        entered.touch()
+        wait_for(go)
+        announce(session)
+
+    dynamic.announce_join = later
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end, file
+        time.sleep(0.01)
+
+
+@needs_ucx("joins by a token, so nobody leaves meanwhile")
+def test_one_leaves_while_another_joins(tmp_path: Path) -> None:
+    """The one that leaves does not know the newcomer yet, and so tells it nothing."""
+    entered, go = tmp_path / "entered", tmp_path / "go"
+    with Group(3, dynamic=True, init=False) as group:
+        for worker in (group[0], group[1]):
+            worker.init(None).result()
+        group[2].run(announce_only_after, entered, go)
+        joining = group[2].init(None)
+        wait_for(entered)
+        group[1].run(leave)
+        go.touch()
+        joining.result()
+        assert group[2].run(names) == ["worker0", "worker2"]
+        assert group[0].run(names) == ["worker0", "worker2"]
+        for worker in (group[2], group[0]):
             worker.run(leave)
 
 

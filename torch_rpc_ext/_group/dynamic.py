@@ -3,7 +3,8 @@
 The directory of members is one key of the store, changed by compare-and-set. So a worker that dies
 while it joins holds no lock; in upstream the others would wait for its token. A worker first writes
 itself into the directory and then tells all workers that it saw there: of two workers that join at
-the same time, the later one sees the earlier one.
+the same time, the later one sees the earlier one. Then it looks at the directory once more: a
+worker that it saw there either had left by then, or has been told of it and will tell it.
 """
 
 from __future__ import annotations
@@ -145,6 +146,13 @@ def announce_join(session: sessions.Session) -> None:
     """Tell the other workers that this worker has joined; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
+    # A worker that left meanwhile may not have known this one, and then has not told it.
+    there = session.directory.read().members
+    with session.lock:
+        known = list(session.members.values())
+    for member in known:
+        if member.name not in there or there[member.name].incarnation != member.incarnation:
+            remove_member(session, member.name, member.incarnation)
 
 
 def leave_group(session: sessions.Session) -> None:
