@@ -4,8 +4,11 @@ run in a process of their own."""
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +24,34 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 
+def _share_memory_within_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put our function in the place of numba's, by which two threads of a block that ask for a
+    shared array at the same time get one each: it looks whether the array exists, and then makes
+    the array. Either finds the array by the line that asks for it."""
+    from numba.cuda.simulator import kernelapi
+
+    lock = threading.Lock()
+
+    def array(self: Any, shape: Any, dtype: Any) -> Any:
+        caller = sys._getframe(1)
+        key = (caller.f_code.co_filename, caller.f_lineno)
+        with lock:
+            if key not in self._allocations:
+                dtype = kernelapi.numpy_support.as_dtype(dtype)
+                self._allocations[key] = kernelapi.np.empty(shape, dtype)
+            return self._allocations[key]
+
+    monkeypatch.setattr(kernelapi.FakeCUDAShared, "array", array)
+
+
 @pytest.fixture(autouse=True)
-def _simulator() -> Iterator[None]:
+def _simulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
     if os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
         pytest.skip("needs a process of its own: pytest tests/simulator")
     from torch_rpc_ext.kernels.memory import SIMULATED
 
     assert SIMULATED
+    _share_memory_within_blocks(monkeypatch)
     start_random()
     yield

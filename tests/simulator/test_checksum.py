@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
@@ -81,3 +85,20 @@ def test_notices_what_goes_wrong() -> None:
         seen.add(all_three(changed.contiguous()))
     # A random word may be equal to its neighbour once in 2**64.
     assert len(seen) == 1 + len(changes)
+
+
+def test_threads_that_start_at_once_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's simulator gave each of them an array of its own, now and then on a busy machine."""
+    from numba.cuda.simulator import kernelapi
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(numpy, name)
+
+        @staticmethod
+        def empty(*arguments: Any) -> Any:
+            time.sleep(0.05)  # the other threads come meanwhile
+            return numpy.empty(*arguments)
+
+    monkeypatch.setattr(kernelapi, "np", Slow())
+    all_three(random_bits((17,), torch.uint8))
