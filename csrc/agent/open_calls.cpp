@@ -120,10 +120,14 @@ OpenCalls::OpenCalls(
       unreadRRefs_(unreadRRefs),
       decodeException_(std::move(decodeException)),
       load_(options.maxCallsInFlight, options.maxBytesInFlight),
-      pending_(executor.poller(), [this](PendingCall call) {
-        metrics::add(counters_.callsTimedOut, 1);
-        failLater(std::move(call), {base::ErrorKind::kTimedOut, std::string()});
-      }) {}
+      pending_(
+          executor.poller(),
+          toMilliseconds(options.transport.keepaliveSeconds),
+          [this](PendingCall call) {
+            metrics::add(counters_.callsTimedOut, 1);
+            failLater(
+                std::move(call), {base::ErrorKind::kTimedOut, std::string()});
+          }) {}
 
 void OpenCalls::begin(PendingCall& call) {
   call.scope = executor_.currentRequest();

@@ -4,8 +4,22 @@ namespace torch_rpc_ext::agent {
 
 using torch::distributed::rpc::JitFuture;
 
-PendingCalls::PendingCalls(base::Poller& poller, Expired expired)
-    : expired_(std::move(expired)), timer_(poller, [this] { onTimer(); }) {}
+namespace {
+
+// So seldom that what is sent to a process that is stopped for hours fits into
+// the buffers of its kernel.
+constexpr std::chrono::minutes kLongestPatience{1};
+
+} // namespace
+
+PendingCalls::PendingCalls(
+    base::Poller& poller,
+    std::chrono::milliseconds patience,
+    Expired expired)
+    : patience_(patience),
+      expired_(std::move(expired)),
+      timer_(poller, [this] { onTimer(); }),
+      probing_(poller, [this] { look(); }) {}
 
 PendingCalls::~PendingCalls() {
   stop();
@@ -42,6 +56,9 @@ bool PendingCalls::setSent(
   }
   it->second.connection = connection;
   it->second.untaken = std::move(untaken);
+  if (state->looked == Clock::time_point::max()) {
+    lookSoon(*state, Clock::now());
+  }
   return true;
 }
 
@@ -158,11 +175,53 @@ void PendingCalls::onTimer() {
   }
 }
 
+void PendingCalls::lookSoon(State& state, Clock::time_point now) {
+  state.looked = now;
+  probing_.set(now + patience_);
+}
+
+void PendingCalls::look() {
+  std::set<transport::ConnectionPtr> silent;
+  {
+    auto state = state_.lock();
+    if (state->stopped) {
+      return;
+    }
+    const auto now = Clock::now();
+    for (const auto& [id, call] : state->calls) {
+      if (call.connection != nullptr && asks(call, state->looked, now)) {
+        silent.insert(call.connection);
+      }
+    }
+    if (state->calls.empty()) {
+      state->looked = Clock::time_point::max();
+    } else {
+      lookSoon(*state, now);
+    }
+  }
+  for (const auto& connection : silent) {
+    connection->probe();
+  }
+}
+
+bool PendingCalls::asks(
+    const PendingCall& call,
+    Clock::time_point after,
+    Clock::time_point until) const {
+  const auto waited = until - call.sentAt;
+  auto period = patience_;
+  while (period * 2 <= waited && period < kLongestPatience) {
+    period *= 2;
+  }
+  return waited >= period && until - waited % period > after;
+}
+
 void PendingCalls::stop() {
   auto state = state_.lock();
   if (!state->stopped) {
     state->stopped = true;
     timer_.stop();
+    probing_.stop();
   }
 }
 

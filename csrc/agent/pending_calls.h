@@ -78,7 +78,13 @@ class PendingCalls {
  public:
   using Expired = std::function<void(PendingCall)>;
 
-  PendingCalls(base::Poller& poller, Expired expired);
+  // For a call that has no answer after `patience`, and after each doubling of
+  // that time, at last once a minute, the connection asks the peer whether the
+  // peer still has the connection (Connection::probe()).
+  PendingCalls(
+      base::Poller& poller,
+      std::chrono::milliseconds patience,
+      Expired expired);
   ~PendingCalls();
   PendingCalls(const PendingCalls&) = delete;
   PendingCalls& operator=(const PendingCalls&) = delete;
@@ -129,17 +135,30 @@ class PendingCalls {
     std::set<std::pair<Clock::time_point, uint64_t>> deadlines;
     // When the timer fires; max() when it does not.
     Clock::time_point armed = Clock::time_point::max();
+    // When the connections of calls were looked at last; max() while no call
+    // needs that, and probing_ is not set.
+    Clock::time_point looked = Clock::time_point::max();
     base::Error closed; // the error of close()
     bool stopped = false;
   };
 
   void onTimer();
   void arm(State& state);
+  void lookSoon(State& state, Clock::time_point now);
+  void look();
+  // Whether a moment at which the call asks lies after `after`, up to `until`.
+  bool asks(
+      const PendingCall& call,
+      Clock::time_point after,
+      Clock::time_point until) const;
   static PendingCall extract(State& state, Calls::iterator it);
 
+  const Clock::duration patience_;
   const Expired expired_;
   base::Synchronized<State> state_;
-  base::Timer timer_; // last: its handler uses the others
+  // Last: their handlers use the others.
+  base::Timer timer_;
+  base::Timer probing_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -145,6 +145,10 @@ class Connection {
     close();
   }
 
+  // Asks the peer whether it still has this connection, which may have ended at
+  // that end alone. If it has not, the connection ends here, too.
+  virtual void probe() {}
+
   // What is known of the other end. A connection that is over does not open
   // again: its user has to make a new one.
   virtual PeerState peer() const = 0;

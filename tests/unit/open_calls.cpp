@@ -5,9 +5,13 @@
 #include "agent/membership.h"
 #include "sanitize/stress.h"
 
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,8 +22,14 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
+agent::AgentOptions options() {
+  agent::AgentOptions made;
+  made.transport.keepaliveSeconds = 0.02;
+  return made;
+}
+
 struct Fixture {
-  agent::AgentOptions options;
+  const agent::AgentOptions options = ::options();
   agent::Executor executor{1};
   metrics::Counters counters;
   agent::Membership membership;
@@ -161,9 +171,70 @@ void testCallsThatEndBeforeTheyAreSent() {
       "shutdown does not wait for any");
 }
 
+// Counts how often it is to ask its peer whether the peer still has it.
+class Probed final : public transport::Connection {
+ public:
+  void send(
+      base::Buffer /*head*/,
+      std::vector<transport::BulkSpan> /*bulk*/,
+      transport::Callback /*callback*/) override {}
+  void close() override {}
+  void probe() override {
+    probes.fetch_add(1);
+  }
+  transport::PeerState peer() const override {
+    return transport::PeerState::kOpen;
+  }
+  transport::PathInfo path() const override {
+    return {};
+  }
+
+  std::atomic<int> probes{0};
+};
+
+void become(const std::function<bool()>& holds, const char* what) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!holds()) {
+    require(std::chrono::steady_clock::now() < deadline, what);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// A connection may have ended at the peer alone, and with it the answer.
+void testACallWithoutAnAnswerProbesItsConnection() {
+  using Clock = agent::PendingCall::Clock;
+  Fixture f;
+  f.executor.start();
+  auto& pending = f.calls.pending();
+  const auto connection = std::make_shared<Probed>();
+  for (int round = 0; round < 2; ++round) {
+    connection->probes = 0;
+    agent::PendingCall call = f.call();
+    call.sentAt = Clock::now();
+    const auto begin = call.sentAt;
+    require(!pending.add(call), "a call under way");
+    require(pending.setSent(call.id, connection, nullptr), "which is sent");
+    become([&] { return connection->probes >= 3; }, "it asks again and again");
+    const auto periods = (Clock::now() - begin) / std::chrono::milliseconds(20);
+    require(periods >= 4, "but not more often than at 1, 2 and 4 periods");
+    auto taken = pending.take(call.id);
+    require(taken.has_value(), "it ends");
+    f.calls.fail(std::move(*taken), {base::ErrorKind::kSystem, "the end"});
+    // The next timer finds no call, and sets no other.
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const int probes = connection->probes;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    require(connection->probes == probes, "a call that has ended asks nothing");
+  }
+  pending.stop();
+  require(f.executor.stop(10000), "the executor ends");
+}
+
 } // namespace
 
 int main() {
+  testACallWithoutAnAnswerProbesItsConnection();
   testCallsThatEndBeforeTheyAreSent();
   testTimeOutsOfCenturies();
   testAnErrorAfterTheTimeOutIsTheTimeOut();

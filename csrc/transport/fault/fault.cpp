@@ -129,6 +129,9 @@ class FaultConnection final
   void lose(const base::Error& why) override {
     inner_->lose(why);
   }
+  void probe() override {
+    inner_->probe();
+  }
   PeerState peer() const override {
     return inner_->peer();
   }

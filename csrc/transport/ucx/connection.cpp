@@ -68,6 +68,15 @@ void UcxConnection::send(
       });
 }
 
+void UcxConnection::probe() {
+  worker().post([self = shared_from_this()](Locked& locked) {
+    if (self->isOpen()) {
+      // If the peer does not know the token, it says so: see EndedConnections.
+      self->tell(locked, {.kind = FrameKind::kDone, .transfer = 0}, {});
+    }
+  });
+}
+
 Distance UcxConnection::distance() const {
   if (!isOpen()) {
     return Distance::kUnknown;

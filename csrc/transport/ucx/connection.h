@@ -39,6 +39,7 @@ class UcxConnection final : public Connection,
       override;
   void close() override;
   void lose(const base::Error& why) override;
+  void probe() override;
   PeerState peer() const override {
     return watch_->state();
   }

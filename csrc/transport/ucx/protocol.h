@@ -14,7 +14,8 @@
 //   kBigFrame the receiver  one BulkEntry: where the data of a kFrame lies
 //   kPull     the receiver  PullRequest: send these bulk spans over a channel
 //   kDone     the receiver  nothing (count 0), or text: why the bulk was
-//                           refused; count is the kind of the error
+//                           refused; count is the kind of the error. Transfer
+//                           0: has the receiver still got the connection?
 //   kAbort    the receiver  text: why bulk that the receiver has asked for does
 //                           not come; count is the kind of the error
 //   kClose    the receiver  nothing; count 1: broken at the sender's end
