@@ -188,15 +188,14 @@ void PendingCalls::look() {
       return;
     }
     const auto now = Clock::now();
+    const auto before = std::exchange(state->looked, Clock::time_point::max());
+    if (!state->calls.empty()) {
+      lookSoon(*state, now);
+    }
     for (const auto& [id, call] : state->calls) {
-      if (call.connection != nullptr && asks(call, state->looked, now)) {
+      if (call.connection != nullptr && asks(call, before, now)) {
         silent.insert(call.connection);
       }
-    }
-    if (state->calls.empty()) {
-      state->looked = Clock::time_point::max();
-    } else {
-      lookSoon(*state, now);
     }
   }
   for (const auto& connection : silent) {
