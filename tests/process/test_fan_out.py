@@ -262,12 +262,19 @@ def name_and_sum(tensor: Tensor) -> tuple[str, float]:
     return f.name_here(), float(tensor.double().sum())
 
 
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def second_of_all(tensor: Tensor) -> Any:
+    return torch_rpc_ext.rpc_async_all(THERE, fail_on, args=("worker3", "on purpose", tensor))[1]
+
+
 def check_errors_of_passed_on_calls() -> None:
     x = torch.ones(LARGE // 4)
     futures = torch_rpc_ext.rpc_async_all(THERE, fail_on, args=("worker3", "on purpose", x))
     assert futures[0].wait() == "worker1" and futures[2].wait() == "worker5"
     with pytest.raises(ValueError, match="on purpose"):
         futures[1].wait()
+    with pytest.raises(ValueError, match="on purpose"):  # and not a ValueError as the result
+        rpc.rpc_sync("worker2", second_of_all, args=(x,))
     with pytest.raises(RuntimeError, match="set timeout"):
         wait_all(torch_rpc_ext.rpc_async_all(THERE, f.sleep, args=(20.0, x), timeout=1.0))
     for timeout in (-5.0, math.nan):

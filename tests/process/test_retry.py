@@ -243,6 +243,29 @@ def check_callbacks_that_wait() -> None:
         after.wait()
 
 
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def fail_elsewhere(to: str) -> Any:
+    return policy(attempts=2).rpc_async(to, f.raise_value_error)
+
+
+def check_returned_futures() -> None:
+    for to in ("worker0", "worker1"):
+        with pytest.raises(ValueError, match="the value was wrong"):
+            rpc.rpc_sync("worker1", fail_elsewhere, args=(to,))
+        with pytest.raises(ValueError, match="the value was wrong"):
+            rpc.remote("worker1", fail_elsewhere, args=(to,)).to_here()
+    # Here the error is the one that the last attempt raised.
+    future = policy(attempts=2).rpc_async("worker1", f.raise_value_error)
+    for end in (future.wait, future.value):
+        with pytest.raises(ValueError, match="the value was wrong"):
+            end()
+
+
+def test_an_async_function_may_return_the_future(pair: Group) -> None:
+    """Its caller got the exception as the result."""
+    pair.run(check_returned_futures)
+
+
 def test_a_callback_may_wait_for_another_call(pair: Group) -> None:
     pair.run(check_callbacks_that_wait)
 

@@ -19,6 +19,8 @@ from typing import Any
 import tenacity
 from torch.futures import Future
 
+from torch_rpc_ext._base.failed_future import fail
+
 
 def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[Any]:
     """Begin the first attempt.
@@ -56,7 +58,7 @@ class _Attempts:
             try:
                 step = self._retrying.iter(self._state)
             except Exception as error:  # noqa: BLE001  the last attempt's error
-                self.future.set_exception(error)
+                fail(self.future, error)
                 return
             if isinstance(step, tenacity.DoSleep):
                 self._state.prepare_for_next_attempt()
@@ -90,7 +92,7 @@ class _Attempts:
         try:
             self.go_on()
         except BaseException as error:  # noqa: BLE001  the end of these attempts, not of the thread
-            self.future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class _Pauses:

@@ -17,6 +17,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._native import loader
 
@@ -220,13 +221,13 @@ class _PassedOn:
             if succeeded:
                 future.set_result(value)
             else:
-                future.set_exception(value)
+                fail(future, value)
 
     def _call_each(self) -> None:
         for future, name in zip(self.futures, self.names, strict=True):
             call = _begin(name, self.func, self.args, self.kwargs, self.timeout)
             if isinstance(call, Exception):
-                future.set_exception(call)
+                fail(future, call)
             else:
                 call.add_done_callback(partial(_copy_end, future))
 
@@ -280,6 +281,6 @@ def _copy_end(future: Future[Any], done: Future[Any]) -> None:
     try:
         result = done.wait()
     except Exception as error:  # noqa: BLE001  the function may raise anything
-        future.set_exception(error)
+        fail(future, error)
     else:
         future.set_result(result)

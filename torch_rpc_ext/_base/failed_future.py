@@ -1,0 +1,51 @@
+"""Futures that fail, also for the caller of a function that returns one."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+
+
+class Failure:
+    """The value of a future whose wait() and value() raise.
+
+    Our agent sends the error in the place of this value (payloads.py). Pickled by another back end,
+    this value becomes upstream's RemoteException, which raises the error at the caller.
+
+    Attributes:
+        error: what they raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, tuple[str, type[Exception]]]:
+        from torch.distributed.rpc import internal as _untyped_internal
+
+        internal: Any = _untyped_internal  # upstream's functions have no types
+        return internal.RemoteException, (
+            "".join(traceback.format_exception(self.error)),
+            type(self.error),
+        )
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    """Complete a future by an error.
+
+    Future.set_exception() does the same for who waits here. But when an
+    rpc.functions.async_execution function returns such a future, upstream sends the exception as
+    the result.
+
+    Args:
+        future: is not done.
+        error: what its wait() and value() raise.
+    """
+    future._set_unwrap_func(_raise)
+    future.set_result(Failure(error))
+
+
+def _raise(failure: Failure) -> NoReturn:
+    raise failure.error
