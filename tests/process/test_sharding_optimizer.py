@@ -4,6 +4,7 @@ and clipped gradients; and its state is that of the local one."""
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,26 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "one cycle": one_cycle,
     "plateau": plateau,
 }
+
+
+class Slowing(torch.optim.SGD):
+    """Keeps its number of steps among the options, as Schedule-Free optimizers do."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.setdefault("k", 0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "slowing": (Slowing, {"lr": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
@@ -101,7 +121,13 @@ def same_state(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
-    [("adamw", "one cycle"), ("sgd", "lambda"), ("adagrad", "cosine"), ("sgd", "plateau")],
+    [
+        ("adamw", "one cycle"),
+        ("sgd", "lambda"),
+        ("adagrad", "cosine"),
+        ("sgd", "plateau"),
+        ("slowing", "lambda"),
+    ],
 )
 def test_updates_are_the_local_ones(four: Group, optimizer: str, scheduler: str) -> None:
     four.run(train_both, optimizer, scheduler)
@@ -266,6 +292,50 @@ def check_state_dict() -> None:
     assert ours.state_dict()["state"] == {}
     with pytest.raises(ValueError, match="size of optimizer's group"):
         ours.load_state_dict(torch.optim.AdamW([torch.ones(1)]).state_dict())
+
+
+def check_state_among_the_options() -> None:
+    """What the optimizer itself writes to its options stays on the stages, and is in its state."""
+    from torch_rpc_ext import sharding
+
+    local = m.mlp()
+    x, y = m.batch_of("mlp")
+    theirs = Slowing(local.parameters(), lr=0.1)
+    start = theirs.state_dict()
+
+    def step_both(model: Any, ours: Any) -> None:
+        ours.zero_grad()
+        pipeline(model).forward_backward(x, y)
+        m.local_gradients(local, mse, x, y, 4)
+        ours.step()
+        theirs.step()
+        m.same(dict(model.state_dict()), dict(local.state_dict()))
+        same_state(ours.state_dict(), theirs.state_dict())
+
+    model = shard(local, THREE)
+    ours = optimizer_of(model, Slowing, lr=0.1)
+    for lr in (0.1, 0.2, 0.2):
+        for one in (ours, theirs):
+            one.param_groups[0]["lr"] = lr
+        step_both(model, ours)
+    other = shard(m.mlp(), ["worker2", "worker0"])
+    other.load_state_dict(model.state_dict())
+    again = optimizer_of(other, Slowing, lr=0.5)
+    again.load_state_dict(ours.state_dict())
+    same_state(again.state_dict(), theirs.state_dict())
+    step_both(other, again)
+    with tempfile.TemporaryDirectory() as folder:
+        sharding.save_checkpoint({"model": other, "optimizer": again}, folder)
+        ours = optimizer_of(model, Slowing, lr=0.5)
+        sharding.load_checkpoint({"model": model, "optimizer": ours}, folder)
+        same_state(ours.state_dict(), theirs.state_dict())
+    for one in (again, theirs):  # back to a value that the stages were given before
+        one.load_state_dict(start)
+    step_both(other, again)
+
+
+def test_state_among_the_options(four: Group) -> None:
+    four.run(check_state_among_the_options)
 
 
 def test_state_dict_round_trip(four: Group) -> None:

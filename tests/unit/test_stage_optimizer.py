@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[StageOptimizer, Path], Any]] = {
     "step": lambda own, path: own.step(None, [{"lr": 2.0}]),
     "zero_grad": lambda own, path: own.zero_grad(True),
     "unscale": lambda own, path: own.unscale(None, 0.5),
-    "state": lambda own, path: own.state(),
+    "state": lambda own, path: own.state([{}]),
     "load_state": lambda own, path: own.load_state({}),
     "plan_checkpoint": lambda own, path: own.plan_checkpoint(str(path), "", [{"lr": 2.0}]),
 }

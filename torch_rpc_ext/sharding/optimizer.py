@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,20 +11,20 @@ import torch
 from torch import nn
 from torch.distributed import autograd as _untyped_autograd
 from torch.distributed import rpc as _untyped_rpc
+from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import gradients, stage_optimizer
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.handles import Handle, Handles
 from torch_rpc_ext.sharding.module import ShardedModule
 from torch_rpc_ext.sharding.saving import SavedByStages
+from torch_rpc_ext.sharding.stage_optimizer import Options, only_options
 
 __all__ = ["ShardedOptimizer"]
 
 # Upstream's functions have no types.
 rpc: Any = _untyped_rpc
 dist_autograd: Any = _untyped_autograd
-
-_NO_OPTIONS = ("params", "param_names")  # of a parameter group
 
 
 class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
@@ -42,9 +43,11 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         sharding.save_checkpoint({"model": model, "optimizer": optimizer}, folder)
 
     The caller has the options: ``param_groups`` are those of the local optimizer, except that
-    ``params`` are stand-ins of the right shape without values. What changes in the groups, a
-    learning rate for example, goes to the stages at the next step(). Methods that call the stages
-    raise StageError when a stage raises or its worker is lost.
+    ``params`` are stand-ins of the right shape without values. What the caller changes in the
+    groups, a learning rate for example, goes to the stages at the next step(). What an optimizer
+    itself writes to its groups, as Schedule-Free counts its steps there, stays on the stages;
+    state_dict() gets it into ``param_groups``, where all stages have the same. Methods that call
+    the stages raise StageError when a stage raises or its worker is lost.
 
     Thread Safety: one thread at a time.
 
@@ -87,12 +90,14 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             **options,
         )
         self._complete = False
+        self._stages_have: list[Options] = []  # of the options that the caller has set
         super().__init__(local.param_groups, local.defaults)
         self._complete = True
         self.model = model
         self._placeholders = known
         self._by_stage = by_stage
         self._parts = self._create(optimizer_class, options)
+        self._stages_have_all()
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Update the parameters of all stages by their gradients.
@@ -106,7 +111,8 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             RuntimeError: there is no such context.
             StageError: a stage raised, or its worker is lost; others may have been updated.
         """
-        self._parts.each("step", _source(context_id), self._options())
+        self._parts.each("step", _source(context_id), self._changed())
+        self._stages_have_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the .grad of the parameters.
@@ -120,7 +126,9 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
 
         The caller then holds the state of all stages; save_checkpoint() does without.
         """
-        states = dict(itertools.chain(*(part.items() for part in self._parts.each("state"))))
+        parts = self._parts.each("state", self._changed())
+        self._get([options for _, options in parts])
+        states = dict(itertools.chain(*(part.items() for part, _ in parts)))
         self.state.update(
             (self._placeholders[name], states[name])
             for name in itertools.chain(*self._names)
@@ -145,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             self._parts.each_own("load_state", own)
         finally:
             self.state.clear()
+            self._stages_have = [{} for _ in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise an error, except within the constructor.
@@ -169,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
 
     def checkpoint_arguments(self) -> tuple[Any, ...]:
         """Return what the stages' plan_checkpoint() takes besides path and key."""
-        return (self._options(),)
+        return (self._changed(),)
 
     def checkpoint_read(self, read: Sequence[Any]) -> None:
         """Set the options of the parameter groups to those of a checkpoint.
@@ -190,19 +199,44 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
                 )
         for index, (_, options) in first.items():
             self.param_groups[index].update(options)
+        self._stages_have = [{} for _ in self.param_groups]
 
-    def _options(self) -> list[dict[str, Any]]:
+    def _changed(self) -> list[Options]:
+        """Return the options that the caller has changed, for each group."""
         return [
-            {option: value for option, value in group.items() if option not in _NO_OPTIONS}
-            for group in self.param_groups
+            {
+                name: value
+                for name, value in only_options(group).items()
+                if name not in had or not _same(value, had[name])
+            }
+            for group, had in zip(self.param_groups, self._stages_have, strict=True)
         ]
+
+    def _stages_have_all(self) -> None:
+        """Note that the stages have all options as they are here."""
+        # Copies, because a scheduler changes a learning rate that is a tensor in place.
+        self._stages_have = copy.deepcopy([only_options(group) for group in self.param_groups])
+
+    def _get(self, parts: Sequence[Mapping[int, Options]]) -> None:
+        """Take over the options about which all stages agree.
+
+        Args:
+            parts: of each stage, the options of its groups, by index.
+        """
+        for index, group in enumerate(self.param_groups):
+            first, *others = [part[index] for part in parts if index in part] or [{}]
+            for name, value in first.items():
+                agreed = all(name in other and _same(value, other[name]) for other in others)
+                if agreed and not (name in group and _same(value, group[name])):
+                    group[name] = value
+        self._stages_have_all()
 
     def _create(
         self,
         optimizer_class: type[torch.optim.Optimizer],
         options: dict[str, Any],
     ) -> Handles[Handle]:
-        given = self._options()
+        given = [only_options(group) for group in self.param_groups]
         made = []
         for handle, own in zip(self.model.stages, self._by_stage, strict=True):
             groups = [
@@ -226,6 +260,19 @@ def _source(context_id: int | None) -> int | None:
         return gradients.context_id()
     dist_autograd.get_gradients(context_id)  # raises where there is no such context
     return context_id
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of an option are equal, also where they hold tensors."""
+    one, of_one = pytree.tree_flatten(one)
+    other, of_other = pytree.tree_flatten(other)
+    return bool(of_one == of_other) and all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and bool(one == other)
 
 
 def _names(groups: Sequence[Mapping[str, Any]], known: Mapping[str, Any]) -> list[list[str]]:

@@ -20,6 +20,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 #: Options of a parameter group, without its parameters.
 Options = dict[str, Any]
+_NO_OPTIONS = ("params", "param_names")  # of a parameter group
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,12 @@ class StageOptimizer(Saved):
 
         Args:
             context: id of the distributed autograd context that has the gradients; None for .grad.
-            options: of all groups of the whole optimizer, as they are now.
+            options: for each group of the whole optimizer, those that the caller has changed.
         """
         if self._optimizer is None:
             return
         with self._lock:
-            for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                own.update(options[group.index])
+            self._take(options)
             if context is None:
                 self._optimizer.step()
                 return
@@ -100,10 +100,21 @@ class StageOptimizer(Saved):
         with self._lock, torch.no_grad():
             return gradients.unscale(gradients.find(list(self._named.values()), context), factor)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of each parameter that has one, by name, on the CPU."""
+    def state(self, options: Sequence[Options]) -> tuple[dict[str, Any], dict[int, Options]]:
+        """Return the state of each parameter that has one, by name; and the options of each group
+        that this stage has, by index. All tensors are on the CPU.
+
+        Args:
+            options: as for step().
+        """
         with self._lock:
-            return {name: tensors.for_the_wire(state) for name, state in self._states().items()}
+            self._take(options)
+            states = {name: tensors.for_the_wire(state) for name, state in self._states().items()}
+            kept = {
+                group.index: tensors.for_the_wire(only_options(own))
+                for own, group in self._own_groups()
+            }
+            return states, kept
 
     def load_state(self, states: Mapping[str, Any]) -> None:
         """Take the state of each parameter, by name; parameters that are not named have none."""
@@ -126,20 +137,16 @@ class StageOptimizer(Saved):
                 for name, state in self._states().items()
                 for path, value in _flat(state).items()
             }
-            groups = [] if self._optimizer is None else self._optimizer.param_groups
-            for group, own in zip(self._groups, groups, strict=True):
+            for own, group in self._own_groups():
                 for name in group.names:
-                    for option, value in own.items():
-                        if option not in ("params", "param_names"):
-                            found[f"param_groups.{name}.{option}"] = value
+                    for option, value in only_options(own).items():
+                        found[f"param_groups.{name}.{option}"] = value
             return found
 
     def plan_checkpoint(self, path: str, key: str, options: Sequence[Options] = ()) -> Any:
-        """As Saved.plan_checkpoint(), with the options of all groups as they are now."""
-        if self._optimizer is not None:
-            with self._lock:
-                for own, group in zip(self._optimizer.param_groups, self._groups, strict=True):
-                    own.update(options[group.index])
+        """As Saved.plan_checkpoint(), with options as for step()."""
+        with self._lock:
+            self._take(options)
         return super().plan_checkpoint(path, key)
 
     def read_checkpoint(self, path: str, key: str) -> list[tuple[int, str, Options]]:
@@ -178,11 +185,25 @@ class StageOptimizer(Saved):
             for name in group.names
         ]
 
+    def _take(self, options: Sequence[Options]) -> None:
+        for own, group in self._own_groups():
+            own.update(options[group.index])
+
+    def _own_groups(self) -> list[tuple[Options, Group]]:
+        """Return the groups of the stage's optimizer, each with what it is made from."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return list(zip(groups, self._groups, strict=True))
+
     def _states(self) -> dict[str, Any]:
         if self._optimizer is None:
             return {}
         known = self._optimizer.state
         return {name: known[one] for name, one in self._named.items() if known.get(one)}
+
+
+def only_options(group: Mapping[str, Any]) -> Options:
+    """Return a parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name not in _NO_OPTIONS}
 
 
 def create(
