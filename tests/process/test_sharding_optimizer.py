@@ -294,6 +294,44 @@ def check_state_dict() -> None:
         ours.load_state_dict(torch.optim.AdamW([torch.ones(1)]).state_dict())
 
 
+class Adapting(Slowing):
+    """Writes to its options what differs from stage to stage, as Prodigy's estimates do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1 + float(group["params"][0].grad.abs().mean())
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+def check_options_of_each_stage() -> None:
+    from torch_rpc_ext import sharding
+
+    x, y = m.batch_of("mlp")
+    both = []
+    for _ in range(2):
+        model = shard(m.mlp(), THREE)
+        both.append((model, optimizer_of(model, Adapting, lr=0.1)))
+    for step in range(4):
+        for model, ours in both[: None if step > 1 else 1]:
+            ours.zero_grad()
+            pipeline(model).forward_backward(x, y)
+            ours.step()
+        if step == 1:
+            with tempfile.TemporaryDirectory() as folder:
+                (model, ours), (other, again) = both
+                sharding.save_checkpoint({"model": model, "optimizer": ours}, folder)
+                sharding.load_checkpoint({"model": other, "optimizer": again}, folder)
+    m.same(*(dict(model.state_dict()) for model, _ in both))
+    assert both[0][1].state_dict()["param_groups"][0]["k"] == 0
+
+
+def test_options_of_each_stage(four: Group) -> None:
+    """They come back from a checkpoint; a state_dict() has one value for all stages."""
+    four.run(check_options_of_each_stage)
+
+
 def check_state_among_the_options() -> None:
     """What the optimizer itself writes to its options stays on the stages, and is in its state."""
     from torch_rpc_ext import sharding

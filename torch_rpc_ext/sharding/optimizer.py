@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_rpc_ext.sharding.stage_optimizer import Options, only_options
 
 __all__ = ["ShardedOptimizer"]
 
+logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
 rpc: Any = _untyped_rpc
 dist_autograd: Any = _untyped_autograd
@@ -181,25 +183,28 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         return (self._changed(),)
 
     def checkpoint_read(self, read: Sequence[Any]) -> None:
-        """Set the options of the parameter groups to those of a checkpoint.
+        """Set the options of the parameter groups to those of a checkpoint, where all stages have
+        the same.
 
         Args:
             read: what read_checkpoint() has returned on each stage.
 
         Raises:
-            ValueError: parameters of one group have different options in the checkpoint.
+            ValueError: parameters of one group on one stage have different options in the
+                checkpoint.
         """
-        first: dict[int, tuple[str, dict[str, Any]]] = {}
-        for index, name, options in itertools.chain(*read):
-            other, expected = first.setdefault(index, (name, options))
-            if options != expected:
-                raise ValueError(
-                    f"{other} and {name} are in one parameter group, but in the checkpoint they "
-                    "have different options"
-                )
-        for index, (_, options) in first.items():
-            self.param_groups[index].update(options)
-        self._stages_have = [{} for _ in self.param_groups]
+        parts = []
+        for part in read:
+            first: dict[int, tuple[str, Options]] = {}
+            for index, name, options in part:
+                other, expected = first.setdefault(index, (name, options))
+                if not _same(options, expected):
+                    raise ValueError(
+                        f"{other} and {name} are in one parameter group, but in the checkpoint "
+                        "they have different options"
+                    )
+            parts.append({index: options for index, (_, options) in first.items()})
+        self._get(parts)
 
     def _changed(self) -> list[Options]:
         """Return the options that the caller has changed, for each group."""
@@ -226,8 +231,15 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         for index, group in enumerate(self.param_groups):
             first, *others = [part[index] for part in parts if index in part] or [{}]
             for name, value in first.items():
-                agreed = all(name in other and _same(value, other[name]) for other in others)
-                if agreed and not (name in group and _same(value, group[name])):
+                if not all(name in other and _same(value, other[name]) for other in others):
+                    logger.warning(
+                        "parameter group %d: the stages have different values of %r, which the "
+                        "optimizer itself writes: state_dict() does not have them, as a "
+                        "checkpoint by save_checkpoint() has",
+                        index,
+                        name,
+                    )
+                elif not (name in group and _same(value, group[name])):
                     group[name] = value
         self._stages_have_all()
 

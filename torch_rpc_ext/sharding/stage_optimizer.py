@@ -179,6 +179,9 @@ class StageOptimizer(Saved):
             )
         loaded = {name: _nested(found, f"{states}{name}.") for name in self._named}
         self.load_state({name: state for name, state in loaded.items() if state})
+        with self._lock:
+            for kept, group in self._own_groups():
+                kept.update(_nested(found, f"{options}{group.names[0]}."))
         return [
             (group.index, name, _nested(found, f"{options}{name}."))
             for group in self._groups
