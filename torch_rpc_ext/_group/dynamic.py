@@ -146,10 +146,16 @@ def announce_join(session: sessions.Session) -> None:
     """Tell the other workers that this worker has joined; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
-    # A worker that left meanwhile may not have known this one, and then has not told it.
-    there = session.directory.read().members
+    # A worker that left meanwhile may not have known this one, and then has not told it. The
+    # directory is read last, because it has whoever has announced a join here by now.
     with session.lock:
         known = list(session.members.values())
+    try:
+        there = session.directory.read().members
+    except RuntimeError as error:
+        # The store may have ended with the worker that kept it.
+        logger.warning("worker %s cannot see who left: %s", session.me.name, error)
+        return
     for member in known:
         if member.name not in there or there[member.name].incarnation != member.incarnation:
             remove_member(session, member.name, member.incarnation)
