@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import math
 import sys
 import threading
@@ -249,11 +250,13 @@ def fail_elsewhere(to: str) -> Any:
 
 
 def check_returned_futures() -> None:
-    for to in ("worker0", "worker1"):
+    for at, to in itertools.product(("worker0", "worker1"), repeat=2):
         with pytest.raises(ValueError, match="the value was wrong"):
-            rpc.rpc_sync("worker1", fail_elsewhere, args=(to,))
+            rpc.rpc_sync(at, fail_elsewhere, args=(to,))
         with pytest.raises(ValueError, match="the value was wrong"):
-            rpc.remote("worker1", fail_elsewhere, args=(to,)).to_here()
+            rpc.rpc_async(at, fail_elsewhere, args=(to,)).wait()
+        with pytest.raises(ValueError, match="the value was wrong"):
+            rpc.remote(at, fail_elsewhere, args=(to,)).to_here()
     # Here the error is the one that the last attempt raised.
     future = policy(attempts=2).rpc_async("worker1", f.raise_value_error)
     for end in (future.wait, future.value):
