@@ -181,7 +181,10 @@ void PendingCalls::lookSoon(State& state, Clock::time_point now) {
 }
 
 void PendingCalls::look() {
-  std::set<transport::ConnectionPtr> silent;
+  // Only the call that has waited longest asks, or a connection with many calls
+  // would ask all the time.
+  std::unordered_map<transport::ConnectionPtr, const PendingCall*> oldest;
+  std::vector<transport::ConnectionPtr> silent;
   {
     auto state = state_.lock();
     if (state->stopped) {
@@ -193,8 +196,14 @@ void PendingCalls::look() {
       lookSoon(*state, now);
     }
     for (const auto& [id, call] : state->calls) {
-      if (call.connection != nullptr && asks(call, before, now)) {
-        silent.insert(call.connection);
+      if (call.connection != nullptr) {
+        const auto*& known = oldest[call.connection];
+        known = known == nullptr || call.sentAt < known->sentAt ? &call : known;
+      }
+    }
+    for (const auto& [connection, call] : oldest) {
+      if (asks(*call, before, now)) {
+        silent.push_back(connection);
       }
     }
   }

@@ -78,9 +78,10 @@ class PendingCalls {
  public:
   using Expired = std::function<void(PendingCall)>;
 
-  // For a call that has no answer after `patience`, and after each doubling of
-  // that time, at last once a minute, the connection asks the peer whether the
-  // peer still has the connection (Connection::probe()).
+  // A connection asks its peer whether the peer still has the connection
+  // (Connection::probe()) when the call that has waited longest for an answer
+  // has waited for `patience`, then each time that its wait has doubled, and at
+  // last once a minute.
   PendingCalls(
       base::Poller& poller,
       std::chrono::milliseconds patience,

@@ -240,16 +240,17 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
     self->endpoint_ = nullptr;
     self->endpointCloses_ = false;
     self->toldOfEnd_ = false;
-    if (std::exchange(self->asksAgain_, false)) {
+    if (request == nullptr || UCS_PTR_IS_ERR(request)) {
+      self->context_->endpointClosed(after);
+    } else {
+      (void)closing.release(); // sentLast() deletes this object
+      after.needProgress();
+    }
+    if (std::exchange(self->asksAgain_, false) &&
+        self->peer() != PeerState::kDead) {
       // What the peer was told may be lost with the endpoint.
       self->context_->ended().tell(after, self->localToken_);
     }
-    if (request == nullptr || UCS_PTR_IS_ERR(request)) {
-      self->context_->endpointClosed(after);
-      return;
-    }
-    (void)closing.release(); // sentLast() deletes this object
-    after.needProgress();
   });
 }
 

@@ -8,8 +8,8 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-constexpr size_t kMaxBroken = 64;
-constexpr size_t kMaxParked = 64;
+constexpr size_t kMaxBroken = 1024; // more than a group has workers
+constexpr size_t kMaxParked = 64; // fewer, because each has a socket
 
 } // namespace
 
