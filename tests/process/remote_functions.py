@@ -7,6 +7,7 @@ import ctypes
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +152,13 @@ async def nap(seconds: float, value: Any = None) -> Any:
         RAN.append(f"cancelled {value}")
         raise
     return value
+
+
+@aio.remote
+async def show_and_nap(begun: str, seconds: float, value: Any) -> Any:
+    """As nap(), and make the file ``begun``."""
+    Path(begun).touch()
+    return await nap(seconds, value)
 
 
 INSIDE: list[asyncio.Future[None]] = []

@@ -164,7 +164,8 @@ class _Canvas:
 
     def _name(self, span: chrome.Span, y: float) -> None:
         name = span.entry.function.rpartition(".")[2]
-        begin, end = span.begin / 1e6, span.end / 1e6
+        # The part that the picture shows: an entry may reach beyond the profile.
+        begin, end = max(span.begin / 1e6, 0), min(span.end / 1e6, self._width)
         if end - begin > len(name) * _CHARACTER * self._width:
             self._axes.text(
                 (begin + end) / 2, y, name, ha="center", va="center", fontsize=7, color="white"
