@@ -6,8 +6,9 @@ using torch::distributed::rpc::JitFuture;
 
 namespace {
 
-// So seldom that what is sent to a process that is stopped for hours fits into
-// the buffers of its kernel.
+// Not longer, or the end of a connection stays unnoticed; not shorter, because
+// a process that is stopped reads nothing, and Linux gives up a connection
+// whose receive buffer is full.
 constexpr std::chrono::minutes kLongestPatience{1};
 
 } // namespace
@@ -19,7 +20,7 @@ PendingCalls::PendingCalls(
     : patience_(patience),
       expired_(std::move(expired)),
       timer_(poller, [this] { onTimer(); }),
-      probing_(poller, [this] { look(); }) {}
+      probing_(poller, [this] { onProbing(); }) {}
 
 PendingCalls::~PendingCalls() {
   stop();
@@ -56,8 +57,8 @@ bool PendingCalls::setSent(
   }
   it->second.connection = connection;
   it->second.untaken = std::move(untaken);
-  if (state->looked == Clock::time_point::max()) {
-    lookSoon(*state, Clock::now());
+  if (state->probed == Clock::time_point::max()) {
+    armProbing(*state, Clock::now());
   }
   return true;
 }
@@ -175,14 +176,14 @@ void PendingCalls::onTimer() {
   }
 }
 
-void PendingCalls::lookSoon(State& state, Clock::time_point now) {
-  state.looked = now;
+void PendingCalls::armProbing(State& state, Clock::time_point now) {
+  state.probed = now;
   probing_.set(now + patience_);
 }
 
-void PendingCalls::look() {
-  // Only the call that has waited longest asks, or a connection with many calls
-  // would ask all the time.
+void PendingCalls::onProbing() {
+  // Only the oldest call of a connection counts: many calls would otherwise
+  // make the connection probe all the time.
   std::unordered_map<transport::ConnectionPtr, const PendingCall*> oldest;
   std::vector<transport::ConnectionPtr> silent;
   {
@@ -191,9 +192,9 @@ void PendingCalls::look() {
       return;
     }
     const auto now = Clock::now();
-    const auto before = std::exchange(state->looked, Clock::time_point::max());
+    const auto before = std::exchange(state->probed, Clock::time_point::max());
     if (!state->calls.empty()) {
-      lookSoon(*state, now);
+      armProbing(*state, now);
     }
     for (const auto& [id, call] : state->calls) {
       if (call.connection != nullptr) {
@@ -202,7 +203,7 @@ void PendingCalls::look() {
       }
     }
     for (const auto& [connection, call] : oldest) {
-      if (asks(*call, before, now)) {
+      if (isToProbe(*call, before, now)) {
         silent.push_back(connection);
       }
     }
@@ -212,7 +213,7 @@ void PendingCalls::look() {
   }
 }
 
-bool PendingCalls::asks(
+bool PendingCalls::isToProbe(
     const PendingCall& call,
     Clock::time_point after,
     Clock::time_point until) const {

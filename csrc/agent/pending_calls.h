@@ -78,10 +78,9 @@ class PendingCalls {
  public:
   using Expired = std::function<void(PendingCall)>;
 
-  // A connection asks its peer whether the peer still has the connection
-  // (Connection::probe()) when the call that has waited longest for an answer
-  // has waited for `patience`, then each time that its wait has doubled, and at
-  // last once a minute.
+  // Connection::probe() is called when the connection's oldest call has waited
+  // for `patience`, then each time that this wait has doubled, and from a
+  // minute on once a minute.
   PendingCalls(
       base::Poller& poller,
       std::chrono::milliseconds patience,
@@ -136,19 +135,20 @@ class PendingCalls {
     std::set<std::pair<Clock::time_point, uint64_t>> deadlines;
     // When the timer fires; max() when it does not.
     Clock::time_point armed = Clock::time_point::max();
-    // When the connections of calls were looked at last; max() while no call
-    // needs that, and probing_ is not set.
-    Clock::time_point looked = Clock::time_point::max();
+    // When onProbing() ran last, or probing_ was set first; max() while
+    // probing_ is not set.
+    Clock::time_point probed = Clock::time_point::max();
     base::Error closed; // the error of close()
     bool stopped = false;
   };
 
   void onTimer();
   void arm(State& state);
-  void lookSoon(State& state, Clock::time_point now);
-  void look();
-  // Whether a moment at which the call asks lies after `after`, up to `until`.
-  bool asks(
+  void armProbing(State& state, Clock::time_point now);
+  void onProbing();
+  // Whether one of the moments at which the call's connection is to probe lies
+  // after `after`, and not after `until`.
+  bool isToProbe(
       const PendingCall& call,
       Clock::time_point after,
       Clock::time_point until) const;

@@ -145,8 +145,8 @@ class Connection {
     close();
   }
 
-  // Asks the peer whether it still has this connection, which may have ended at
-  // that end alone. If it has not, the connection ends here, too.
+  // Asks the peer whether the peer still has this connection, which may have
+  // ended at the peer alone. If it has ended there, it ends here, too.
   virtual void probe() {}
 
   // What is known of the other end. A connection that is over does not open

@@ -77,7 +77,7 @@ def peer_lost(call: Callable[[], Any], *words: str) -> float:
 def wait_for_file(path: Path) -> None:
     deadline = time.monotonic() + 30
     while not path.exists():
-        assert time.monotonic() < deadline, "the call has not arrived"
+        assert time.monotonic() < deadline, f"{path} has not been made"
         time.sleep(0.01)
 
 

@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -77,17 +78,10 @@ def announce_only_after(entered: Path, go: Path) -> None:
 
     def later(session: Any) -> None:
         entered.touch()
-        wait_for(go)
+        wait_for_file(go)
         announce(session)
 
     dynamic.announce_join = later
-
-
-def wait_for(file: Path) -> None:
-    end = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < end, file
-        time.sleep(0.01)
 
 
 @needs_ucx("joins by a token, so nobody leaves meanwhile")
@@ -99,7 +93,7 @@ def test_one_leaves_while_another_joins(tmp_path: Path) -> None:
             worker.init(None).result()
         group[2].run(announce_only_after, entered, go)
         joining = group[2].init(None)
-        wait_for(entered)
+        wait_for_file(entered)
         group[1].run(leave)
         go.touch()
         joining.result()

@@ -22,6 +22,17 @@ inline void require(bool holds, const char* what) {
   }
 }
 
+// Waits until `holds`, a bool(), returns true.
+template <typename F>
+void become(F&& holds, const char* what) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!holds()) {
+    require(std::chrono::steady_clock::now() < deadline, what);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
 // The seconds that the program shall run: its first argument.
 inline double seconds(int count, char** arguments) {
   return count > 1 ? std::atof(arguments[1]) : 1;

@@ -26,8 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _share_memory_within_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put our function in the place of numba's, by which two threads of a block that ask for a
-    shared array at the same time get one each: it looks whether the array exists, and then makes
-    the array. Either finds the array by the line that asks for it."""
+    shared array at the same time get one each: numba's looks whether the array exists, and then
+    makes the array, without a lock. Both functions know an array by the line that asks for it."""
     from numba.cuda.simulator import kernelapi
 
     lock = threading.Lock()

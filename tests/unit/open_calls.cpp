@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -17,6 +16,7 @@
 
 using namespace torch_rpc_ext;
 using agent::OpenCalls;
+using stress::become;
 using stress::require;
 namespace rpc = torch::distributed::rpc;
 
@@ -171,7 +171,7 @@ void testCallsThatEndBeforeTheyAreSent() {
       "shutdown does not wait for any");
 }
 
-// Counts how often it is to ask its peer whether the peer still has it.
+// Counts the probes.
 class Probed final : public transport::Connection {
  public:
   void send(
@@ -191,15 +191,6 @@ class Probed final : public transport::Connection {
 
   std::atomic<int> probes{0};
 };
-
-void become(const std::function<bool()>& holds, const char* what) {
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::seconds(30);
-  while (!holds()) {
-    require(std::chrono::steady_clock::now() < deadline, what);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
 
 // A connection may have ended at the peer alone, and with it the answer.
 void testACallWithoutAnAnswerProbesItsConnection() {

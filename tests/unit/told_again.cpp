@@ -1,13 +1,16 @@
 // A connection breaks at one end only, and the word of that does not reach the
-// other end. When the other end sends a message, or asks, it is told again.
+// other end. When the other end sends a message, or probes the connection, the
+// other end is told again.
 //
-// That one end breaks alone needs two sockets. UCX pairs the endpoints of two
+// For one end to break alone, the two ends must send over different sockets.
+// UCX pairs the endpoints of two
 // workers in the order in which they are made, not by connection. So the
 // opener's first endpoint gets a connection that the accepter refuses without
 // an endpoint: from then on the accepter sends over the socket before the one
 // over which the opener sends.
 
 #include "agent/executor.h"
+#include "sanitize/stress.h"
 #include "transport/ucx/context.h"
 
 #include <dlfcn.h>
@@ -17,16 +20,16 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstdlib>
 #include <future>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 using namespace torch_rpc_ext;
+using stress::become;
+using stress::require;
 using transport::ucx::UcxContext;
 using namespace std::chrono_literals;
 
@@ -62,22 +65,6 @@ connect(int fd, const struct sockaddr* address, socklen_t length) {
 }
 
 namespace {
-
-void require(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "does not hold: %s\n", what);
-    std::_Exit(1);
-  }
-}
-
-template <typename F>
-void become(F&& holds, const char* what) {
-  const auto deadline = std::chrono::steady_clock::now() + 20s;
-  while (!holds()) {
-    require(std::chrono::steady_clock::now() < deadline, what);
-    std::this_thread::sleep_for(1ms);
-  }
-}
 
 class Side final : public transport::Handler {
  public:
@@ -138,7 +125,7 @@ void send(const transport::ConnectionPtr& connection) {
   connection->send(base::copyOf({"frame", 5}), {}, {});
 }
 
-void tellAgain(transport::ucx::Encryption encryption, bool asks) {
+void tellAgain(transport::ucx::Encryption encryption, bool probes) {
   using transport::PeerState;
   Side opener(encryption);
   Side accepter(encryption);
@@ -169,7 +156,7 @@ void tellAgain(transport::ucx::Encryption encryption, bool asks) {
   become([&] { return broken.exchange(0) != 0; }, "the word is on its way");
   require(ours->peer() == PeerState::kOpen, "the other end does not know");
   cut.store(false);
-  if (asks) {
+  if (probes) {
     ours->probe();
   } else {
     send(ours);
@@ -185,7 +172,7 @@ int main() {
   setenv("UCX_TLS", "tcp", 1);
   setenv("UCX_TCP_MAX_CONN_RETRIES", "1", 1); // no second attempt
   using transport::ucx::Encryption;
-  tellAgain(Encryption::kOff, /*asks=*/false);
-  tellAgain(Encryption::kOn, /*asks=*/true);
+  tellAgain(Encryption::kOff, /*probes=*/false);
+  tellAgain(Encryption::kOn, /*probes=*/true);
   return 0;
 }

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 
-class Failure:
+class FailedResult:
     """The value of a future whose wait() and value() raise.
 
     Our agent sends the error in the place of this value (payloads.py). Pickled by another back end,
     this value becomes upstream's RemoteException, which raises the error at the caller.
 
     Attributes:
-        error: what they raise.
+        error: what wait() and value() raise.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -44,8 +44,8 @@ def fail(future: Future[Any], error: Exception) -> None:
         error: what its wait() and value() raise.
     """
     future._set_unwrap_func(_raise)
-    future.set_result(Failure(error))
+    future.set_result(FailedResult(error))
 
 
-def _raise(failure: Failure) -> NoReturn:
-    raise failure.error
+def _raise(failed: FailedResult) -> NoReturn:
+    raise failed.error

@@ -28,7 +28,7 @@ DEFAULT_MAX_CALLS_IN_FLIGHT = 100_000
 # shorten init_rpc below this, s.
 MINIMUM_INIT_TIMEOUT = 3.0
 # 30,000 years, s. Upstream's init_rpc makes a timedelta of the option, which holds some more.
-LONGEST_RPC_TIMEOUT = 1e12
+MAXIMUM_RPC_TIMEOUT = 1e12
 # A year, s: torch's stores take a time-out of more than 292 years, which a clock of C++ cannot
 # count, as one that is over.
 MAXIMUM_INIT_TIMEOUT = 365 * 24 * 3600.0
@@ -86,9 +86,9 @@ def rpc_timeout(name: str, value: Any) -> float:
     """Accept seconds; 0 means no time-out. A negative number gets upstream's text."""
     if _seconds(name, value) < 0:
         raise ValueError(f"RPC Timeout must be non-negative, got {name}={value}")
-    if value > LONGEST_RPC_TIMEOUT:
+    if value > MAXIMUM_RPC_TIMEOUT:
         raise ValueError(
-            f"{name} must be at most {LONGEST_RPC_TIMEOUT:g} s, or 0 for none, got {value}"
+            f"{name} must be at most {MAXIMUM_RPC_TIMEOUT:g} s, or 0 for none, got {value}"
         )
     return float(value)
 

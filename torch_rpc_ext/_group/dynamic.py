@@ -3,8 +3,9 @@
 The directory of members is one key of the store, changed by compare-and-set. So a worker that dies
 while it joins holds no lock; in upstream the others would wait for its token. A worker first writes
 itself into the directory and then tells all workers that it saw there: of two workers that join at
-the same time, the later one sees the earlier one. Then it looks at the directory once more: a
-worker that it saw there either had left by then, or has been told of it and will tell it.
+the same time, the later one sees the earlier one. Last the newcomer reads the directory once more
+and drops who has left: such a worker may never have heard of the newcomer. A worker that leaves
+later has heard of the newcomer, and tells it.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def announce_join(session: sessions.Session) -> None:
     """Tell the other workers that this worker has joined; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
-    # A worker that left meanwhile may not have known this one, and then has not told it. The
-    # directory is read last, because it has whoever has announced a join here by now.
+    # A worker that left meanwhile may not have known this worker, and then told it nothing. The
+    # directory is read after `known` is: so it has all workers of `known` that have not left.
     with session.lock:
         known = list(session.members.values())
     try:

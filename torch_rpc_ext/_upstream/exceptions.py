@@ -21,7 +21,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.failed_future import Failure
+from torch_rpc_ext._base.failed_future import FailedResult
 from torch_rpc_ext._upstream import exception_parts
 
 # Upstream's functions have no types.
@@ -168,7 +168,7 @@ def handle_exception(result: Any) -> None:
     """Raise what the callee raised; stands in for upstream's internal._handle_exception."""
     if isinstance(result, internal.RemoteException):
         raise result.exception_type(result.msg)
-    if isinstance(result, (Refused, Failure)):
+    if isinstance(result, (Refused, FailedResult)):
         raise result.error
 
 

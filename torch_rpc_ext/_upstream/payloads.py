@@ -23,7 +23,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext._base.failed_future import Failure
+from torch_rpc_ext._base.failed_future import FailedResult
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, unread_rrefs
 
@@ -101,7 +101,7 @@ def serialize(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """
     if value is None:
         return _NONE, []
-    if type(value) is Failure:
+    if type(value) is FailedResult:
         value = exceptions.describe(value.error)
     if type(value) is internal.RemoteException:
         return _raised(value)

@@ -71,7 +71,8 @@ void UcxConnection::send(
 void UcxConnection::probe() {
   worker().post([self = shared_from_this()](Locked& locked) {
     if (self->isOpen()) {
-      // If the peer does not know the token, it says so: see EndedConnections.
+      // Any message would do: a peer that does not know the token says so, see
+      // EndedConnections::onMessage().
       self->tell(locked, {.kind = FrameKind::kDone, .transfer = 0}, {});
     }
   });

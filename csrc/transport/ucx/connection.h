@@ -185,10 +185,11 @@ class UcxConnection final : public Connection,
   ucp_ep_h endpoint_ = nullptr;
   bool endpointFailed_ = false; // UCX's error handler has run
   bool endpointCloses_ = false;
-  // Of a connection that has ended: whether the endpoint was given the word
-  // that the connection broke, and whether the peer has sent messages since.
+  // Of a connection that has ended: whether the word that the connection broke
+  // was sent over the endpoint; and whether that word is to be sent once more
+  // when the endpoint is closed, because the peer still sends messages.
   bool toldOfEnd_ = false;
-  bool asksAgain_ = false;
+  bool tellsAgain_ = false;
   // The peer may take the connection for open: this end has answered the peer's
   // handshake, or has finished the handshake that it began.
   bool peerMayThinkItOpen_ = false;

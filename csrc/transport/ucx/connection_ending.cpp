@@ -180,7 +180,7 @@ void UcxConnection::end(Locked& locked) {
 
 void UcxConnection::tellThatItBroke(Locked& locked) {
   if (endpointCloses_ || toldOfEnd_) {
-    asksAgain_ = true; // see closeEndpoint()
+    tellsAgain_ = true; // see closeEndpoint()
     return;
   }
   if (endpoint_ == nullptr) {
@@ -246,7 +246,7 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
       (void)closing.release(); // sentLast() deletes this object
       after.needProgress();
     }
-    if (std::exchange(self->asksAgain_, false) &&
+    if (std::exchange(self->tellsAgain_, false) &&
         self->peer() != PeerState::kDead) {
       // What the peer was told may be lost with the endpoint.
       self->context_->ended().tell(after, self->localToken_);
