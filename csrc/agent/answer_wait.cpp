@@ -37,6 +37,7 @@ struct Awaited {
   const AnswerWait* wait = nullptr; // null: none
   uint64_t id = 0;
   rpc::JitFuture* shared = nullptr; // the future, if others have it too
+  size_t callbacks = 0; // how many of the future's are this wait's own
 };
 thread_local Awaited awaited;
 
@@ -106,11 +107,11 @@ void AnswerWait::afterSending(
     std::optional<Executor::Leader>& leader,
     rpc::JitFuture& future) {
   const Awaiting awaiting({.wait = this, .id = callId});
+  Wakers wakers;
   if (leader && leader->leads()) {
-    bool signals = false;
-    lead(*leader, future, signals);
+    lead(*leader, future, wakers);
   } else {
-    receive(callId, future, Sharing::kPrivate);
+    receive(callId, future, Sharing::kPrivate, wakers);
   }
   synchronous = synchronous && !future.completed();
 }
@@ -134,15 +135,15 @@ void AnswerWait::await(
        .shared = sharing == Sharing::kShared ? &future : nullptr});
   using Clock = std::chrono::steady_clock;
   auto looked = Clock::now();
-  bool signals = false;
+  Wakers wakers;
   while (call.wait == this && !future.completed()) {
     std::optional<Executor::Leader> leader;
     if (call.leads) {
       leader.emplace(executor_);
     }
     const bool whole = leader && leader->leads()
-        ? lead(*leader, future, signals)
-        : receive(call.id, future, sharing);
+        ? lead(*leader, future, wakers)
+        : receive(call.id, future, sharing, wakers);
     leader.reset(); // `interrupted` may take long
     // Answers to other calls may end each wait before the wait notices a
     // signal.
@@ -156,8 +157,9 @@ void AnswerWait::await(
 bool AnswerWait::lead(
     Executor::Leader& leader,
     rpc::JitFuture& future,
-    bool& signals) {
-  if (!std::exchange(signals, true)) {
+    Wakers& wakers) {
+  if (!std::exchange(wakers.signals, true)) {
+    ++awaited.callbacks;
     // First, because another callback may take long.
     compat::addFirstCallback(
         future,
@@ -174,17 +176,24 @@ bool AnswerWait::lead(
 bool AnswerWait::receive(
     uint64_t callId,
     rpc::JitFuture& future,
-    Sharing sharing) {
-  const auto mailbox = std::make_shared<Mailbox>();
+    Sharing sharing,
+    Wakers& wakers) {
+  auto& mailbox = wakers.mailbox;
+  if (mailbox == nullptr) {
+    mailbox = std::make_shared<Mailbox>();
+    ++awaited.callbacks;
+    compat::addFirstCallback(
+        future,
+        [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
+          if (std::this_thread::get_id() != waiter) {
+            mailbox->ring();
+          }
+        });
+  }
+  mailbox->open();
   if (sharing == Sharing::kPrivate) {
     pending_.setMailbox(callId, mailbox);
   }
-  compat::addFirstCallback(
-      future, [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
-        if (std::this_thread::get_id() != waiter) {
-          mailbox->ring();
-        }
-      });
   const bool whole = mailbox->serve([&] { return future.completed(); });
   for (auto& task : mailbox->close()) {
     executor_.submitCompletion(std::move(task));
@@ -197,8 +206,9 @@ Executor::Claims AnswerWait::claims(uint64_t callId, bool plain) const {
   if (!executor_.leads() || awaited.wait != this) {
     return Claims::kNothing;
   }
-  if (awaited.id == callId) { // one callback is lead()'s own
-    return awaited.shared == nullptr || compat::callbacks(*awaited.shared) <= 1
+  if (awaited.id == callId) {
+    return awaited.shared == nullptr ||
+            compat::callbacks(*awaited.shared) <= awaited.callbacks
         ? Claims::kLast
         : Claims::kNothing;
   }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 
 namespace torch_rpc_ext::agent {
@@ -85,20 +86,27 @@ class AnswerWait {
   Executor::Claims claims(uint64_t callId, bool plain) const;
 
  private:
+  // What a wait has given to the future: each callback once, however many
+  // rounds the wait takes.
+  struct Wakers {
+    bool signals = false; // whether a callback wakes the leader
+    std::shared_ptr<Mailbox> mailbox; // null: no callback rings one
+  };
+
   // The two ways to wait for `future`: lead() serves the transport on this
   // thread; receive() sleeps until another thread, which serves the transport,
   // puts the answer into this thread's mailbox or, if the future is shared, has
   // completed it. Both return false after an operating system signal, and after
-  // a second. `signals`: whether `future` already has the callback that wakes
-  // the leader.
+  // a second.
   static bool lead(
       Executor::Leader& leader,
       torch::distributed::rpc::JitFuture& future,
-      bool& signals);
+      Wakers& wakers);
   bool receive(
       uint64_t callId,
       torch::distributed::rpc::JitFuture& future,
-      Sharing sharing);
+      Sharing sharing,
+      Wakers& wakers);
 
   Executor& executor_;
   PendingCalls& pending_;

@@ -75,4 +75,8 @@ std::deque<base::TaskPtr> Mailbox::close() {
   return std::exchange(state->tasks, {});
 }
 
+void Mailbox::open() {
+  state_.lock()->closed = false;
+}
+
 } // namespace torch_rpc_ext::agent

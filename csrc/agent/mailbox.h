@@ -13,23 +13,24 @@ namespace torch_rpc_ext::agent {
 // Tasks for one thread that waits for an answer while another thread leads
 // (Executor::Leader). The thread that takes the answer from the network puts
 // here what is left to do with it, so that the waiting thread itself, and not a
-// third thread of the pool, does it.
+// third thread of the pool, does it. Open at first.
 //
 // Thread: any; serve() is for the thread that waits.
 class Mailbox {
  public:
-  // Takes `task`, which serve() then runs. Returns false after close(); then
-  // the task stays with the caller.
+  // Takes `task`, which serve() then runs. Returns false while the mailbox is
+  // closed; then the task stays with the caller.
   bool put(base::TaskPtr& task);
   // Wakes serve(), which then asks `done` again.
   void ring();
 
   // Runs the tasks that are put, until `done`. Returns false after an operating
   // system signal, and after a second without a task, because a signal may have
-  // gone unnoticed. To be called once.
+  // gone unnoticed.
   bool serve(const std::function<bool()>& done);
-  // Takes no more tasks. Returns those that were put and have not run.
+  // Takes no tasks until open(). Returns those that were put and have not run.
   std::deque<base::TaskPtr> close();
+  void open();
 
  private:
   struct State {
