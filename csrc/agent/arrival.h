@@ -32,7 +32,8 @@ struct Arrival {
   device::Streams streams;
   Admission::Room room; // of a request with bulk, until it is served
   QueuedFrames::Held frame; // of a request, until it is served
-  Creations::Begun creation; // of a request that may make an RRef
+  // Of a request that may make an RRef.
+  std::shared_ptr<Creations::Begun> creation;
   base::Error error; // why the bulk could not be received
   PendingCall::Clock::time_point at; // when all of a request had arrived
   // Of a request: when its caller stops waiting.

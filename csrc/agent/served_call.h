@@ -1,14 +1,17 @@
 #pragma once
 
+#include "agent/creations.h"
 #include "transport/transport.h"
 
 #include <chrono>
+#include <memory>
 
 namespace torch_rpc_ext::agent {
 
 // The request that a thread serves, for its function to ask about.
 //
-// Owns: a reference to the connection that the request came on.
+// Owns: references to the connection that the request came on, and to the
+//   Begun of a request that makes an RRef.
 // Thread: any.
 struct ServedCall {
   using Clock = std::chrono::steady_clock;
@@ -19,6 +22,8 @@ struct ServedCall {
   // The caller had given up before a thread took the request: the request is
   // read, and its function is not called.
   bool isOnlyRead = false;
+  // Null where the request makes no RRef.
+  std::shared_ptr<Creations::Begun> creation = nullptr;
 
   // Whether the caller no longer waits for the answer.
   bool cancelled() const {

@@ -11,8 +11,10 @@
 #include "base/boundary.h"
 #include "base/log.h"
 
+#include <optional>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -22,6 +24,23 @@ namespace {
 
 // How long this thread has waited for the GIL so far.
 thread_local std::chrono::nanoseconds waitedForGil{0};
+
+// The RRef that a RREF_USER_DELETE deletes; nothing where it names none.
+std::optional<rpc::RRefId> deletedRRef(const Decoder& decoder) {
+  if (decoder.payloadIsBulk()) { // upstream's is small
+    return std::nullopt;
+  }
+  const auto payload = decoder.payload();
+  const auto* const bytes = static_cast<const char*>(payload.data);
+  try {
+    return ownedRRef(*c10::make_intrusive<rpc::Message>(
+        std::vector<char>(bytes, bytes + payload.size),
+        std::vector<at::Tensor>{},
+        rpc::MessageType::RREF_USER_DELETE));
+  } catch (const std::exception&) {
+    return std::nullopt; // serve() answers with the error
+  }
+}
 
 } // namespace
 
@@ -113,10 +132,13 @@ void Server::arrived(ArrivalPtr arrival) {
     return;
   }
   const auto* const caller = arrival->connection.get();
-  creations_->afterBegun(caller, [this, arrival = std::move(arrival)] {
-    arrival->at = PendingCall::Clock::now();
-    serveLater(arrival);
-  });
+  creations_->afterBegun(
+      caller,
+      [&decoder = *arrival->decoder] { return deletedRRef(decoder); },
+      [this, arrival] {
+        arrival->at = PendingCall::Clock::now();
+        serveLater(arrival);
+      });
 }
 
 void Server::serveLater(ArrivalPtr arrival) {
@@ -193,7 +215,8 @@ void Server::serve(const ArrivalPtr& arrival) {
       served.label = label;
     }
     const RunningRequests::Entry entry(runningRequests_, std::move(label));
-    const ServedCall call{arrival->connection, arrival->deadline, givenUp};
+    const ServedCall call{
+        arrival->connection, arrival->deadline, givenUp, arrival->creation};
     const ServedCall::Scope scope(call);
     const auto before = waitedForGil;
     future = execute(std::move(message.value()), streams, *arrival->connection);

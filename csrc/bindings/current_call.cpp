@@ -41,8 +41,10 @@ std::optional<PyServedCall> currentCall() {
   if (ours == nullptr) {
     return std::nullopt;
   }
+  ServedCall asked = *call;
+  asked.creation = nullptr; // the program may keep the object for long
   return PyServedCall{
-      *call,
+      std::move(asked),
       ours->parts().group().peers().nameOf(call->connection.get()),
       ours};
 }

@@ -1,5 +1,6 @@
 #include "bindings/request_callback.h"
 
+#include "agent/creations.h"
 #include "agent/rpc_error.h"
 #include "agent/served_call.h"
 #include "agent/ucx_agent.h"
@@ -53,15 +54,15 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       const override {
     if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
       try {
-        if (request.type() == rpc::MessageType::SCRIPT_CALL ||
-            request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL) {
-          const auto call =
-              streams.empty() ? scriptCalls_.read(request) : nullptr;
-          if (call != nullptr) {
-            return processRpcWithErrors(*call, request.type(), streams);
-          }
-        } else if (mayRunPython(request.type())) {
-          return processPythonMessage(request, std::move(streams));
+        const bool isScript = request.type() == rpc::MessageType::SCRIPT_CALL ||
+            request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL;
+        const auto call =
+            isScript && streams.empty() ? scriptCalls_.read(request) : nullptr;
+        if (call != nullptr) {
+          return processRpcWithErrors(*call, request.type(), streams);
+        }
+        if (isScript || mayRunPython(request.type())) {
+          return processWhenConfirmed(request, std::move(streams));
         }
       } catch (const std::exception& error) {
         return asFuture(handleError(error, request.type(), request.id()));
@@ -94,6 +95,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::ScriptRemoteCall&>(command);
+    const MakesRRef creation(call.retRRefId());
     // The refusal becomes the RRef's value, as an error does that a function
     // raises. If the creation itself failed, upstream would tell the RRef's
     // user "timed out" instead.
@@ -116,6 +118,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::UnpickledPythonRemoteCall&>(command);
+    const MakesRRef creation(call.rrefId());
     return isGivenUp()
         ? assignOwnerRRef(
               call.rrefId(), call.forkId(), notBegun(c10::PyObjectType::get()))
@@ -123,6 +126,30 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   }
 
  private:
+  // While it lives, the request that this thread serves makes an RRef. Upstream
+  // has entered the RRef into its tables when it returns, even if an
+  // asynchronous function still computes the value.
+  class MakesRRef {
+   public:
+    explicit MakesRRef(const rpc::RRefId& rref) {
+      const auto* const call = agent::ServedCall::current();
+      if (call != nullptr && call->creation != nullptr) {
+        creation_ = call->creation;
+        creation_->makes(rref);
+      }
+    }
+    ~MakesRRef() {
+      if (creation_ != nullptr) {
+        creation_->ended();
+      }
+    }
+    MakesRRef(const MakesRRef&) = delete;
+    MakesRRef& operator=(const MakesRRef&) = delete;
+
+   private:
+    std::shared_ptr<agent::Creations::Begun> creation_;
+  };
+
   static bool mayRunPython(rpc::MessageType type) {
     switch (type) {
       case rpc::MessageType::PYTHON_CALL:
@@ -135,7 +162,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     }
   }
 
-  FuturePtr processPythonMessage(rpc::Message& request, Streams streams) const {
+  FuturePtr processWhenConfirmed(rpc::Message& request, Streams streams) const {
     auto& rrefs = rpc::RRefContext::getInstance();
     std::shared_ptr<rpc::RpcCommandBase> command;
     rrefs.recordThreadLocalPendingRRefs();

@@ -3,10 +3,12 @@ waits for no other requests."""
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import autograd, rpc
 
@@ -65,3 +67,50 @@ def test_a_creation_in_a_context_comes_before_its_release() -> None:
         group[0].run(begin_a_creation_and_release_its_rref)
         group[1].run(go_on)
         group[1].run(wait_until_released)
+
+
+def wait_for_go_on() -> None:
+    assert _go_on.wait(SECONDS)
+
+
+def begin_a_long_creation_and_release_another_rref() -> None:
+    f.HELD["long"] = rpc.remote("worker1", wait_for_go_on, timeout=0)
+    rref: Any = rpc.remote("worker1", f.identity, args=(1,))
+    assert rref.to_here() == 1
+    del rref
+
+
+def test_a_long_creation_holds_no_other_release_up() -> None:
+    with Group(2) as group:
+        group[0].run(begin_a_long_creation_and_release_another_rref)
+        group[1].run(wait_until_released)
+        group[1].run(go_on)
+
+
+def hold_rref_of(worker: str) -> None:
+    f.HELD["rref"] = rpc.remote(worker, f.identity, args=(1,))
+    assert f.HELD["rref"].to_here() == 1
+
+
+def create_with_the_rref_in_vain() -> None:
+    rref: Any = rpc.remote("worker1", f.nothing, args=(f.HELD["rref"],), timeout=1)
+    with pytest.raises(RuntimeError, match="timeout"):
+        rref._get_future().wait()
+    del rref
+
+
+def drop_the_rref() -> None:
+    f.HELD.clear()
+
+
+def test_a_creation_that_waits_for_its_arguments_comes_before_its_release() -> None:
+    """worker1 begins the creation once worker2 has confirmed that it is a user of worker2's RRef.
+    By then the caller has given up."""
+    with Group(3) as group:
+        group[0].run(hold_rref_of, "worker2")
+        group[2].signal(signal.SIGSTOP)
+        group[0].run(create_with_the_rref_in_vain)
+        time.sleep(0.5)  # the release is there
+        group[2].signal(signal.SIGCONT)
+        group[1].run(wait_until_released)
+        group[0].run(drop_the_rref)
