@@ -3,6 +3,7 @@
 #include "agent/answers.h"
 
 #include "agent/failure_message.h"
+#include "agent/held_message.h"
 
 #include <memory>
 #include <string>
@@ -17,11 +18,13 @@ namespace rpc = torch::distributed::rpc;
 
 Answers::Answers(
     const AgentOptions& options,
+    Executor& executor,
     metrics::Counters& counters,
     ReceiveMemory& memory,
     const Group& group,
     Devices& devices)
     : options_(options),
+      executor_(executor),
       counters_(counters),
       memory_(memory),
       group_(group),
@@ -50,7 +53,7 @@ void Answers::send(
     sendError(connection, asker.callId, encoded.error());
     return;
   }
-  sendFrame(connection, std::move(encoded.value()));
+  sendFrame(connection, asker.callId, std::move(encoded.value()));
 }
 
 void Answers::sendError(
@@ -63,7 +66,7 @@ void Answers::sendError(
           "\" could not send its result: " + why.message);
   auto encoded = encode(message, {callId, wire::CallKind::kResponse});
   if (encoded.ok()) { // always, because the message has no tensors
-    sendFrame(connection, std::move(encoded.value()));
+    sendFrame(connection, callId, std::move(encoded.value()));
   }
 }
 
@@ -103,7 +106,7 @@ void Answers::sendFromDevices(
       [this, callId = options.callId, connection](
           base::Result<Encoded> encoded) {
         if (encoded.ok()) {
-          sendFrame(connection, std::move(encoded.value()));
+          sendFrame(connection, callId, std::move(encoded.value()));
         } else {
           sendError(connection, callId, encoded.error());
         }
@@ -115,41 +118,57 @@ void Answers::sendFromDevices(
 
 void Answers::sendFrame(
     const transport::ConnectionPtr& connection,
+    uint64_t callId,
     Encoded encoded) {
   if (encoded.bulk.empty() ||
       connection->distance() != Distance::kSharesMemory ||
       encoded.giveAway(*memory_.cache(), connection)) {
-    sendFrameNow(connection, std::move(encoded));
+    sendFrameNow(connection, callId, std::move(encoded));
     return;
   }
   memory_.trimLater();
-  memory_.lender().lend(std::move(encoded), [this, connection](Encoded lent) {
-    sendFrameNow(connection, std::move(lent));
-  });
+  memory_.lender().lend(
+      std::move(encoded), [this, callId, connection](Encoded lent) {
+        sendFrameNow(connection, callId, std::move(lent));
+      });
 }
 
 void Answers::sendFrameNow(
     const transport::ConnectionPtr& connection,
+    uint64_t callId,
     Encoded encoded) {
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
-  const bool borrows = encoded.borrows();
   Admission::Untaken untaken;
   if (encoded.borrowsBulk()) {
     untaken =
         memory_.admission().answering(connection.get(), encoded.totalBytes);
   }
+  auto held = hold(encoded, executor_);
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   connection->send(
       std::move(head),
       std::move(bulk),
-      [untaken = std::move(untaken),
-       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
-                      : nullptr](const base::Error& error) {
+      [this,
+       callId,
+       // Weak, because the transport keeps the callback with the connection.
+       caller = std::weak_ptr(connection),
+       untaken = std::move(untaken),
+       held = std::move(held)](const base::Error& error) {
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);
         }
+        const auto to = error ? caller.lock() : nullptr;
+        if (to == nullptr || to->closed()) {
+          return;
+        }
+        // The caller did not take the answer, because it is too large for one:
+        // the caller's transport refuses such a message before the caller knows
+        // whose answer it is. An error has no bulk, so it is not refused.
+        executor_.submit(base::makeTask([this, callId, to, error] {
+          sendError(to, callId, error);
+        }));
       });
 }
 

@@ -3,6 +3,7 @@
 #include "agent/agent_options.h"
 #include "agent/codec.h"
 #include "agent/devices.h"
+#include "agent/executor.h"
 #include "agent/group.h"
 #include "agent/receive_memory.h"
 #include "metrics/counters.h"
@@ -34,6 +35,7 @@ class Answers {
   // The references outlive it.
   Answers(
       const AgentOptions& options,
+      Executor& executor,
       metrics::Counters& counters,
       ReceiveMemory& memory,
       const Group& group,
@@ -55,12 +57,17 @@ class Answers {
       const EncodeOptions& options,
       const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
       const device::Route& route);
-  void sendFrame(const transport::ConnectionPtr& connection, Encoded encoded);
+  void sendFrame(
+      const transport::ConnectionPtr& connection,
+      uint64_t callId,
+      Encoded encoded);
   void sendFrameNow(
       const transport::ConnectionPtr& connection,
+      uint64_t callId,
       Encoded encoded);
 
   const AgentOptions& options_;
+  Executor& executor_;
   metrics::Counters& counters_;
   ReceiveMemory& memory_;
   const Group& group_;

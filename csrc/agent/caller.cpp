@@ -4,7 +4,10 @@
 
 #include "agent/call_label.h"
 #include "agent/damage.h"
+#include "agent/held_message.h"
 #include "base/boundary.h"
+
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 
 #include <algorithm>
 #include <optional>
@@ -216,7 +219,7 @@ void Caller::sendFrameNow(
   counters_.messageBytes.add(encoded.totalBytes);
   // The callback below holds the memory that `bulk` points into until the peer
   // has taken the bulk, even after the call has timed out.
-  const bool borrows = encoded.borrows();
+  auto held = hold(encoded, executor_);
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   // Before the call is sent: the answer may arrive before this thread runs
@@ -225,11 +228,8 @@ void Caller::sendFrameNow(
   connection->send(
       std::move(head),
       std::move(bulk),
-      [this,
-       callId,
-       untaken,
-       held = borrows ? std::make_shared<Encoded>(std::move(encoded))
-                      : nullptr](const base::Error& error) {
+      [this, callId, untaken, held = std::move(held)](
+          const base::Error& error) {
         if (untaken != nullptr) {
           untaken->store(0);
         }
@@ -243,6 +243,10 @@ void Caller::sendFrameNow(
         if (!call) {
           return;
         }
+        if (call->connection != nullptr && !call->connection->closed()) {
+          // The peer did not take the bulk, so it has not read the message.
+          unreadRRefs_.undelivered(std::move(call->rrefs));
+        }
         if (AnswerWait::isBeingSent(callId)) {
           // send() has not returned: nobody has the future, so fail() runs no
           // user code. And upstream's RRefs expect such an error before send()
@@ -252,6 +256,22 @@ void Caller::sendFrameNow(
           calls_.failLater(std::move(*call), error);
         }
       });
+}
+
+c10::intrusive_ptr<rpc::JitFuture> Caller::release(
+    const WorkerInfo& owner,
+    const c10::intrusive_ptr<Message>& message,
+    std::chrono::milliseconds timeout) {
+  try {
+    return send(owner, message, timeout, /*deviceMap=*/{});
+  } catch (const std::exception&) {
+    if (group_.membership().find(owner.id_) != nullptr) {
+      throw;
+    }
+  }
+  auto released = c10::make_intrusive<JitFuture>(at::AnyClassType::get());
+  released->markCompleted(c10::IValue(rpc::RRefAck().toMessage()));
+  return released;
 }
 
 base::Error Caller::sendFromDevices(

@@ -51,6 +51,13 @@ class Caller {
       const c10::intrusive_ptr<Message>& message,
       std::chrono::milliseconds timeout, // 0 for none
       const torch::distributed::rpc::DeviceMap& deviceMap);
+  // Sends RREF_USER_DELETE. An owner that has left the group has nothing to
+  // release: the future is completed. torch would log an error, and wait 10 s
+  // for the answer when this worker leaves.
+  c10::intrusive_ptr<JitFuture> release(
+      const WorkerInfo& owner,
+      const c10::intrusive_ptr<Message>& message,
+      std::chrono::milliseconds timeout);
   // Sends a small message of this package (message_types.h). No limit and no
   // time-out applies to it, and shutdown does not wait for it. `label` names
   // the message in errors.

@@ -191,18 +191,22 @@ void OpenCalls::finish(
     ended(call);
     return;
   }
-  const auto kind = failureKind(*message);
-  if (kind || message->type() == rpc::MessageType::EXCEPTION) {
+  const auto failure = failureIn(*message);
+  if (failure && failure->read == Read::kNo) {
+    unreadRRefs_.undelivered(std::move(call.rrefs));
+  }
+  if (failure || message->type() == rpc::MessageType::EXCEPTION) {
     std::string text(message->payload().begin(), message->payload().end());
-    if (kind == base::ErrorKind::kCorrupted) {
-      fail(std::move(call), {*kind, text});
+    if (failure && failure->kind == base::ErrorKind::kCorrupted) {
+      fail(std::move(call), {failure->kind, text});
       return;
     }
     if (call.createsRRef) {
       text = rpc::makeRPCError(text, rpc::RPCErrorType::TIMEOUT);
     }
-    raised = kind ? std::make_exception_ptr(RpcError(*kind, call.worker, text))
-                  : std::make_exception_ptr(std::runtime_error(text));
+    raised = failure
+        ? std::make_exception_ptr(RpcError(failure->kind, call.worker, text))
+        : std::make_exception_ptr(std::runtime_error(text));
   }
   if (raised != nullptr && isLate(call)) {
     // The callee gives a call up when its caller does, and its answer may come

@@ -70,7 +70,7 @@ Server::Server(
       unreadRRefs_(unreadRRefs),
       callback_(callback),
       queuedFrames_(options.receiveBudgetBytes),
-      answers_(options, counters, memory, group, devices) {
+      answers_(options, executor, counters, memory, group, devices) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
     sayThatAllAreBusy(waiting, seconds);
   });
@@ -183,7 +183,8 @@ void Server::serve(const ArrivalPtr& arrival) {
         makeFailure(
             message.error().kind,
             "worker \"" + group_.self().name_ +
-                "\" could not take the message: " + message.error().message));
+                "\" could not take the message: " + message.error().message,
+            Read::kNo));
     return;
   }
   arrival->decoder.reset();

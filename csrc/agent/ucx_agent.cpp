@@ -126,6 +126,8 @@ c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
   switch (message->type()) {
     case rpc::MessageType::RREF_FORK_REQUEST:
       return parts_.forkRequests().send(to, message, timeout);
+    case rpc::MessageType::RREF_USER_DELETE:
+      return parts_.caller().release(to, message, timeout);
     case rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
       return parts_.contextCleanup().send(to, message, timeout);
     default:

@@ -87,7 +87,7 @@
 namespace torch_rpc_ext::wire {
 
 inline constexpr uint16_t kMagic = 0x5254;
-inline constexpr uint8_t kVersion = 8;
+inline constexpr uint8_t kVersion = 9;
 
 enum class CallKind : uint8_t { kRequest = 0, kResponse = 1 };
 

@@ -265,3 +265,21 @@ def test_a_message_that_is_too_large() -> None:
     with pytest.raises(RuntimeError, match="max_message_bytes"):
         rpc.rpc_sync("worker1", f.identity, args=(torch.ones(1_000_000),))
     assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+def many_ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
+
+
+@workers(2, options=[{"max_message_bytes": 1_000_000}, {}])
+def test_an_answer_that_is_too_large() -> None:
+    refusal = 'worker "worker1" could not send its result: .* bytes.*max_message_bytes'
+    for function, args in ((many_ones, (1_000_000,)), (bytes, (2_000_000,))):
+        with pytest.raises(RuntimeError, match=refusal):
+            rpc.rpc_sync("worker1", function, args=args, timeout=0)
+    assert rpc.rpc_sync("worker1", f.identity, args=(1,)) == 1
+
+
+@workers(2, options={"max_message_bytes": 100})
+def test_small_messages_are_never_too_large() -> None:
+    assert rpc.rpc_sync("worker1", f.identity, args=("a" * 1000,), timeout=0) == "a" * 1000

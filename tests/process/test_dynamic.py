@@ -215,7 +215,7 @@ def begin_to_leave_with_an_rref_in_use(group: Group) -> Any:
     init_one_by_one(group)
     group.run(hold_rref_of, "worker1")
     leaving = group[1].start(leave)
-    for worker in (group[0], group[2]):
+    for worker in (group[0], *group.workers[2:]):
         worker.run(wait_until_nobody_knows, "worker1")
     return leaving
 
@@ -229,6 +229,17 @@ def test_an_rref_is_used_until_its_owner_has_left() -> None:
         leaving.result(20)
         for worker in (group[2], group[0]):
             worker.run(leave)
+
+
+@needs_ucx("waits 10 s for the owner")
+def test_an_rref_of_an_owner_that_left_holds_nothing_up() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        begin_to_leave_with_an_rref_in_use(group)
+        group[1].kill()
+        time.sleep(0.5)  # the connection has ended
+        group[0].run(drop_the_rref)
+        assert group[0].run(seconds_to_leave) < 8
+        assert "Error occurred when deleting" not in group.output()
 
 
 @pytest.mark.slow  # 26 s: both workers try to reach the owner as long as torch would

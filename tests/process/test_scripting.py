@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import time
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -117,6 +119,46 @@ def check_no_gil() -> None:
     assert results == [4] * 20
     assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
     assert needs_gil.wait() == 1
+
+
+def define_functions() -> None:
+    functions()
+
+
+def tensor_of_python() -> Tensor:
+    return torch.from_numpy(numpy.ones(1 << 20, dtype=numpy.float32))
+
+
+def call_and_hold_the_gil() -> None:
+    """A message with a pickle of so many bytes is kept until the callee has taken it."""
+    args = (tensor_of_python(), bytes(1 << 20))
+    f.HELD["call"] = rpc.rpc_async("worker1", f.nothing, args=args)
+    from tests.process.remote_functions import hold_gil
+
+    hold_gil(3)
+
+
+def check_the_other_serves_without_the_gil() -> None:
+    from tests.process.remote_functions import scale
+
+    time.sleep(0.5)  # this worker has taken the message, and has said so
+    needs_gil = rpc.rpc_async("worker0", f.identity, (1,))
+    results = [scale.sync("worker0", ONE).sum() for _ in range(20)]
+    assert results == [4] * 20
+    assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
+    assert needs_gil.wait() == 1
+
+
+def test_torchscript_runs_while_memory_of_python_is_given_back(pair: Group) -> None:
+    for worker in pair:
+        worker.run(define_functions)
+    pair[1].signal(signal.SIGSTOP)
+    try:
+        pair[0].run(call_and_hold_the_gil)
+        time.sleep(0.5)
+    finally:
+        pair[1].signal(signal.SIGCONT)
+    pair[1].run(check_the_other_serves_without_the_gil)
 
 
 def check_autograd() -> None:

@@ -147,6 +147,22 @@ def test_requests_that_are_refused() -> None:
         wait_until_released(group, "refused")
 
 
+def test_requests_that_are_too_large() -> None:
+    """The frame has arrived. Its receiver does not take the tensors, so it reads nothing."""
+    with Group(3, options=[{}, {}, {"max_message_bytes": 1_000_000}]) as group:
+        for call in (too_large_call, too_large_creation):
+            group.run(pass_in_vain, call, RuntimeError)
+            wait_until_released(group, call.__name__)
+
+
+def too_large_call(rref: Any) -> None:
+    rpc.rpc_sync(USER, f.nothing, args=(rref, torch.ones(1_000_000)))
+
+
+def too_large_creation(rref: Any) -> None:
+    rpc.remote(USER, f.nothing, args=(rref, torch.ones(1_000_000)))._get_future().wait()
+
+
 def refused_call(rref: Any) -> None:
     rpc.rpc_sync(USER, f.nothing, args=(rref,))
 

@@ -1,14 +1,19 @@
 // OpenCalls alone: how the answer to a call ends that call.
 
 #include "agent/open_calls.h"
+#include "agent/answer_wait.h"
+#include "agent/failure_message.h"
 #include "agent/hello.h"
 #include "agent/membership.h"
+#include "compat/torch_compat.h"
 #include "sanitize/stress.h"
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -29,6 +34,13 @@ agent::AgentOptions options() {
 }
 
 struct Fixture {
+  explicit Fixture(std::function<void(const std::string&)> undelivered = {})
+      : hooks([&] {
+          agent::AgentHooks made;
+          made.undelivered = std::move(undelivered);
+          return made;
+        }()) {}
+
   const agent::AgentOptions options = ::options();
   agent::Executor executor{1};
   metrics::Counters counters;
@@ -222,9 +234,62 @@ void testACallWithoutAnAnswerProbesItsConnection() {
   require(f.executor.stop(10000), "the executor ends");
 }
 
+// The callee says whether it has read the request. If not, nobody but the
+// caller can release the RRefs in it.
+void testAFailureSaysWhetherTheRequestWasRead() {
+  std::atomic<int> released{0};
+  Fixture f([&](const std::string&) { released.fetch_add(1); });
+  f.throws = false;
+  f.executor.start();
+  const auto end = [&](base::ErrorKind kind, agent::Read read) {
+    agent::PendingCall call = f.call();
+    call.connection = std::make_shared<Probed>(); // the call was sent
+    call.rrefs = std::make_unique<std::string>("a pickle");
+    const auto future = call.future;
+    f.calls.finish(call, agent::makeFailure(kind, "no", read));
+    require(future->hasError(), "the caller has an error");
+  };
+  for (const auto kind :
+       {base::ErrorKind::kRefused, base::ErrorKind::kCorrupted}) {
+    released = 0;
+    end(kind, agent::Read::kYes);
+    end(kind, agent::Read::kNo);
+    become([&] { return released == 1; }, "the RRefs are released once");
+  }
+  require(f.executor.stop(10000), "the executor ends");
+}
+
+// A wait in rounds of a second, for hours.
+void testAWaitGivesTheFutureOneCallback() {
+  Fixture f;
+  f.executor.start();
+  agent::AnswerWait wait(f.executor, f.calls.pending());
+  const auto future =
+      c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
+  for (const bool leads : {false, true}) {
+    int rounds = 0;
+    const std::runtime_error enough("enough");
+    try {
+      wait.await(
+          {.wait = &wait, .id = 1, .leads = leads},
+          *future,
+          agent::AnswerWait::Sharing::kShared,
+          [&] { ++rounds == 3 ? throw enough : void(); });
+    } catch (const std::runtime_error&) {
+    }
+    require(rounds == 3, "three rounds");
+    require(
+        compat::callbacks(*future) == (leads ? 2 : 1),
+        "one callback for each wait");
+  }
+  require(f.executor.stop(10000), "the executor ends");
+}
+
 } // namespace
 
 int main() {
+  testAWaitGivesTheFutureOneCallback();
+  testAFailureSaysWhetherTheRequestWasRead();
   testACallWithoutAnAnswerProbesItsConnection();
   testCallsThatEndBeforeTheyAreSent();
   testTimeOutsOfCenturies();

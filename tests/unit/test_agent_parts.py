@@ -26,6 +26,7 @@ GROUP = (
     "wrapped_message",
 )
 OPEN_CALLS = (
+    "answer_wait",
     "call_label",
     "executor",
     "hello",

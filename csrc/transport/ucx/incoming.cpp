@@ -250,7 +250,10 @@ base::Result<std::unique_ptr<Incoming>> makeIncoming(
     return entries.error();
   }
   size_t carried = 0;
-  if (auto error = check(entries.value(), data.size, maxBytes, carried)) {
+  // A message without a transfer is small, and nobody could be told that it is
+  // refused.
+  const uint64_t limit = transfer == 0 ? 0 : maxBytes;
+  if (auto error = check(entries.value(), data.size, limit, carried)) {
     return error;
   }
   const auto* const behindTable =
