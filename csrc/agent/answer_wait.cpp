@@ -65,8 +65,11 @@ AnswerWait::Sending::Sending(
     bool waits,
     std::optional<Executor::Leader>& leader)
     : idBefore_(beingSent.id), leaderBefore_(beingSent.leader) {
-  last.leads = bytes <= kMaxLedBytes;
-  beingSent = {callId, waits && last.leads ? &leader : nullptr};
+  const bool leads = bytes <= kMaxLedBytes;
+  if (last.id == callId) {
+    last.leads = leads;
+  }
+  beingSent = {callId, waits && leads ? &leader : nullptr};
 }
 
 AnswerWait::Sending::~Sending() {

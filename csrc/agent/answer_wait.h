@@ -38,7 +38,8 @@ class AnswerWait {
     uint64_t id = 0; // 0: no call
     bool leads = true; // whether a thread may lead while it waits
   };
-  // This thread's last call.
+  // This thread's last call of a user's function. Not one of upstream's own
+  // messages: the collector of garbage may send one at any time, for an RRef.
   static Call lastCall();
 
   // Who has the future of a call.
@@ -57,7 +58,8 @@ class AnswerWait {
   // the thread will wait for the answer.
   void leadFor(uint64_t callId);
 
-  // A call of this thread begins. await() does nothing for a call `toSelf`.
+  // A call of a user's function begins on this thread. await() does nothing for
+  // a call `toSelf`.
   void begin(uint64_t callId, bool toSelf);
   // Whether the thread that sends `request` waits at once for the answer.
   static bool isAwaited(const torch::distributed::rpc::Message& request);

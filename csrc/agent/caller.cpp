@@ -107,7 +107,9 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     const transport::ConnectionPtr connection =
         group_.peers().connection(to.id_);
     const EncodeOptions options = encodeOptions(id, left, to.name_, connection);
-    wait_.begin(id, toSelf);
+    if (isUserCall(message->type())) {
+      wait_.begin(id, toSelf);
+    }
     if (device::anyOn(message->tensors())) {
       error = sendFromDevices(options, message, route, connection);
     } else {

@@ -14,6 +14,7 @@ from torch.distributed import autograd, rpc
 
 from tests.process import functions as f
 from tests.process.group import SECONDS, Group
+from tests.support.backend import needs_ucx
 
 _go_on = threading.Event()
 
@@ -114,3 +115,21 @@ def test_a_creation_that_waits_for_its_arguments_comes_before_its_release() -> N
         group[2].signal(signal.SIGCONT)
         group[1].run(wait_until_released)
         group[0].run(drop_the_rref)
+
+
+@needs_ucx("has no such number")
+def test_a_release_is_not_taken_for_the_last_call() -> None:
+    with Group(2) as group:
+        group[0].run(release_after_a_call)
+
+
+def release_after_a_call() -> None:
+    """The collector of garbage may release an RRef right after a call was sent. What is looked up
+    by the thread's last call is still about that call."""
+    rref: Any = rpc.remote("worker1", f.identity, args=(1,))
+    assert rref.to_here() == 1
+    future = rpc.rpc_async("worker1", f.identity, args=(2,))
+    last = rpc.api._get_current_rpc_agent().last_call_id()
+    del rref
+    assert rpc.api._get_current_rpc_agent().last_call_id() == last
+    assert future.wait() == 2

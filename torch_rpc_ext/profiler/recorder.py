@@ -102,7 +102,7 @@ class Recorder:
         self._open: dict[int, tuple[Any, Any]] = {}
         self._profiler = _start_operators() if operators else None
         self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's agent has no log
-        #: Number of the last message that this thread has sent.
+        #: Number of the last call of a function that this thread has sent.
         self.last_number: Callable[[], int] = lambda: 0
         if self._logs:
             self.last_number = self._agent.last_call_id
