@@ -17,6 +17,10 @@ namespace {
 // A burst of frames is handed on in pieces, so that the first frames need not
 // wait until the last have arrived.
 constexpr int kProgressRounds = 32;
+// After so many calls of ucp_worker_progress() that found something, a thread
+// hands on what has arrived. Peers may send as fast as the thread receives, so
+// that no call ever finds nothing.
+constexpr int kMostCalls = 64;
 constexpr int kStuckMicroseconds = 100;
 constexpr int kMostProgress = 10'000;
 
@@ -206,12 +210,13 @@ bool Worker<role>::takeAll(bool progressed) {
   bool armed = false;
   {
     Locked locked(*this);
-    for (int round = 0; round < kProgressRounds && !armed; ++round) {
+    bool more = false;
+    for (int round = 0; round < kProgressRounds && !armed && !more; ++round) {
       drainOperations(locked);
-      while (ucp_worker_progress(worker_) != 0) {
-        progressed = true;
-      }
-      armed = ucp_worker_arm(worker_) == UCS_OK;
+      const int calls = progressSome(locked);
+      progressed = progressed || calls != 0;
+      more = calls == kMostCalls;
+      armed = !more && ucp_worker_arm(worker_) == UCS_OK;
     }
   }
   // If the worker is armed, messages in flight will raise an event. If it could
@@ -220,6 +225,15 @@ bool Worker<role>::takeAll(bool progressed) {
   needProgress_ = !armed;
   finish();
   return armed || progressed;
+}
+
+template <WorkerRole role>
+int Worker<role>::progressSome(Locked&) {
+  int calls = 0;
+  while (calls < kMostCalls && ucp_worker_progress(worker_) != 0) {
+    ++calls;
+  }
+  return calls;
 }
 
 template <WorkerRole role>

@@ -170,10 +170,14 @@ class Worker {
   // Progresses if the lock is free. Returns whether there was anything to do.
   bool look();
   // Takes what has arrived, and makes UCX raise an event for what comes next.
-  // The caller has locked mutex_; this releases it. Returns false if nothing
-  // has arrived and UCX can still only be polled, because a peer's queue is
-  // full.
+  // If very much has arrived, takes a part of it and wakes a thread for the
+  // rest. The caller has locked mutex_; this releases it. Returns false if
+  // nothing has arrived and UCX can still only be polled, because a peer's
+  // queue is full.
   bool takeAll(bool progressed);
+  // Lets UCX take what has arrived, in kMostCalls calls at most. Returns how
+  // many calls found something.
+  int progressSome(Locked&);
   void enqueue(std::unique_ptr<Operation> operation);
   void drainOperations(Locked& locked);
   // Releases the lock and runs the deferred tasks; repeats this while there are
@@ -248,8 +252,7 @@ void Worker<role>::progressUntil(F&& done, std::chrono::milliseconds time) {
     {
       Locked locked(*this);
       drainOperations(locked);
-      while (ucp_worker_progress(worker_) != 0) {
-      }
+      progressSome(locked);
       over = done(locked);
     }
     finish();
