@@ -1,13 +1,16 @@
 // UcxChannel: chunks that come before they are expected, which only a sender
-// that breaks the protocol makes.
+// that breaks the protocol makes; and one that comes when the channel stops.
 
 #include "transport/ucx/bulk/ucx_channel.h"
 #include "sanitize/stress.h"
 #include "unit/answer.h"
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
@@ -30,7 +33,13 @@ class Side {
         channel(std::make_shared<bulk::UcxChannel>(worker, poller)),
         address(channel->addressFor({}).value()) {}
   ~Side() {
-    channel->stop();
+    stop();
+  }
+
+  void stop() {
+    if (!std::exchange(stopped, true)) {
+      channel->stop();
+    }
   }
 
   bool hasUnexpected(uint64_t tag) {
@@ -46,6 +55,7 @@ class Side {
   const std::shared_ptr<BulkWorker> worker;
   const std::shared_ptr<bulk::UcxChannel> channel;
   const std::string address;
+  bool stopped = false;
 };
 
 struct Scene {
@@ -122,11 +132,42 @@ void testAllChunksAreThereBefore() {
   require(received.times == 2, "nothing to receive");
 }
 
+// The owner frees the memory when the callback has fired.
+void testNothingIsWrittenAfterTheEnd() {
+  const std::string bytes(kSize, 'b');
+  std::string into(kSize, ' ');
+  Answer sent;
+  Scene scene;
+  std::atomic<bool> over{false};
+  std::thread pool([&] {
+    while (!over.load()) {
+      scene.poller.wait(/*timeoutMs=*/1);
+    }
+  });
+  bool ended = false;
+  scene.to.channel->receive(
+      kTag,
+      {{into.data(), kSize}},
+      [&](const base::Error&) {
+        scene.from.channel->send(
+            scene.to.address, kTag, {{bytes.data(), kSize}}, sent.callback());
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        require(into == std::string(kSize, ' '), "the memory is its owner's");
+        ended = true;
+      },
+      nullptr);
+  scene.to.stop();
+  require(ended, "stop() ends a receive");
+  over.store(true);
+  pool.join();
+}
+
 } // namespace
 
 int main() {
   testAChunkThatIsThereBefore(/*lastFirst=*/false);
   testAChunkThatIsThereBefore(/*lastFirst=*/true);
   testAllChunksAreThereBefore();
+  testNothingIsWrittenAfterTheEnd();
   return 0;
 }

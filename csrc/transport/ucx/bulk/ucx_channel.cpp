@@ -202,6 +202,9 @@ void UcxChannel::stop() {
     endpoints_.clear();
   });
   worker_->progressUntil(isIdle, kEndTime);
+  // Before the callbacks fire: from then on UCX must not write into the memory
+  // of these groups, so no thread may progress the worker.
+  worker_->stop();
   worker_->runLocked([&](BulkLocked& locked) {
     stopped_ = true;
     // UCX has not ended these groups yet. Their callbacks fire now, because
@@ -212,7 +215,6 @@ void UcxChannel::stop() {
       });
     }
   });
-  worker_->stop();
 }
 
 ucp_ep_h UcxChannel::endpoint(
