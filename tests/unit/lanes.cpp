@@ -16,6 +16,7 @@
 #include <cstring>
 #include <future>
 #include <memory>
+#include <new>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -429,6 +430,28 @@ void testAddresses() {
   require(!f.receiver.addressAt({}).ok(), "none");
 }
 
+void testWhatWasDeferredBeforeAnException() {
+  const auto set = std::make_shared<lanes::LaneSet>(
+      std::make_shared<base::Gate>(),
+      [](lanes::LaneSet::Locked&, uint64_t, uint32_t) {},
+      [](lanes::LaneSet::Locked&) { return false; });
+  int ended = 0;
+  bool caught = false;
+  try {
+    set->run([&](lanes::LaneSet::Locked& locked) {
+      locked.defer([&] {
+        ++ended;
+        set->run([](lanes::LaneSet::Locked&) {}); // the lock is free
+      });
+      throw std::bad_alloc();
+    });
+  } catch (const std::bad_alloc&) {
+    caught = true;
+  }
+  require(ended == 1, "a callback that was deferred fires");
+  require(caught, "and the exception goes on");
+}
+
 } // namespace
 
 int main() {
@@ -443,5 +466,6 @@ int main() {
   testManySilentStrangers();
   testNoDescriptorIsLeft();
   testSocketsThatCannotBeServed();
+  testWhatWasDeferredBeforeAnException();
   return 0;
 }

@@ -55,10 +55,10 @@ def test_a_part_without_ucx(name: str) -> None:
 @pytest.mark.timeout(cxx.TIMEOUT)
 @pytest.mark.parametrize("name", WITH_UCX)
 def test_a_part_with_ucx(name: str) -> None:
-    """worker: peers that send as fast as it receives. exchange: how bulk is offered, taken,
-    acknowledged and returned. ucx_channel: chunks that come before they are expected, or too
-    late. goodbye: a worker that leaves while another connects to it is heard to leave. told_again:
-    the word that a connection broke at one end is lost."""
+    """worker: peers that send as fast as it receives; deadlines. exchange: how bulk is offered,
+    taken, acknowledged and returned. ucx_channel: chunks that come before they are expected, or
+    too late. goodbye: a worker that leaves while another connects to it is heard to leave.
+    told_again: the word that a connection broke at one end is lost."""
     built, environment = core.build(
         BUILD,
         {

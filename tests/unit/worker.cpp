@@ -1,13 +1,16 @@
-// A Worker whose peers send as fast as it receives: there is always more.
+// A Worker whose peers send as fast as it receives, so that there is always
+// more; and Deadlines, which need a Worker.
 
 #include "transport/ucx/worker.h"
 #include "sanitize/stress.h"
+#include "transport/ucx/deadlines.h"
 
 #include <dlfcn.h>
 
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <new>
 #include <thread>
 
 using namespace torch_rpc_ext;
@@ -42,18 +45,20 @@ struct Scene {
   std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
   std::shared_ptr<ControlWorker> worker =
       ControlWorker::create(UcpContext::create({}).value(), gate).value();
+};
 
-  Scene() {
+struct FloodedScene : Scene {
+  FloodedScene() {
     isFlooded.store(true);
     calls.store(0);
   }
-  ~Scene() {
+  ~FloodedScene() {
     isFlooded.store(false);
   }
 };
 
 void testAWaitEnds() {
-  Scene scene;
+  FloodedScene scene;
   int rounds = 0;
   scene.worker->progressUntil(
       [&](Locked&) {
@@ -71,7 +76,7 @@ void testAWaitEnds() {
 }
 
 void testOthersGetTheirTurn() {
-  Scene scene;
+  FloodedScene scene;
   std::atomic<bool> over{false};
   scene.worker->start(scene.poller, /*main=*/true);
   std::thread thread([&] {
@@ -98,10 +103,40 @@ void testOthersGetTheirTurn() {
   scene.worker->stop();
 }
 
+void testADeadlineAfterOneThatThrew() {
+  Scene scene;
+  int expired = 0;
+  Deadlines<int> deadlines(
+      scene.poller,
+      *scene.worker,
+      std::chrono::milliseconds(20),
+      [&](Locked&, const std::shared_ptr<int>& object) {
+        ++expired;
+        if (*object == 1) {
+          throw std::bad_alloc();
+        }
+      });
+  const auto first = std::make_shared<int>(1);
+  const auto second = std::make_shared<int>(2);
+  for (const auto& object : {first, second}) {
+    scene.worker->runLocked(
+        [&](Locked& locked) { deadlines.add(locked, object); });
+    // Far enough from the other one to have an alarm of its own.
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (expired != 2 && std::chrono::steady_clock::now() < end) {
+    scene.poller.wait(/*timeoutMs=*/10);
+  }
+  require(expired == 2, "the second is noticed, too");
+  deadlines.stop();
+}
+
 } // namespace
 
 int main() {
   testAWaitEnds();
   testOthersGetTheirTurn();
+  testADeadlineAfterOneThatThrew();
   return 0;
 }

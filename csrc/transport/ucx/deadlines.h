@@ -1,6 +1,6 @@
 #pragma once
 
-#include "base/task.h"
+#include "base/boundary.h"
 #include "base/timer.h"
 #include "transport/ucx/worker.h"
 
@@ -58,7 +58,9 @@ class Deadlines {
       const auto object = waiting_.front().second.lock();
       waiting_.pop_front();
       if (object != nullptr) {
-        expired_(locked, object);
+        // Each by itself, so that the others do not lose their timer.
+        base::caughtHere(
+            base::Boundary::kOperation, [&] { expired_(locked, object); });
       }
     }
     if (!waiting_.empty()) {

@@ -27,20 +27,23 @@ namespace torch_rpc_ext::transport::ucx::lanes {
 // Owns: the thread, which starts with the first socket; an epoll descriptor.
 // Thread: any.
 class LaneSet : public std::enable_shared_from_this<LaneSet> {
+  using Deferred = std::function<void()>;
+
  public:
   // The token that says that this thread has locked the set. Callbacks, which
   // must not run with the lock held, are deferred.
   class Locked {
    public:
-    void defer(std::function<void()> callback) {
+    void defer(Deferred callback) {
       deferred_.push_back(std::move(callback));
     }
 
    private:
     friend class LaneSet;
-    explicit Locked(LaneSet& set) : lock_(set.mutex_) {}
-    std::unique_lock<std::mutex> lock_;
-    std::vector<std::function<void()>> deferred_;
+    Locked(LaneSet& set, std::vector<Deferred>& deferred)
+        : lock_(set.mutex_), deferred_(deferred) {}
+    const std::unique_lock<std::mutex> lock_;
+    std::vector<Deferred>& deferred_;
   };
 
   // Handles one event, moving at most one piece.
@@ -53,18 +56,19 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
   LaneSet(const LaneSet&) = delete;
   LaneSet& operator=(const LaneSet&) = delete;
 
-  // Runs `operation`, a void(Locked&), and then what it has deferred.
+  // Runs `operation`, a void(Locked&), and then what it has deferred, also if
+  // it has thrown: the callback of a message that it has ended must fire.
   template <typename F>
   void run(F&& operation) {
-    std::vector<std::function<void()>> deferred;
-    {
-      Locked locked(*this);
+    std::vector<Deferred> deferred;
+    try {
+      Locked locked(*this, deferred);
       operation(locked);
-      deferred = std::move(locked.deferred_);
+    } catch (...) {
+      runAll(deferred);
+      throw;
     }
-    for (const auto& callback : deferred) {
-      base::caughtHere(base::Boundary::kDeferred, callback);
-    }
+    runAll(deferred);
   }
 
   // After an error the caller closes the socket.
@@ -81,6 +85,12 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
   void join();
 
  private:
+  static void runAll(const std::vector<Deferred>& callbacks) {
+    for (const auto& callback : callbacks) {
+      base::caughtHere(base::Boundary::kDeferred, callback);
+    }
+  }
+
   void serve();
   bool serveOne(Locked& locked);
 
