@@ -185,6 +185,7 @@ class UcxConnection final : public Connection,
   ucp_ep_h endpoint_ = nullptr;
   bool endpointFailed_ = false; // UCX's error handler has run
   bool endpointCloses_ = false;
+  bool isAccepting_ = false; // the peer has begun the handshake, which goes on
   // Of a connection that has ended: whether the word that the connection broke
   // was sent over the endpoint; and whether that word is to be sent once more
   // when the endpoint is closed, because the peer still sends messages.

@@ -114,6 +114,10 @@ void UcxConnection::onDoubtOver(Locked& locked) {
 }
 
 void UcxConnection::onPeerChanged(Locked& locked, PeerState before) {
+  // The first change of the state is the end of the handshake.
+  if (std::exchange(isAccepting_, false)) {
+    context_->acceptEnds(locked);
+  }
   if (peer() == PeerState::kDoubted) {
     closeEndpoint(locked, /*flush=*/false);
     context_->doubt(locked, shared_from_this());

@@ -97,6 +97,8 @@ void UcxConnection::accept(
     Locked& locked,
     HandshakeSession::Opening opening,
     const std::string& hello) {
+  isAccepting_ = true;
+  context_->acceptBegins(locked);
   const Nearness found = meet(locked, opening.preamble.process);
   session_.emplace(
       context_->self(locked, localToken_), std::move(opening), found);

@@ -19,10 +19,11 @@ constexpr std::chrono::milliseconds kDrainTime{1000};
 // The longest time between our reading a peer's memory and our telling the peer
 // that the memory is its own again.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
-// How many connections may begin within the time of one handshake, which is
+// How many handshakes may be under way at once that peers have begun, which is
 // more than any group needs. A stranger who has recorded what a peer of ours
-// said, and repeats it, can begin this many connections and no more.
-constexpr size_t kMaxOpening = 4096;
+// said, and repeats it, has this many under way and no more. A peer beyond the
+// limit is not told of it, because that would take an endpoint.
+constexpr size_t kMaxAccepting = 4096;
 // When a process is killed, the kernel first resets its sockets and then
 // reports its end. A doubted peer's process has this time to be seen to end.
 // The kernel needs microseconds, and longer only if the core is busy.
@@ -236,7 +237,7 @@ void UcxContext::onOpen(Locked& locked, const Message& message) {
     refuse(opening.error().message);
     return;
   }
-  if (openings_->size(locked) >= kMaxOpening) {
+  if (accepting_ >= kMaxAccepting) {
     refuse("is one of too many at once");
     return;
   }

@@ -107,6 +107,13 @@ class UcxContext final : public Context,
   void peerLost() {
     slots_->lookSoon();
   }
+  // Count the handshakes under way that peers have begun; see kMaxAccepting.
+  void acceptBegins(Locked&) {
+    ++accepting_;
+  }
+  void acceptEnds(Locked&) {
+    --accepting_;
+  }
   // Count the endpoints that UCX is closing; stop() waits for them.
   void endpointClosing(Locked&) {
     ++closing_;
@@ -160,6 +167,7 @@ class UcxContext final : public Context,
   std::optional<Deadlines<UcxConnection>> acknowledgements_;
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   WatchedProcesses processes_;
+  size_t accepting_ = 0;
   size_t closing_ = 0;
 };
 

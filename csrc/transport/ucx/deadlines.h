@@ -42,11 +42,6 @@ class Deadlines {
       timer_.set(waiting_.front().first);
     }
   }
-  // How many objects have time left. An object that has been destroyed counts
-  // until its time is over.
-  size_t size(Locked&) const {
-    return waiting_.size();
-  }
   void stop() {
     timer_.stop();
   }
