@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <future>
@@ -32,10 +33,21 @@ namespace {
 
 // Whether epoll_ctl() takes no more descriptors from this thread.
 thread_local bool epollIsFull = false;
+// Whether no socket has room for a single byte.
+std::atomic<bool> isOneByteTooMany{false};
 
 } // namespace
 
-// Replaces the C library's in this program.
+// These replace the C library's in this program.
+extern "C" ssize_t
+send(int fd, const void* data, size_t size, int flags) noexcept {
+  if (isOneByteTooMany.load() && size == 1) {
+    errno = EAGAIN;
+    return -1;
+  }
+  return syscall(SYS_sendto, fd, data, size, flags, nullptr, 0);
+}
+
 extern "C" int
 epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
   if (epollIsFull && operation == EPOLL_CTL_ADD) {
@@ -365,6 +377,109 @@ void testManySilentStrangers() {
   f.move({9 * kPiece}, 5);
 }
 
+void testAnAnswerThatCannotBeSent() {
+  Fixture f;
+  Bytes to(kPiece);
+  const Bytes from = numbered(kPiece, 1);
+  const uint64_t tag = reserveTags(1);
+  End received;
+  End sent;
+  isOneByteTooMany.store(true);
+  f.receiver.receive(
+      tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+  f.sender.send(f.address, tag, {{from.data(), from.size()}}, sent.callback());
+  require(!received.wait(), "all has come");
+  require(sent.wait().kind == base::ErrorKind::kPeerLost, "the lane ends");
+  isOneByteTooMany.store(false);
+  f.move({kPiece}, 10);
+}
+
+// A receiver at which one connection at a time can wait to be accepted. Those
+// beyond it open a second later, when the kernel tries again.
+class BusyReceiver {
+ public:
+  BusyReceiver() {
+    sockaddr_in at{};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof(at);
+    auto* const name = reinterpret_cast<sockaddr*>(&at);
+    setPatience(listener_);
+    require(::bind(listener_, name, size) == 0, "bind");
+    require(::listen(listener_, /*backlog=*/0) == 0, "listen");
+    require(getsockname(listener_, name, &size) == 0, "getsockname");
+    address = lanes::encode(
+        {{{"127.0.0.1", ntohs(at.sin_port)}},
+         std::string(lanes::kKeyBytes, 'k')});
+  }
+  ~BusyReceiver() {
+    close(listener_);
+  }
+
+  // Takes all that the next lane says; true if it begins with a right Hello.
+  std::future<bool> takeLane() {
+    const int lane = ::accept(listener_, nullptr, nullptr);
+    require(lane >= 0, "the lane is opened");
+    setPatience(lane);
+    std::promise<bool> isKnown;
+    auto future = isKnown.get_future();
+    threads_.emplace_back([lane, isKnown = std::move(isKnown)]() mutable {
+      lanes::Hello hello;
+      isKnown.set_value(
+          read(lane, &hello, sizeof(hello)) && hello.magic == lanes::kMagic);
+      lanes::PieceHeader header;
+      Bytes piece(kPiece);
+      while (read(lane, &header, sizeof(header)) &&
+             read(lane, piece.data(), header.size)) {
+        (void)!::send(lane, "t", 1, MSG_NOSIGNAL);
+      }
+      close(lane);
+    });
+    return future;
+  }
+  // To be called when the sender has ended.
+  void join() {
+    for (auto& thread : threads_) {
+      thread.join();
+    }
+  }
+
+  std::string address;
+
+ private:
+  static void setPatience(int fd) {
+    const timeval patience{.tv_sec = 20, .tv_usec = 0};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  }
+  static bool read(int fd, void* into, size_t size) {
+    return ::recv(fd, into, size, MSG_WAITALL) == static_cast<ssize_t>(size);
+  }
+
+  const int listener_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  std::vector<std::thread> threads_;
+};
+
+// A receiver closes lanes that say nothing when there are many.
+void testALaneThatOpensTooLateForAPiece() {
+  BusyReceiver receiver;
+  lanes::BulkSender sender{2.0, std::make_shared<base::Gate>()};
+  const Bytes from = numbered(3 * kPiece, 1);
+  End sent;
+  sender.send(
+      receiver.address, 7, {{from.data(), from.size()}}, sent.callback());
+  for (int lane = 0; lane < 3; ++lane) {
+    auto isKnown = receiver.takeLane();
+    require(
+        isKnown.wait_for(std::chrono::seconds(10)) ==
+                std::future_status::ready &&
+            isKnown.get(),
+        "a lane says at once who has opened it");
+  }
+  require(!sent.wait(), "all is sent");
+  sender.stop();
+  receiver.join();
+}
+
 void testNoDescriptorIsLeft() {
   const auto gate = std::make_shared<base::Gate>();
   Fixture f;
@@ -464,6 +579,8 @@ int main() {
   testStrangers();
   testAHeaderBeforeItsReceive();
   testManySilentStrangers();
+  testALaneThatOpensTooLateForAPiece();
+  testAnAnswerThatCannotBeSent();
   testNoDescriptorIsLeft();
   testSocketsThatCannotBeServed();
   testWhatWasDeferredBeforeAnException();

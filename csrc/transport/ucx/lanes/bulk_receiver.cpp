@@ -17,6 +17,9 @@ namespace {
 // How many connections may be open whose Hello has not come. When there is one
 // more, the oldest of them is closed: a sender says its Hello at once.
 constexpr size_t kMaxUnknown = 256;
+// How many connections one event accepts at most, so that others can connect
+// although the open lanes have much to do.
+constexpr int kMostAccepted = 16;
 
 base::Descriptor openSpare() {
   return base::Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -140,7 +143,11 @@ void BulkReceiver::stop() {
 
 void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
   if (const auto listener = listeners_.find(id); listener != listeners_.end()) {
-    accept(locked, listener->second.first);
+    for (int i = 0; i < kMostAccepted; ++i) {
+      if (!accept(locked, listener->second.first)) {
+        break;
+      }
+    }
     return;
   }
   const auto found = lanes_.find(id);
@@ -162,13 +169,13 @@ void BulkReceiver::handle(Locked& locked, uint64_t id, uint32_t /*events*/) {
   }
 }
 
-void BulkReceiver::accept(Locked& locked, const Socket& listener) {
+bool BulkReceiver::accept(Locked& locked, const Socket& listener) {
   Socket socket = acceptFrom(listener);
   if (socket.fd() < 0) {
     if (errno == EMFILE || errno == ENFILE) {
       acceptAndClose(locked, listener);
     }
-    return;
+    return false;
   }
   if (unknown_.size() >= kMaxUnknown) {
     strangers_(
@@ -183,10 +190,11 @@ void BulkReceiver::accept(Locked& locked, const Socket& listener) {
     strangers_(
         base::LogLevel::kWarning,
         "closed a connection for large tensors: " + error.message);
-    return;
+    return true;
   }
   lanes_.emplace(id, Lane{.id = id, .socket = std::move(socket)});
   unknown_.push_back(id);
+  return true;
 }
 
 // This process has no descriptor left for the connection that waits. If the
@@ -296,14 +304,16 @@ bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
   }
   lane.got = 0;
   lane.inPiece = false;
+  // One byte always has room: the sender has few pieces without an answer. A
+  // sender that misses an answer would wait for it for ever.
+  const char taken = 1;
+  const bool isTold =
+      ::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1;
   pieceDone(locked, lane);
-  return true;
+  return isTold;
 }
 
 void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
-  // One byte always has room: the sender has few pieces without an answer.
-  const char taken = 1;
-  (void)!::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
   const auto found = expectedOf(lane);
   if (found == expected_.end()) {
     return;

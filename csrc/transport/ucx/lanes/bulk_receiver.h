@@ -85,7 +85,8 @@ class BulkReceiver {
   };
 
   void handle(Locked& locked, uint64_t id, uint32_t events);
-  void accept(Locked& locked, const Socket& listener);
+  // False if no connection waits any more.
+  bool accept(Locked& locked, const Socket& listener);
   void acceptAndClose(Locked&, const Socket& listener);
   bool readHello(Lane& lane);
   // False if the lane has ended or must end.

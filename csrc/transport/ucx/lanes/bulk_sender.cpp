@@ -189,7 +189,9 @@ void BulkSender::onEvents(Locked& locked, Lane& lane, uint32_t events) {
     lane.isBlocked = false;
     lane.receiver->failures = 0;
   }
-  if (lane.isOpen && (lane.piece || take(lane))) {
+  // A lane that got no piece says its Hello all the same, because a receiver
+  // closes lanes that say nothing when there are many.
+  if (lane.isOpen && (lane.piece || take(lane) || lane.helloLeft != 0)) {
     queue(lane);
   }
 }
@@ -216,36 +218,39 @@ bool BulkSender::work(Locked& locked) {
 
 void BulkSender::write(Locked& locked, Lane& lane) {
   int error = 0;
-  if (!writePiece(locked, lane, error)) {
+  if (!writeSome(locked, lane, error)) {
     fail(locked, lane.id, brokenBecause(lane.socket, error));
   } else if (lane.piece || take(lane)) {
     queue(lane);
   }
 }
 
-bool BulkSender::writePiece(Locked& locked, Lane& lane, int& error) {
-  if (!lane.piece) {
-    return true;
-  }
-  Piece& piece = *lane.piece;
+bool BulkSender::writeSome(Locked& locked, Lane& lane, int& error) {
   Hello hello;
   lane.receiver->address.key.copy(hello.key, kKeyBytes);
   std::array<iovec, 3> parts{};
   size_t count = 0;
-  const auto add = [&](const void* data, size_t size) {
+  size_t left = 0;
+  // Adds the last `size` bytes of something, up to `end`.
+  const auto add = [&](const void* end, size_t size) {
     if (size != 0) {
-      parts[count++] = {const_cast<void*>(data), size};
+      const char* const begin = static_cast<const char*>(end) - size;
+      parts[count++] = {const_cast<char*>(begin), size};
+      left += size;
     }
   };
-  const size_t headerLeft =
-      sizeof(PieceHeader) - std::min(sizeof(PieceHeader), lane.written);
-  const size_t bytesWritten = lane.written - (sizeof(PieceHeader) - headerLeft);
-  add(reinterpret_cast<const char*>(&hello) + sizeof(hello) - lane.helloLeft,
-      lane.helloLeft);
-  add(reinterpret_cast<const char*>(&piece.header) + sizeof(PieceHeader) -
-          headerLeft,
-      headerLeft);
-  add(piece.bytes + bytesWritten, piece.header.size - bytesWritten);
+  add(&hello + 1, lane.helloLeft);
+  if (lane.piece) {
+    const Piece& piece = *lane.piece;
+    const size_t headerLeft =
+        sizeof(PieceHeader) - std::min(sizeof(PieceHeader), lane.written);
+    add(&piece.header + 1, headerLeft);
+    add(piece.bytes + piece.header.size,
+        sizeof(PieceHeader) + piece.header.size - headerLeft - lane.written);
+  }
+  if (count == 0) {
+    return true;
+  }
   msghdr message{};
   message.msg_iov = parts.data();
   message.msg_iovlen = count;
@@ -257,18 +262,20 @@ bool BulkSender::writePiece(Locked& locked, Lane& lane, int& error) {
       return false;
     }
   }
-  size_t taken = static_cast<size_t>(std::max<ssize_t>(sent, 0));
+  const size_t taken = static_cast<size_t>(std::max<ssize_t>(sent, 0));
   const size_t ofHello = std::min(taken, lane.helloLeft);
   lane.helloLeft -= ofHello;
   lane.written += taken - ofHello;
-  if (lane.written < sizeof(PieceHeader) + piece.header.size) {
+  if (taken < left) {
     // The socket is full: the lane goes on when there is room.
     lane.isBlocked = true;
     set_->change(locked, lane.socket.fd(), lane.id, EPOLLIN | EPOLLOUT);
     return true;
   }
-  lane.untaken.push_back(std::move(piece));
-  lane.piece.reset();
+  if (lane.piece) {
+    lane.untaken.push_back(std::move(*lane.piece));
+    lane.piece.reset();
+  }
   return true;
 }
 

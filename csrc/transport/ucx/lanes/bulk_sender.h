@@ -84,8 +84,9 @@ class BulkSender {
   base::Error openLane(Locked& locked, Receiver& receiver);
   void onEvents(Locked& locked, Lane& lane, uint32_t events);
   void write(Locked& locked, Lane& lane);
-  // False if the lane has failed; `error` is then errno's.
-  bool writePiece(Locked& locked, Lane& lane, int& error);
+  // Writes what the lane has: its Hello, its piece. False if the lane has
+  // failed; `error` is then errno's.
+  bool writeSome(Locked& locked, Lane& lane, int& error);
   bool readAnswers(Locked& locked, Lane& lane, int& error);
   void fail(Locked& locked, uint64_t lane, base::Error why);
   void loseWaiting(Locked& locked, Receiver& receiver, const base::Error& why);

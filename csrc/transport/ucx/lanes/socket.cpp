@@ -16,8 +16,6 @@ namespace torch_rpc_ext::transport::ucx::lanes {
 
 namespace {
 
-// How many connections may wait to be accepted.
-constexpr int kBacklog = 128;
 constexpr size_t kMaxEndpoints = 16;
 constexpr size_t kMaxIpBytes = 64;
 
@@ -145,7 +143,7 @@ base::Result<std::pair<Socket, Endpoint>> listenAt(
     Socket socket = makeSocket(address);
     if (socket.fd() >= 0 &&
         ::bind(socket.fd(), address.get(), address.size) == 0 &&
-        ::listen(socket.fd(), kBacklog) == 0) {
+        ::listen(socket.fd(), SOMAXCONN) == 0) {
       const Endpoint endpoint{ip, portOf(socket)};
       return std::pair(std::move(socket), endpoint);
     }
