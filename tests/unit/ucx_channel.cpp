@@ -1,5 +1,6 @@
 // UcxChannel: chunks that come before they are expected, which only a sender
-// that breaks the protocol makes; and one that comes when the channel stops.
+// that breaks the protocol makes; chunks that nobody wants any more; and one
+// that comes when the channel stops.
 
 #include "transport/ucx/bulk/ucx_channel.h"
 #include "sanitize/stress.h"
@@ -132,6 +133,47 @@ void testAllChunksAreThereBefore() {
   require(received.times == 2, "nothing to receive");
 }
 
+// The receiver has given up, and the sender does not know of it yet.
+void testASendThatNobodyWants(size_t size, bool sendsFirst) {
+  const std::string bytes(size, 'b');
+  std::string into(size, ' ');
+  Answer sent;
+  Answer received;
+  Scene scene;
+  const auto send = [&] {
+    scene.from.channel->send(
+        scene.to.address, kTag, {{bytes.data(), size}}, sent.callback());
+  };
+  const uint64_t id = scene.to.channel->receive(
+      kTag, {{into.data(), size}}, received.callback(), nullptr);
+  if (sendsFirst) {
+    send(); // on its way
+  }
+  scene.to.channel->cancel(id, {base::ErrorKind::kRefused, "not wanted"});
+  require(received.times == 1 && received.error, "the receive ends");
+  if (!sendsFirst) {
+    send();
+  }
+  scene.progressUntil([&] { return sent.times != 0; }, std::chrono::seconds(5));
+  require(sent.times == 1, "the send ends, too");
+  scene.progressUntil([] { return false; }, std::chrono::milliseconds(50));
+  require(!scene.to.hasUnexpected(kTag), "nothing of it is kept");
+  require(into == std::string(size, ' '), "nothing is written");
+}
+
+// The sender has died, for example.
+void testManyChunksThatNeverCome() {
+  std::string into(kSize, ' ');
+  Scene scene;
+  for (uint64_t tag = kTag; tag < kTag + 5000; ++tag) {
+    Answer received;
+    const uint64_t id = scene.to.channel->receive(
+        tag, {{into.data(), kSize}}, received.callback(), nullptr);
+    scene.to.channel->cancel(id, {base::ErrorKind::kPeerLost, "died"});
+    require(received.times == 1, "the receive ends");
+  }
+}
+
 // The owner frees the memory when the callback has fired.
 void testNothingIsWrittenAfterTheEnd() {
   const std::string bytes(kSize, 'b');
@@ -168,6 +210,11 @@ int main() {
   testAChunkThatIsThereBefore(/*lastFirst=*/false);
   testAChunkThatIsThereBefore(/*lastFirst=*/true);
   testAllChunksAreThereBefore();
+  for (const size_t size : {kSize, kChunkBytes}) {
+    testASendThatNobodyWants(size, /*sendsFirst=*/false);
+    testASendThatNobodyWants(size, /*sendsFirst=*/true);
+  }
+  testManyChunksThatNeverCome();
   testNothingIsWrittenAfterTheEnd();
   return 0;
 }

@@ -13,6 +13,9 @@ namespace {
 // still under way when its endpoints are closed.
 constexpr std::chrono::milliseconds kDrainTime{200};
 constexpr std::chrono::milliseconds kEndTime{50};
+// How many chunks are refused that the peer may never send, because it died or
+// because it gave up first.
+constexpr size_t kMostRefusals = 4096;
 
 void closeNow(BulkLocked&, ucp_ep_h endpoint) {
   ucp_request_param_t params{};
@@ -31,7 +34,8 @@ struct UcxChannel::Group {
   uint64_t id = 0;
   Callback callback;
   size_t left = 0; // chunks that have not ended, plus 1 until all are posted
-  std::vector<void*> requests; // of a receive(), for cancel()
+  // Of a receive(), for cancel(): the tag of each.
+  std::unordered_map<void*, uint64_t> requests;
   uint64_t firstTag = 0;
   std::vector<base::MutableSpan> chunks; // of a receive(), by tag
   Incoming::Arrived arrived;
@@ -51,7 +55,13 @@ struct UcxChannel::Group {
       void* request,
       ucs_status_t status,
       const ucp_tag_recv_info_t* info) {
-    std::erase(requests, request);
+    const auto posted = requests.extract(request);
+    if (status == UCS_ERR_CANCELED && posted) {
+      locked.postAfter([channel = channel->shared_from_this(),
+                        tag = posted.mapped()](BulkLocked& after) {
+        channel->refuse(after, tag);
+      });
+    }
     if (status == UCS_OK && !error) {
       channel->chunkArrived(locked, this, *info);
     }
@@ -63,7 +73,7 @@ struct UcxChannel::Group {
       ucs_status_t /*status*/,
       const ucp_tag_recv_info_t* /*info*/,
       const base::Error& why) {
-    std::erase(requests, request);
+    requests.erase(request);
     channel->chunkFailed(locked, this, why);
   }
 };
@@ -113,12 +123,13 @@ uint64_t UcxChannel::receive(
       params.user_data = raw;
       const size_t left = raw->left;
       void* request = ucp_tag_recv_nbx(
-          locked.get(), chunk.data, chunk.size, tag++, ~uint64_t{0}, &params);
+          locked.get(), chunk.data, chunk.size, tag, ~uint64_t{0}, &params);
       if (!UCS_PTR_IS_PTR(request)) {
         chunkDone(locked, raw, UCS_PTR_STATUS(request));
       } else if (raw->left == left) { // else the request is over already
-        raw->requests.push_back(request);
+        raw->requests.emplace(request, tag);
       }
+      ++tag;
     }
     chunkDone(locked, raw, UCS_OK);
     locked.needProgress();
@@ -138,7 +149,7 @@ void UcxChannel::cancel(uint64_t id, base::Error why) {
     // Each cancelled request still completes, see Group::received(). A
     // completion changes `requests`, so this is a copy.
     const auto requests = it->second->requests;
-    for (void* request : requests) {
+    for (const auto& [request, tag] : requests) {
       ucp_request_cancel(locked.get(), request);
     }
     locked.needProgress();
@@ -200,13 +211,16 @@ void UcxChannel::stop() {
       closeNow(locked, endpoint);
     }
     endpoints_.clear();
+    stopped_ = true;
+    for (void* request : std::deque(refusals_)) { // each leaves the list
+      ucp_request_cancel(locked.get(), request);
+    }
   });
   worker_->progressUntil(isIdle, kEndTime);
   // Before the callbacks fire: from then on UCX must not write into the memory
   // of these groups, so no thread may progress the worker.
   worker_->stop();
   worker_->runLocked([&](BulkLocked& locked) {
-    stopped_ = true;
     // UCX has not ended these groups yet. Their callbacks fire now, because
     // their owners must not wait for UCX.
     for (auto& [id, group] : groups_) {
@@ -267,6 +281,40 @@ void UcxChannel::chunkArrived(
       arrived(chunk);
     });
   }
+}
+
+// The peer may have sent the chunk, or may send it until it hears that nobody
+// wants it. If no receive were there, UCX would keep the chunk here, or not end
+// the peer's send. A receive without room ends both.
+void UcxChannel::refuse(BulkLocked& locked, uint64_t tag) {
+  if (stopped_) {
+    return;
+  }
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+      UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+  params.cb.recv =
+      FromUcx<base::Boundary::kBulkReceived, &UcxChannel::refused>::received;
+  params.user_data = this;
+  const uint64_t over = refusalsOver_;
+  void* request =
+      ucp_tag_recv_nbx(locked.get(), nullptr, 0, tag, ~uint64_t{0}, &params);
+  if (UCS_PTR_IS_PTR(request) && refusalsOver_ == over) {
+    refusals_.push_back(request);
+  }
+  if (refusals_.size() > kMostRefusals) {
+    ucp_request_cancel(locked.get(), refusals_.front());
+  }
+  locked.needProgress();
+}
+
+void UcxChannel::refused(
+    BulkLocked&,
+    void* request,
+    ucs_status_t /*status*/,
+    const ucp_tag_recv_info_t* /*info*/) {
+  ++refusalsOver_;
+  std::erase(refusals_, request);
 }
 
 // The exception came before the chunk was counted, see chunkDone(), so the

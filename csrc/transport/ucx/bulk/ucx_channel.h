@@ -6,6 +6,7 @@
 #include "transport/ucx/worker.h"
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -64,6 +65,13 @@ class UcxChannel final : public Channel,
       const ucp_tag_recv_info_t& info);
   void chunkDone(BulkLocked& locked, Group* group, ucs_status_t status);
   void chunkFailed(BulkLocked& locked, Group* group, const base::Error& error);
+  // Ends the peer's send of a chunk that nobody receives any more.
+  void refuse(BulkLocked& locked, uint64_t tag);
+  void refused(
+      BulkLocked& locked,
+      void* request,
+      ucs_status_t status,
+      const ucp_tag_recv_info_t* info);
 
   const std::shared_ptr<BulkWorker> worker_;
   const WorkerAddress address_;
@@ -71,6 +79,8 @@ class UcxChannel final : public Channel,
   std::unordered_map<std::string, ucp_ep_h> endpoints_;
   std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
   uint64_t nextGroup_ = 1;
+  std::deque<void*> refusals_; // requests of refuse(), by age
+  uint64_t refusalsOver_ = 0; // how many of them have ended
   bool stopped_ = false;
 };
 
