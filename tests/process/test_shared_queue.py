@@ -17,6 +17,8 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -117,7 +119,42 @@ with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as queue:
 """
 
 
-def test_the_slot_of_a_process_that_is_stopped_stays_its_own() -> None:
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """As container engines pause a container; the kernel then says that the process sleeps."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    root = next((Path(at) for _, at, kind, *_ in mounts if kind == "cgroup2"), None)
+    if root is None:
+        pytest.skip("there are no cgroups of version 2")
+    group = root / f"torch_rpc_ext_{pid}"
+    try:
+        group.mkdir()
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    try:
+        (group / "cgroup.freeze").write_text("1")
+        deadline = time.monotonic() + 10
+        while "frozen 1" not in (group / "cgroup.events").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield
+    finally:
+        (root / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+@pytest.mark.parametrize("stop", [stopped, frozen])
+def test_the_slot_of_a_process_that_is_stopped_stays_its_own(
+    stop: Callable[[int], AbstractContextManager[None]],
+) -> None:
     with Group(2) as group:
         group.run(ask, "worker1")
         queue = group[1].run(name_of_queue)
@@ -125,13 +162,12 @@ def test_the_slot_of_a_process_that_is_stopped_stays_its_own() -> None:
         try:
             assert sender.stdout is not None
             sender.stdout.readline()
-            sender.send_signal(signal.SIGSTOP)
-            group[1].run(take_slots)
-            call = group[0].start(ask, "worker1")
-            wait_for_output(group[1], f"process {sender.pid}, which is stopped")
-            time.sleep(3)  # some more looks at the slot
-            assert not call.done()
-            sender.send_signal(signal.SIGCONT)
+            with stop(sender.pid):
+                group[1].run(take_slots)
+                call = group[0].start(ask, "worker1")
+                wait_for_output(group[1], f"process {sender.pid}, which is stopped")
+                time.sleep(3)  # some more looks at the slot
+                assert not call.done()
             call.result()
         finally:
             sender.kill()

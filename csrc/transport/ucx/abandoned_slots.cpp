@@ -188,8 +188,21 @@ std::optional<ThreadState> stateOf(pid_t process, pid_t thread) {
   return found;
 }
 
-bool isAsleep(char state) {
-  return state == 'S' || state == 'I' || state == 'Z' || state == 'X';
+// A thread whose cgroup is frozen looks asleep, but may have been frozen amid
+// its own code, outside of a system call. Where this process may not trace the
+// other one, the kernel does not say that, and a thread that looks asleep is
+// taken for asleep.
+// Source: proc(5), /proc/pid/syscall
+bool isAsleep(pid_t process, pid_t thread, char state) {
+  if (state != 'S') {
+    return state == 'I' || state == 'Z' || state == 'X';
+  }
+  std::ifstream file(
+      "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) +
+      "/syscall");
+  std::string call; // its number; -1 outside of one; "running" meanwhile
+  file >> call;
+  return call != "-1" && call != "running";
 }
 
 template <typename F>
@@ -280,7 +293,7 @@ bool AbandonedSlots::lookAt(Queue& queue) {
   // read below shows what it wrote.
   std::erase_if(queue.writers, [](const Writer& writer) {
     const auto state = stateOf(writer.process, writer.thread);
-    return !state || isAsleep(state->state) ||
+    return !state || isAsleep(writer.process, writer.thread, state->state) ||
         state->ticks >= writer.ticks + kTicksOfWriting;
   });
   const OwnMemory memory;
