@@ -444,7 +444,10 @@ ALLOWED = [
     ),
     *(
         f"torch.distributed.checkpoint.{name}"
-        for name in ("planner", "metadata", "filesystem", "storage")
+        for name in (
+            *("planner", "metadata", "storage"),
+            *("filesystem._StorageInfo", "filesystem._StoragePrefix"),
+        )
     ),
     *(f"torch.nn.{name}" for name in ("Module", "Linear", "ReLU", "Tanh", "functional.mse_loss")),
     "torch.optim.AdamW",

@@ -85,8 +85,8 @@ def rpc_async_all(
     own writes. To each other host they are sent once, if two or more of the workers are there and
     the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
     Then the calls to that host end together, current_call().caller is that worker's name, and with
-    an allow_list that worker must allow `torch_rpc_ext._calls.fan_out`; where it does not, each
-    worker is called by itself. On TENSORPIPE each call sends its own copy.
+    an allow_list that worker must allow `torch_rpc_ext._calls.fan_out.pass_on`; where it does not,
+    each worker is called by itself. On TENSORPIPE each call sends its own copy.
 
     The tensors must not be written to before the calls have ended.
 

@@ -30,7 +30,7 @@ from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
 from torch_rpc_ext.sharding.mailbox import Mailbox, StoppedError
-from torch_rpc_ext.sharding.stage import Resident, Stage
+from torch_rpc_ext.sharding.stage import Resident, Stage, own_value
 
 __all__ = ["StageRunner", "create", "find", "leave", "run", "runner_name", "stop"]
 
@@ -292,14 +292,26 @@ class StageRunner(Resident):
 
 
 def create(stage: Any, route: Route) -> Any:
-    """Return an RRef of a new runner; `stage` is the RRef of its stage and owned by this worker."""
-    return rpc.RRef(StageRunner(stage.local_value(), route))
+    """Return an RRef of a new runner.
+
+    Args:
+        stage: RRef of its stage, owned by this worker.
+        route: of the pipeline.
+
+    Raises:
+        TypeError: `stage` is something else.
+    """
+    return rpc.RRef(StageRunner(own_value(stage, Stage), route))
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def run(runner: Any, job: Job) -> Any:
-    """Run a batch in a thread of its own; the RPC thread is free meanwhile."""
-    own: StageRunner = runner.local_value()
+    """Run a batch in a thread of its own; the RPC thread is free meanwhile.
+
+    Raises:
+        TypeError: `runner` is no RRef of a StageRunner of this worker.
+    """
+    own = own_value(runner, StageRunner)
     future: torch.futures.Future[Any] = torch.futures.Future()
     threading.Thread(
         target=lambda: future.set_result(own.run(job)), name="pipeline-stage", daemon=True

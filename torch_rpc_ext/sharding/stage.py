@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +18,10 @@ from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 from torch_rpc_ext.sharding.random_numbers import RandomNumbers
 
-__all__ = ["Request", "Resident", "Saved", "Spec", "Stage", "call", "create", "forward", "part_of"]
+__all__ = [
+    *("Request", "Resident", "Saved", "Spec", "Stage"),
+    *("call", "create", "forward", "own_value", "part_of"),
+]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -52,9 +55,21 @@ class Resident:
         # the options do not name. So the pickle has none.
         return _refuse, (type(self).__name__,)
 
+    def __setstate__(self, state: Any) -> None:
+        # A worker that writes pickles by hand could else make a Stage that holds what it likes.
+        _refuse(type(self).__name__)
+
 
 class Saved(Resident):
-    """Something of a stage that has a part in checkpoints; see checkpoint.py."""
+    """Something of a stage that has a part in checkpoints; see checkpoint.py.
+
+    Attributes:
+        remote: names of the methods that call() calls for other workers.
+    """
+
+    remote: ClassVar[frozenset[str]] = frozenset(
+        {"plan_checkpoint", "read_checkpoint", "write_checkpoint"}
+    )
 
     def __init__(self) -> None:
         self._writer: checkpoint.Writer | None = None
@@ -86,6 +101,12 @@ class Stage(Saved):
     Owns: the submodules. Thread Safety: any thread, as far as the submodules allow it; in training
     mode one thread at a time, together with the other stages of this worker.
     """
+
+    remote = Saved.remote | {
+        *("describe_parameters", "get_rng_state", "gradient_norms", "load_state_dict"),
+        *("manual_seed", "parameters", "requires_grad_", "scale_gradients", "set_rng_state"),
+        *("state_dict", "to", "train", "zero_grad"),
+    }
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -228,16 +249,40 @@ def create(spec: Spec) -> Any:
         return Failure.of(spec.index, spec.place.worker, "raised", error)
 
 
+ResidentT = TypeVar("ResidentT", bound=Resident)
+
+
+def own_value(rref: Any, cls: type[ResidentT]) -> ResidentT:
+    """Return the value of an RRef that this worker owns.
+
+    Raises:
+        TypeError: the argument is no RRef, or its value is of another class. An allow-list that
+            names this module leaves the arguments to its functions, so these check them.
+    """
+    given = type(rref)
+    if issubclass(given, rpc.PyRRef):
+        value: Any = rref.local_value()
+        if issubclass(type(value), cls):
+            own: ResidentT = value
+            return own
+        given = type(value)
+    raise TypeError(f"expected an RRef of a {cls.__name__}, got a {given.__qualname__}")
+
+
 def call(target: Any, method: str, *args: Any) -> Any:
     """Return what a method of an object returns, or a Failure.
 
     Args:
-        target: RRef of a Stage, or of another object with `index` and `place`, owned by this
-            worker.
-        method: its name.
+        target: RRef of a Stage or of another Saved with `index` and `place`, owned by this worker.
+        method: the name of one of the methods in the `remote` of its class.
         *args: for the method.
+
+    Raises:
+        TypeError: the object is of another class, or has no such method for other workers.
     """
-    own: Any = target.local_value()
+    own: Any = own_value(target, Saved)
+    if type(method) is not str or method not in own.remote:
+        raise TypeError(f"a {type(own).__name__} has no method {method!r} for other workers")
     try:
         return getattr(own, method)(*args)
     except Exception as error:  # noqa: BLE001  the caller raises it
@@ -271,8 +316,11 @@ def forward(stage: Any, given: Any, request: Request) -> Any:
 
     Returns:
         What the submodules return, or a Failure.
+
+    Raises:
+        TypeError: `stage` is something else.
     """
-    own: Stage = stage.local_value()
+    own = own_value(stage, Stage)
     if isinstance(given, rpc.PyRRef):
         try:
             given = given.to_here(request.timeout)

@@ -12,7 +12,7 @@ from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext.sharding import checkpoint, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
-from torch_rpc_ext.sharding.stage import Saved, Stage
+from torch_rpc_ext.sharding.stage import Saved, Stage, own_value
 
 __all__ = ["Group", "StageOptimizer", "create"]
 
@@ -42,7 +42,12 @@ class StageOptimizer(Saved):
     """An optimizer of the parameters of one stage.
 
     Thread Safety: any thread; one call at a time.
+
+    Raises:
+        TypeError: `optimizer_class` is another class, or something else that can be called.
     """
+
+    remote = Saved.remote | {"load_state", "state", "step", "unscale", "zero_grad"}
 
     def __init__(
         self,
@@ -52,6 +57,13 @@ class StageOptimizer(Saved):
         options: Options,
     ) -> None:
         super().__init__()
+        if not isinstance(optimizer_class, type) or not issubclass(
+            optimizer_class, torch.optim.Optimizer
+        ):
+            raise TypeError(
+                "optimizer_class must be a class of torch.optim.Optimizer, "
+                f"got {optimizer_class!r:.200}"
+            )
         self.index, self.place = stage.index, stage.place
         self._stage, self._groups = stage, groups
         self._lock = threading.Lock()
@@ -222,8 +234,11 @@ def create(
         optimizer_class: of the optimizer.
         groups: the stage's parts of the parameter groups.
         options: for `optimizer_class`.
+
+    Raises:
+        TypeError: `stage` is something else.
     """
-    own: Stage = stage.local_value()
+    own = own_value(stage, Stage)
     try:
         return rpc.RRef(StageOptimizer(own, optimizer_class, groups, options))
     except Exception as error:  # noqa: BLE001  the caller raises it
