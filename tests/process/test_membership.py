@@ -32,7 +32,8 @@ def lie(name: str) -> None:
     text = json.dumps({**fields, "life": 1000, "address": ""})
     refused(dynamic.member_joined, text)
     refused(returning.member_returned, text)
-    refused(dynamic.member_left, name, fields["incarnation"])
+    for incarnation in (fields["incarnation"], "", None, 0):
+        refused(dynamic.member_left, name, incarnation)
     if name != session.me.name:
         refused(returning.may_return, text)
 

@@ -244,11 +244,13 @@ def member_left(name: str, incarnation: str) -> None:
 
     Raises:
         RefusedError: the caller is another worker and the directory still holds the one that is
-            said to have left, or the group is static.
+            said to have left, or the group is static, or no incarnation is named.
     """
     session = sessions.require()
     if session.directory is None:
         raise errors.RefusedError(f"{name} cannot leave {session.me.name}'s static group.")
+    if not isinstance(incarnation, str) or not incarnation:
+        raise errors.RefusedError(f"{incarnation!r:.40} is no incarnation of worker {name}.")
     try:
         check_speaks_for(name)
     except errors.RefusedError:
@@ -275,19 +277,19 @@ def check_speaks_for(name: str) -> None:
         )
 
 
-def remove_member(session: sessions.Session, name: str, incarnation: str) -> None:
+def remove_member(session: sessions.Session, name: str, incarnation: str | None) -> None:
     """Take a member out of the agent's directory.
 
     Args:
         session: this worker's session.
         name: the member.
-        incarnation: the incarnation to take out; '' for any.
+        incarnation: the incarnation to take out; None for any.
     """
     with session.lock:
         member = session.members.get(name)
         if member is None or name == session.me.name:
             return
-        if incarnation and member.incarnation != incarnation:
+        if incarnation is not None and member.incarnation != incarnation:
             return  # the worker has come back already
         del session.members[name]
         session.agent.remove_member(name)
@@ -330,7 +332,7 @@ def update_group_membership(
     if session.directory is None:
         raise RuntimeError("The members of a static RPC group do not change.")
     if not is_join:
-        remove_member(session, worker_info.name, "")
+        remove_member(session, worker_info.name, None)
         return
     member = session.directory.read().members.get(worker_info.name)
     if member is None:
