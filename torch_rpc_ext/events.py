@@ -28,7 +28,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
-from torch_rpc_ext._group import sessions
+from torch_rpc_ext._group import dynamic, sessions
 from torch_rpc_ext._native import loader
 
 logger = logging.getLogger(__name__)
@@ -177,15 +177,27 @@ def worker_events() -> WorkerEvents:
     return WorkerEvents()
 
 
+def follow_members(session: sessions.Session) -> None:
+    """Let a worker of a dynamic group drop a member that says goodbye, but could not tell it."""
+
+    def follow(event: WorkerEvent) -> None:
+        if event.kind == "left" and event.worker in session.members:
+            dynamic.drop_departed(session)
+
+    _hub().subscribe(follow, connect=False)
+
+
 class _Subscriber(NamedTuple):
     callback: Callback
     at_end: Callable[[], object]
+    connect: bool
 
 
 class _Hub:
     """Takes the agent's events and tells the subscribers of one session.
 
-    Owns: a thread, from the first subscription to the end of the agent.
+    Owns: a thread, from the first subscription to the end of the agent. `_connects`: whether a
+        subscriber wants this worker to be connected to all others.
     Thread Safety: subscribe() and remove() from any thread; the hub's thread runs the rest.
     """
 
@@ -197,16 +209,21 @@ class _Hub:
         self._subscribers: dict[int, _Subscriber] = {}
         self._new: list[int] = []  # subscribers that have not been told yet who is lost
         self._lost: dict[str, WorkerEvent] = {}
+        self._connects = False
         self._ended = False
         # A daemon thread, so that a callback that never returns does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="rpc-events", daemon=True)
 
     def subscribe(
-        self, callback: Callback, at_end: Callable[[], object] = lambda: None
+        self,
+        callback: Callback,
+        at_end: Callable[[], object] = lambda: None,
+        *,
+        connect: bool = True,
     ) -> Subscription:
         with self._lock:
             number = next(self._numbers)
-            self._subscribers[number] = _Subscriber(callback, at_end)
+            self._subscribers[number] = _Subscriber(callback, at_end, connect)
             self._new.append(number)
             ended = self._ended
             if self._thread.ident is None:
@@ -231,9 +248,8 @@ class _Hub:
             self._thread.join(_END_PATIENCE)
 
     def _run(self) -> None:
-        self._watch(info.id for info in self._agent.get_worker_infos())
         while True:
-            patience = _TRY_EVERY if self._lost else _LONG
+            patience = _TRY_EVERY if self._lost and self._connects else _LONG
             found = self._native.next_worker_event(self._agent, patience)
             if found is None:
                 self._watch_the_lost()
@@ -255,6 +271,10 @@ class _Hub:
         """Tell new subscribers who is lost."""
         with self._lock:
             numbers, self._new = self._new, []
+            connect = any(one.connect for one in self._subscribers.values())
+        if connect and not self._connects:
+            self._connects = True
+            self._watch(info.id for info in self._agent.get_worker_infos())
         for number in numbers:
             for event in self._lost.values():
                 self._tell(number, event)
@@ -264,7 +284,7 @@ class _Hub:
             self._lost[event.worker] = event
         else:
             self._lost.pop(event.worker, None)
-        if event.kind in ("joined", "returned"):
+        if event.kind in ("joined", "returned") and self._connects:
             with contextlib.suppress(RuntimeError):  # the worker has left meanwhile
                 self._watch([self._agent.get_worker_info(event.worker).id])
         with self._lock:
@@ -283,7 +303,7 @@ class _Hub:
             logger.exception("a callback for %s %s raised", event.worker, event.kind)
 
     def _watch_the_lost(self) -> None:
-        for name in list(self._lost):
+        for name in list(self._lost) if self._connects else ():
             with contextlib.suppress(RuntimeError):
                 self._watch([self._agent.get_worker_info(name).id])
 

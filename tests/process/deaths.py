@@ -81,6 +81,15 @@ def wait_for_file(path: Path) -> None:
         time.sleep(0.01)
 
 
+_running: list[Any] = []
+
+
+def occupy(until: Path) -> None:
+    """Run a function in the only thread for requests until a file exists."""
+    me = rpc.get_worker_info().name
+    _running.append(rpc.rpc_async(me, wait_for_file, args=(until,), timeout=0))
+
+
 def open_sockets() -> int:
     """The number of sockets of this process."""
     count = 0

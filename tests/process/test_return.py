@@ -13,7 +13,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
-from tests.process.deaths import QUICK, check_alive
+from tests.process.deaths import QUICK, check_alive, occupy
 from tests.process.group import Group, Worker
 from tests.support import netns
 from tests.support.backend import needs_ucx
@@ -62,6 +62,25 @@ def test_it_died_before_anybody_called_it() -> None:
         group.start_again(2)
         group.run(check_alive, "worker2")
         group[1].run(check_alive, "worker2")
+
+
+def be_impatient() -> None:
+    from torch_rpc_ext._group import returning
+
+    returning._PATIENCE = 0.3
+
+
+def test_a_busy_worker_hears_of_it_later(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with Group(3, options={"num_worker_threads": 1, "keepalive": 0.5}) as group:
+        group.run(check_alive, "worker1")
+        group.run(occupy, gate)
+        group[1].kill()
+        group.renew(1).run(be_impatient)
+        group[1].init(3).result()
+        gate.touch()
+        group[1].run(check_alive, "worker0")  # after it in worker0's only thread
+        group.run(check_alive, "worker1")
 
 
 def test_many_lives() -> None:

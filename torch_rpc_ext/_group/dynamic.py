@@ -6,11 +6,17 @@ itself into the directory and then tells all workers that it saw there: of two w
 the same time, the later one sees the earlier one. Last the newcomer reads the directory once more
 and drops who has left: such a worker may never have heard of the newcomer. A worker that leaves
 later has heard of the newcomer, and tells it.
+
+A busy worker hears of a newcomer when it has a free thread. By then the newcomer may have left, so
+the busy worker reads the directory. Of one that leaves, a busy worker may never be told, because no
+worker serves a request of a caller that is gone. The goodbye that ends the connection makes the
+busy worker read the directory (events.follow_members()).
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 from collections.abc import Iterable
@@ -31,8 +37,8 @@ api: Any = _untyped_api  # upstream's functions have no types
 
 _KEY = f"{PREFIX}/directory"
 _TRIES = 1000
-# How long a worker waits until another one has noted a join or leave, s. A stopped or dead worker
-# must not hold up the others; it learns of the change when it is next called.
+# How long a worker waits until another one has noted a join or leave, s. A stopped, dead or busy
+# worker must not hold up the others.
 _NOTICE_TIMEOUT = 10.0
 
 
@@ -147,8 +153,15 @@ def announce_join(session: sessions.Session) -> None:
     """Tell the other workers that this worker has joined; its agent must run."""
     text = session.me.to_json()
     _notify(session, _others(session), member_joined, (text,), quiet=False)
-    # A worker that left meanwhile may not have known this worker, and then told it nothing. The
-    # directory is read after `known` is: so it has all workers of `known` that have not left.
+    # A worker that left meanwhile may not have known this worker, and then told it nothing.
+    drop_departed(session)
+
+
+def drop_departed(session: sessions.Session) -> None:
+    """Drop the members that are not in the directory any more.
+
+    The directory is read after `known` is: so it has all workers of `known` that have not left.
+    """
     with session.lock:
         known = list(session.members.values())
     try:
@@ -198,6 +211,7 @@ def _notify(
     *,
     quiet: bool,
 ) -> None:
+    """Call a function of other workers, and wait until it has run, for _NOTICE_TIMEOUT at most."""
     futures: list[tuple[str, Any]] = []
     failed: list[str] = []
     for name in names:
@@ -212,14 +226,27 @@ def _notify(
             future.wait()
         except RuntimeError as error:
             failed.append(f"{name} ({error})")
+            tell_again(error, name, function, arguments)
     if failed:
         level = logging.DEBUG if quiet else logging.WARNING
         logger.log(
             level,
-            "worker %s joined or left, but could not tell %s",
+            "worker %s joined or left, but could not tell in time %s",
             session.me.name,
             "; ".join(failed),
         )
+
+
+def tell_again(error: RuntimeError, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
+    """After a call of a worker that was too busy for it, call that worker without a deadline.
+
+    A worker does not begin a call after its deadline. Without a deadline it does when a thread is
+    free, as long as this worker lives. Not at first, because without a deadline a call may wait
+    here for room (max_calls_in_flight).
+    """
+    if isinstance(error, errors.CallTimeoutError):
+        with contextlib.suppress(RuntimeError):
+            api.rpc_async(name, function, args=arguments, timeout=0)
 
 
 def member_joined(text: str) -> None:
@@ -233,6 +260,9 @@ def member_joined(text: str) -> None:
         raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
     check_speaks_for(member.name)
     add_member(session, member)
+    call = current_call.find()
+    if call is None or call.deadline is None:
+        drop_departed(session)  # tell_again() has called: the newcomer may have left meanwhile
 
 
 def member_left(name: str, incarnation: str) -> None:

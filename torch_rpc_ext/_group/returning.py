@@ -300,6 +300,8 @@ def _ask(names: Iterable[str], function: Any, me: Member, timeout: float) -> dic
         try:
             answers[name] = future.wait()
         except RuntimeError as error:
+            if function is member_returned:
+                dynamic.tell_again(error, name, function, (me.to_json(),))
             logger.debug("worker %s did not reach %s: %s", me.name, name, error)
     return answers
 

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
+from torch_rpc_ext import events
 from torch_rpc_ext._base.option_checks import (
     DEFAULT_RPC_TIMEOUT,
     ENCRYPTION,
@@ -241,14 +242,15 @@ def _start_again(
 
 
 def _start_dynamic(session: sessions.Session, store: Any) -> None:
-    session.directory = directory = dynamic.Directory(store)
-    group = directory.join(session.me, secrets.token_bytes(16))
+    session.directory = dynamic.Directory(store)
     try:
-        _enter(session, group)
+        _enter(session, session.directory.join(session.me, secrets.token_bytes(16)))
         api._init_rpc_states(session.agent)
+        events.follow_members(session)
         dynamic.announce_join(session)
     except BaseException:
-        directory.leave(session.me)
+        # Others may have noted this worker already, and keep it until they hear that it left.
+        dynamic.leave_group(session)
         raise
 
 

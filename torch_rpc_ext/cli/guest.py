@@ -57,15 +57,18 @@ def joined(given: argparse.Namespace) -> Iterator[None]:
         CannotJoinError: there is no such group, it is static, or joining failed.
         ValueError: a URL or an interface is wrong.
     """
-    with _leaving_when_told_to():
-        _join(given)
-        from torch.distributed import rpc as _untyped_rpc
+    from torch.distributed import rpc as _untyped_rpc
 
-        rpc: Any = _untyped_rpc  # upstream's functions have no types
+    from torch_rpc_ext import monitoring
+
+    rpc: Any = _untyped_rpc  # upstream's functions have no types
+    with _leaving_when_told_to():
         try:
+            _join(given)
             yield
         finally:
-            rpc.shutdown()
+            if monitoring.is_initialized():  # a signal may have ended _join() at any place
+                rpc.shutdown()
 
 
 def other_workers() -> list[str]:
