@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
 import pickle
 import traceback
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torch_rpc_ext._upstream import exceptions
+from torch_rpc_ext._upstream import exception_parts, exceptions
 from torch_rpc_ext.errors import RefusedError
 
 
@@ -166,6 +167,50 @@ def test_fields_of_builtin_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         compile("a b", "file.py", "exec")
     error = travel(wrong.value, monkeypatch)
     assert (error.filename, error.lineno, error.text) == ("file.py", 1, "a b\n")
+
+
+class AsFromPython312(ImportError):
+    """Has the field that ImportError itself has in Python 3.12."""
+
+    __slots__ = ("name_from",)
+
+
+class Pickled:
+    """Is pickled as an exception with a state."""
+
+    def __init__(self, error: BaseException, **state: Any) -> None:
+        self.reduced = type(error), error.args, state
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_what_makes_a_traceback_import_a_module_stays_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From Python 3.12 on the text of such an ImportError imports the module `name`."""
+    error: Any = AsFromPython312("no such", name="a_module")
+    error.name_from = "x"
+    parts = exception_parts.take_apart(error)
+    assert set(parts.fields) == {"msg", "name"}
+    # A peer that sends it nevertheless.
+    forged = parts._replace(fields={**parts.fields, "name_from": pickle.dumps("x")})
+    made: Any = exception_parts.put_together(forged)
+    assert type(made) is AsFromPython312 and made.name == "a_module"
+    assert not hasattr(made, "name_from")
+
+
+@pytest.mark.parametrize(
+    ("error", "name"), [(ImportError("no such"), "name_from"), (AttributeError("none"), "obj")]
+)
+def test_an_allow_list_leaves_out_what_a_traceback_looks_into(error: Exception, name: str) -> None:
+    from torch_rpc_ext._security.allow_list import AllowList
+
+    state = {"name": "a_module", name: "x"}
+    pickled = pickle.dumps(Pickled(error, **state))
+    made: Any = AllowList.of([], "worker0").unpickler(io.BytesIO(pickled)).load()
+    assert type(made) is type(error) and made.name == "a_module"
+    assert getattr(made, name, None) is None
 
 
 def test_stop_iteration_keeps_its_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,6 +307,7 @@ class Reader:
     def _check_exception(self, made: Any) -> None:
         self._link(made, exception_parts.values_in_c(made))
         exception_parts.check_range(made)
+        exception_parts.clear_left_there(made)
 
     def _memo_get(self, place: int) -> None:
         self._stack.append(self._memo[place])

@@ -23,8 +23,10 @@ internal: Any = _untyped_internal  # upstream's functions have no types
 
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
 _DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
-# Fields in C that are not sent: AttributeError.obj is an object of the callee and may be anything.
-_LEFT_THERE = ("obj",)
+# Fields in C that are not sent, and the class that has each. AttributeError.obj is an object of the
+# callee and may be anything. With ImportError.name_from (Python 3.12) traceback.py imports the
+# module `name`, to find similar names in it.
+_LEFT_THERE: dict[str, type] = {"obj": AttributeError, "name_from": ImportError}
 # Python makes the text of these exceptions of object[start], where `object` has the type beside
 # them. Python 3.11 does not ask whether `start` is negative: such a text ends the process, or shows
 # other memory of the process.
@@ -154,6 +156,15 @@ def _field(descriptor: Any, error: BaseException) -> Any:
         return None  # not set
 
 
+def clear_left_there(error: BaseException) -> None:
+    """Take away what does not travel, from an exception that a peer's pickle has made."""
+    for name, cls in _LEFT_THERE.items():
+        if issubclass(type(error), cls):
+            vars(error).pop(name, None)
+            if name in vars(cls):
+                vars(cls)[name].__set__(error, None)
+
+
 def check_range(error: BaseException) -> None:
     """Look at the range of a UnicodeError that a peer has sent, before anybody asks for its text.
 
@@ -198,7 +209,7 @@ def _in_c(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _fields(cls: type) -> list[str]:
-    return [name for name, _ in _in_c(cls) if name not in _LEFT_THERE]
+    return [name for name, _ in _in_c(cls) if not issubclass(cls, _LEFT_THERE.get(name, ()))]
 
 
 def _set_fields(error: BaseException, values: dict[str, Any]) -> None:
