@@ -84,6 +84,16 @@ class Journal:
         return cls(path)
 
 
+class Diary(Journal):
+    """Has a state of its own form."""
+
+    def __getstate__(self) -> Any:
+        return [("path", self.path)]
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
 class Shout(ValueError):
     """An exception with a property that runs code."""
 
@@ -96,6 +106,10 @@ class Shout(ValueError):
     @loud.setter
     def loud(self, path: str) -> None:
         Path(path).touch()
+
+
+def path_of(journal: Journal) -> str:
+    return journal.path
 
 
 def pick_function() -> Any:

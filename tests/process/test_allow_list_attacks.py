@@ -305,6 +305,31 @@ def test_the_state_of_exceptions_and_instances(tmp_path: Path) -> None:
     attack(set_state, tmp_path, LISTED)
 
 
+def set_other_states(path: str) -> None:
+    """A __setstate__ that calls dict.update() takes pairs too, and dicts of other classes."""
+    picked = named(SERVICE, "pick_function")
+    ordered = named("collections", "OrderedDict") + b")R"
+    for cls, name in (
+        (named("torch.nn", "Linear"), "forward"),
+        (named("torch.nn", "Linear"), "__reduce_ex__"),
+        (named("torch.optim", "SGD"), "step"),
+        (named(SERVICE, "Double"), "forward"),
+        (named(SERVICE, "Diary"), "append"),
+    ):
+        # What the __setstate__ of SGD needs beside the method.
+        named_values = (text(name) + picked, text("param_groups") + b"]", text("defaults") + b"}")
+        pairs = b"](" + b"".join(pair + b"\x86" for pair in named_values) + b"e"
+        items = ordered + b"(" + b"".join(named_values) + b"u"
+        for state in (pairs, items):
+            change = cls + b")\x81" + state + b"b"
+            refused(lambda c=change: send(call_with(c)), "a change of", kind=None)
+    assert sync(service.path_of, service.Diary(path)) == path
+
+
+def test_states_of_another_form(tmp_path: Path) -> None:
+    attack(set_other_states, tmp_path, LISTED)
+
+
 def number(value: int) -> bytes:
     return b"\x8a\x08" + struct.pack("<q", value)
 

@@ -323,23 +323,27 @@ class Reader:
         cls = type(target)
         if not self._allowed.may_have_state(cls):
             raise self._allowed.refusal(f"a change of a {full_name(cls)}")
-        attributes, slots = state, None
-        if type(state) is tuple and len(state) == 2:
-            attributes, slots = state
+        attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
         for each in (attributes, slots):
             if type(each) is dict:
-                for name in each:
-                    self._check_attribute(cls, name)
+                self._check_attributes(cls, each)
         setstate = attribute_of(cls, "__setstate__")
         if setstate is BaseException.__setstate__:
             setstate = None  # the code below sets attributes one by one too
-        if setstate is not None:
-            if type(setstate) is not FunctionType:
-                raise self._allowed.refusal(f"a change of a {full_name(cls)}")
-            setstate(target, state)
-        else:
+        if setstate is None:
             self._set_state(target, attributes)
             self._set_state(target, slots)
+        elif type(setstate) is not FunctionType:
+            raise self._allowed.refusal(f"a change of a {full_name(cls)}")
+        elif all(each is None or type(each) is dict for each in (attributes, slots)):
+            setstate(target, state)
+        elif "__setstate__" in vars(cls):
+            setstate(target, state)
+            # Only now, because the class alone knows what the names in such a state are.
+            self._check_attributes(cls, getattr(target, "__dict__", ()))
+        else:
+            # A base may do less than it seems: nn.Module's takes pairs of names and values too.
+            raise self._allowed.refusal(f"a change of a {full_name(cls)} by no dict")
         if issubclass(cls, BaseException):
             self._check_exception(target)
 
@@ -350,6 +354,10 @@ class Reader:
             raise self._allowed.refusal(f"a change of a {full_name(type(target))} by no dict")
         for name, value in state.items():
             _set_attribute(target, name, value)
+
+    def _check_attributes(self, cls: type, names: Iterable[Any]) -> None:
+        for name in names:
+            self._check_attribute(cls, name)
 
     def _check_attribute(self, cls: type, name: Any) -> None:
         """Permit plain attributes and fields, but neither __special__ names nor methods."""
