@@ -274,6 +274,41 @@ def raise_batch(inputs: list[int]) -> list[int]:
     raise KeyError(f"batch of {len(inputs)}")
 
 
+_set_result = torch.futures.Future.set_result
+
+
+def refuse_results(yes: bool) -> None:
+    """Let futures refuse tensors here."""
+
+    def set_result(self: Any, result: Any) -> None:
+        if yes and isinstance(result, Tensor):
+            raise RuntimeError("refused")
+        _set_result(self, result)
+
+    torch.futures.Future.set_result = set_result  # type: ignore[method-assign]
+
+
+class Indescribable(Exception):
+    """Raises where somebody looks at it."""
+
+    @property
+    def args(self) -> Any:  # type: ignore[override]
+        raise LookupError("no arguments")
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+@aio.batched(max_size=2, max_wait=10.0)
+def indescribable_one(inputs: list[int]) -> list[Any]:
+    return [Indescribable() if number == 1 else number for number in inputs]
+
+
+@aio.remote
+async def raise_indescribable() -> None:
+    raise Indescribable
+
+
 @aio.batched(max_size=2, max_wait=float("inf"))
 def two_at_a_time(inputs: list[int]) -> list[int]:
     return [len(inputs)] * len(inputs)

@@ -35,6 +35,7 @@ def check_all_ways() -> None:
     assert asyncio.run(m.nap.call(TO, 0.0, "d")) == "d"
     assert asyncio.run(m.nap(0.0, "here")) == "here"
     assert m.nap.gather(["worker0", TO], 0.0, "e") == ["e", "e"]
+    assert str(m.nap.sync(TO, 0.0, KeyError("a value"))) == "'a value'"
     assert m.nap.sync(TO, 0.0, {"t": torch.ones(2)})["t"].tolist() == [1, 1]
     assert m.thread_name.sync(TO) == "rpc-aio"
     assert m.ask_next.sync(TO, 4) == ["worker1", "worker0"] * 2 + ["worker1"]
@@ -229,6 +230,31 @@ def check_bad_batches() -> None:
         rpc.rpc_sync(TO, _batch.enqueue, (time.sleep, (1,)))
 
 
+def check_errors_that_cannot_be_described() -> None:
+    """Each call gets an answer, and the thread that serves others too goes on."""
+    for _ in range(2):
+        futures = [m.indescribable_one.async_(TO, i, rpc_timeout=20) for i in (1, 2)]
+        with pytest.raises(RuntimeError, match="Indescribable"):
+            futures[0].wait()
+        assert futures[1].wait() == 2
+        with pytest.raises(RuntimeError, match="Indescribable"):
+            m.raise_indescribable.sync(TO, rpc_timeout=20)
+
+
+def check_answers_that_fail() -> None:
+    """A future that cannot take its result, as one without devices refuses those of a GPU."""
+    rpc.rpc_sync(TO, m.refuse_results, (True,))
+    try:
+        with pytest.raises(RuntimeError, match="refused"):
+            m.double.sync(TO, torch.ones(1), rpc_timeout=20)
+        with pytest.raises(RuntimeError, match="refused"):
+            m.nap.sync(TO, 0.0, torch.ones(1), rpc_timeout=20)
+    finally:
+        rpc.rpc_sync(TO, m.refuse_results, (False,))
+    assert m.double.sync(TO, torch.ones(1)).tolist() == [2]
+    rpc.rpc_sync(TO, m.ran)
+
+
 def check_back_pressure() -> None:
     from torch_rpc_ext import errors
 
@@ -274,6 +300,8 @@ def check_a_name_that_is_taken() -> None:
         check_batch_by_size_and_errors_per_call,
         check_batches_that_wait_for_ever,
         check_bad_batches,
+        check_errors_that_cannot_be_described,
+        check_answers_that_fail,
         check_back_pressure,
         check_a_name_that_is_taken,
     ],

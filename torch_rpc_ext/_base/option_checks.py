@@ -73,7 +73,8 @@ def byte_count(name: str, value: Any) -> int:
     return number
 
 
-def _seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: Any) -> float:
+    """Accept a number that is not NaN."""
     # float() would take text and bool, too.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
@@ -84,7 +85,7 @@ def _seconds(name: str, value: Any) -> float:
 
 def rpc_timeout(name: str, value: Any) -> float:
     """Accept seconds; 0 means no time-out. A negative number gets upstream's text."""
-    if _seconds(name, value) < 0:
+    if seconds(name, value) < 0:
         raise ValueError(f"RPC Timeout must be non-negative, got {name}={value}")
     if value > MAXIMUM_RPC_TIMEOUT:
         raise ValueError(
@@ -108,7 +109,7 @@ def require_call_timeout(seconds: float) -> None:
 
 def duration(name: str, value: Any) -> float:
     """Accept seconds, 0 included."""
-    if _seconds(name, value) < 0 or math.isinf(value):
+    if seconds(name, value) < 0 or math.isinf(value):
         raise ValueError(f"{name} must be a finite number of seconds, 0 or more, got {value}")
     return float(value)
 

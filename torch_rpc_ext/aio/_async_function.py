@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, positive_int
 from torch_rpc_ext._calls.event_loops import as_asyncio
 from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext.aio import _server
@@ -59,7 +59,7 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
         reduce: makes one result of two, for map_reduce().
 
     Raises:
-        TypeError: `function` is no such function.
+        TypeError: `function` is no such function, or the limit is no int.
         ValueError: a limit under 1.
     """
 
@@ -75,8 +75,8 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
                 f"aio.remote is for async def functions, got {function!r}; use scripting.remote "
                 "for others"
             )
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit must be 1 or more, got {limit!r}")
+        if limit is not None:
+            positive_int("limit", limit)
         # mypy sees the coroutine; T is what the coroutine returns.
         super().__init__(function, reduce=reduce)  # type: ignore[arg-type]
         self.limit = limit
@@ -139,7 +139,8 @@ def remote(
         An AsyncFunction; without `function`, a decorator that makes an AsyncFunction.
 
     Raises:
-        TypeError: the function cannot be called remotely; the text says why.
+        TypeError: the function cannot be called remotely, or the limit is no int; the text says
+            why.
         ValueError: a limit under 1.
     """
     if function is None:

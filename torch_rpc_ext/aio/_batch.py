@@ -14,10 +14,11 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
 from torch_rpc_ext._calls.remote_function import RemoteFunction
-from torch_rpc_ext.aio._answers import fail
+from torch_rpc_ext.aio._answers import answer, fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -49,7 +50,7 @@ class BatchedFunction(RemoteFunction[..., T]):
         max_queue: how many calls may wait; further calls get OverloadedError at once.
 
     Raises:
-        TypeError: `function` is no such function.
+        TypeError: `function` is no such function, or a number has another type.
         ValueError: a number is out of range; the text names it.
     """
 
@@ -79,10 +80,11 @@ class BatchedFunction(RemoteFunction[..., T]):
                     f"{function.__qualname__}: argument *{parameter.name} takes any number of "
                     "items; all calls of a batch need the same number, so name each argument"
                 )
-        _check_at_least("max_size", max_size, 1)
-        _check_at_least("max_wait", max_wait, 0)
-        _check_at_least("max_queue", max_queue, 1)
-        self.max_size, self.max_wait, self.max_queue = max_size, max_wait, max_queue
+        self.max_size = option_checks.positive_int("max_size", max_size)
+        self.max_wait = option_checks.seconds("max_wait", max_wait)
+        self.max_queue = option_checks.positive_int("max_queue", max_queue)
+        if self.max_wait < 0:
+            raise ValueError(f"max_wait must be 0 or more, got {max_wait!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterable[T]:  # type: ignore[override]
         """Run the function of lists here."""
@@ -124,7 +126,8 @@ def batched(
         A decorator that makes a BatchedFunction.
 
     Raises:
-        TypeError: the function cannot take batches; the text says why.
+        TypeError: the function cannot take batches, or a number has another type; the text says
+            which.
         ValueError: a number is out of range; the text names it.
     """
     return lambda function: BatchedFunction(
@@ -176,18 +179,16 @@ class _Batcher:
 
     def _run(self) -> None:
         while True:
-            batch = self._wanted(self._next())
-            if not batch:
-                continue
+            batch = self._next()
             try:
-                results = self._results(batch)
+                batch = self._wanted(batch)
+                results = self._results(batch) if batch else []
             except BaseException as error:  # noqa: BLE001  SystemExit must not end the thread
                 results = [error] * len(batch)
             for call, result in zip(batch, results, strict=True):
-                if isinstance(result, BaseException):
-                    fail(call.future, result)
-                else:
-                    call.future.set_result(result)
+                # Not isinstance(), by which a result may say what it likes, and raise.
+                respond = fail if issubclass(type(result), BaseException) else answer
+                respond(call.future, result)
 
     def _next(self) -> list[_Call]:
         size = self._function.max_size
@@ -258,8 +259,3 @@ def enqueue(function: Any, args: tuple[Any, ...]) -> Future[Any]:
         if batcher is None or not batcher.thread.is_alive():
             batcher = _batchers[function] = _Batcher(function)
     return batcher.add(items)
-
-
-def _check_at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} must be {least} or more, got {value!r}")

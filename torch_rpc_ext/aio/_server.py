@@ -24,7 +24,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
 from torch_rpc_ext._calls.event_loops import Mailbox
-from torch_rpc_ext.aio._answers import fail
+from torch_rpc_ext.aio._answers import answer, fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -110,14 +110,13 @@ class _Host:
             return
         try:
             body = self._body(function, args, kwargs)
+            context = contextvars.copy_context()
+            context.run(current_call.of_task.set, served)
+            task = self._loop.create_task(body, context=context)
+            self._running[call] = _Running(task, served, self._watch(call, served))
+            task.add_done_callback(partial(self._finish, future, function, call))
         except Exception as error:  # noqa: BLE001  the arguments do not fit the function
             fail(future, error)
-            return
-        context = contextvars.copy_context()
-        context.run(current_call.of_task.set, served)
-        task = self._loop.create_task(body, context=context)
-        self._running[call] = _Running(task, served, self._watch(call, served))
-        task.add_done_callback(partial(self._finish, future, function, call))
 
     def _watch(self, call: CallId, served: CurrentCall | None) -> list[Callable[[], object]]:
         """Have the call cancelled when its caller gives up; return the functions that undo this."""
@@ -143,16 +142,16 @@ class _Host:
     def _finish(
         self, future: Future[Any], function: Any, call: CallId, task: asyncio.Task[Any]
     ) -> None:
-        for undo in self._running.pop(call).undo:
-            undo()
-        if task.cancelled():
-            fail(future, _cancellation(function))
-            return
-        error = task.exception()
-        if error is not None:
-            fail(future, error)
+        try:
+            for undo in self._running.pop(call).undo:
+                undo()
+            error = _cancellation(function) if task.cancelled() else task.exception()
+        except Exception as problem:  # noqa: BLE001  the caller waits for an answer in any case
+            error = problem
+        if error is None:
+            answer(future, task.result())
         else:
-            future.set_result(task.result())
+            fail(future, error)
 
     def _give_up(self, call: CallId) -> bool:
         """Cancel a call that runs; return whether there was one."""
