@@ -3,6 +3,7 @@ torch_rpc_ext.scripting."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -252,10 +253,16 @@ def fail_on(name: str, text: str, _: Tensor) -> str:
     return f.name_here()
 
 
-def cannot_be_built_on(name: str, _: Tensor) -> str:
-    if f.name_here() == name:
-        f.raise_cannot_be_built()
-    return f.name_here()
+def raise_on(name: str, kind: str, _: Tensor) -> str:
+    if f.name_here() != name:
+        return f.name_here()
+    raise {
+        "KeyError": KeyError("key"),
+        "CannotBeBuilt": f.CannotBeBuilt(7, "here"),
+        "PlainError": f.PlainError("text"),
+        "OSError": FileNotFoundError(errno.ENOENT, "none", "file"),
+        "Group": ExceptionGroup("two", [ValueError("v"), KeyError("k")]),
+    }[kind]
 
 
 def name_and_sum(tensor: Tensor) -> tuple[str, float]:
@@ -280,11 +287,48 @@ def check_errors_of_passed_on_calls() -> None:
     for timeout in (-5.0, math.nan):
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):
             torch_rpc_ext.rpc_async_all(THERE, f.nothing, args=(x,), timeout=timeout)
-    # An error that pickle cannot build is that of one call only.
-    futures = torch_rpc_ext.rpc_async_all(THERE, cannot_be_built_on, args=("worker3", x))
+    # The error is that of one call only, and as that of a direct call.
+    for kind in ("KeyError", "CannotBeBuilt", "OSError", "Group"):
+        passed_on = error_of_one(kind, x)
+        with pytest.raises(Exception) as direct:  # noqa: PT011  compared below
+            rpc.rpc_sync("worker3", raise_on, args=("worker3", kind, torch.ones(1)))
+        assert type(passed_on).__mro__[1:] == type(direct.value).__mro__[1:], kind
+        assert known(passed_on) == known(direct.value)
+        assert "Traceback" in text_of(passed_on) and "in raise_on" in text_of(passed_on)
+
+
+def error_of_one(kind: str, x: Tensor) -> BaseException:
+    futures = torch_rpc_ext.rpc_async_all(THERE, raise_on, args=("worker3", kind, x))
     assert futures[0].wait() == "worker1" and futures[2].wait() == "worker5"
-    with pytest.raises(RuntimeError, match="code 7 at here"):
+    with pytest.raises(Exception) as raised:  # noqa: PT011  the caller looks at it
         futures[1].wait()
+    return raised.value
+
+
+def known(error: BaseException) -> dict[str, Any]:
+    """What an exception holds beside its text."""
+    fields = {name: getattr(error, name, None) for name in ("errno", "filename", "code")}
+    inner = [repr(one) for one in getattr(error, "exceptions", ())]
+    return {**fields, "name": type(error).__name__, "inner": inner}
+
+
+def text_of(error: BaseException) -> str:
+    return "".join([str(error), *getattr(error, "__notes__", ())]).replace("\\n", "\n")
+
+
+def check_an_error_that_the_caller_cannot_have() -> None:
+    error = error_of_one("PlainError", torch.ones(LARGE // 4))
+    assert type(error) is RuntimeError and "PlainError: text" in str(error)
+
+
+@needs_ucx("has no allow-list")
+def test_one_error_that_the_caller_refuses(hosts: Hosts) -> None:
+    each: list[dict[str, Any]] = [{"allow_list": ["torch.add"]}, *({} for _ in range(5))]
+    # The first worker there passes calls on: its list has the function that does it, and the error.
+    passed = [__name__, f"{f.__name__}.PlainError", "torch_rpc_ext._calls.fan_out.pass_on"]
+    each[1] = {"allow_list": passed}
+    with group_on(hosts, hosts[0].ipv4, size=6, each=each) as group:
+        group[0].run(check_an_error_that_the_caller_cannot_have)
 
 
 @needs_ucx("sends a copy to each")

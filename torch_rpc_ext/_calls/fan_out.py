@@ -7,7 +7,6 @@ rpc_async_all() is public; gather() and broadcast() of torch_rpc_ext.scripting u
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
 from torch_rpc_ext._native import loader
+from torch_rpc_ext._upstream import exceptions
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
 
@@ -209,6 +209,8 @@ class _PassedOn:
     def _answered(self, done: Future[Any]) -> None:
         try:
             outcomes: list[tuple[bool, Any]] = done.wait()
+            if len(outcomes) != len(self.names):
+                raise RuntimeError(f"{len(outcomes)} answers to {len(self.names)} calls")
         except Exception as error:  # noqa: BLE001  the outcome of all these calls
             if isinstance(error, errors.RefusedError) and error.worker == self.names[0]:
                 # That worker does not pass calls on, so no worker has begun the call. A refusal by
@@ -216,12 +218,11 @@ class _PassedOn:
                 self._call_each()
                 return
             error.add_note(f"The calls went to their host by way of worker {self.names[0]!r}.")
-            outcomes = [(False, error)] * len(self.names)
-        for future, (succeeded, value) in zip(self.futures, outcomes, strict=True):
-            if succeeded:
-                future.set_result(value)
-            else:
-                fail(future, value)
+            for future in self.futures:
+                fail(future, error)
+            return
+        for future, outcome in zip(self.futures, outcomes, strict=True):
+            _take(future, outcome)
 
     def _call_each(self) -> None:
         for future, name in zip(self.futures, self.names, strict=True):
@@ -243,12 +244,13 @@ def pass_on(
     """Call a function on workers of this host; runs on one of them.
 
     Returns:
-        For each worker (True, the result), or (False, what the call raised).
+        For each worker (True, the result), or (False, what exceptions.passed_on() makes of what the
+        call raised): each part of it may be refused by the caller, and the other outcomes are not.
     """
     with one_copy():
         calls = [_begin(name, func, args, kwargs, timeout) for name in names]
     outcomes = [
-        _sendable(call) if isinstance(call, Exception) else call.then(_outcome) for call in calls
+        _failed(call) if isinstance(call, Exception) else call.then(_outcome) for call in calls
     ]
     # collect_all() ends with the first error, so each of these has its outcome as its value.
     pending = [outcome for outcome in outcomes if not isinstance(outcome, tuple)]
@@ -265,16 +267,28 @@ def _outcome(done: Future[Any]) -> tuple[bool, Any]:
     try:
         return True, done.wait()
     except Exception as error:  # noqa: BLE001  the function may raise anything
-        return _sendable(error)
+        return _failed(error)
 
 
-def _sendable(error: Exception) -> tuple[bool, Any]:
+def _failed(error: Exception) -> tuple[bool, Any]:
     try:
-        # Also read, because pickle calls the constructor, which may take other arguments.
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
-        return False, RuntimeError(f"{type(error).__name__}: {error}")
-    return False, error
+        return False, exceptions.passed_on(error)
+    except Exception:  # noqa: BLE001  a class of a user may raise anything where it is looked at
+        return False, exceptions.passed_on(RuntimeError(type(error).__name__))
+
+
+def _take(future: Future[Any], outcome: tuple[bool, Any]) -> None:
+    """Complete a future by what pass_on() has sent."""
+    try:
+        succeeded, value = outcome
+        if not succeeded:
+            value = exceptions.built(value)
+    except Exception as error:  # noqa: BLE001  another worker has sent it
+        succeeded, value = False, error
+    if succeeded:
+        future.set_result(value)
+    else:
+        fail(future, value)
 
 
 def _copy_end(future: Future[Any], done: Future[Any]) -> None:

@@ -111,6 +111,22 @@ def describe(error: BaseException) -> Any:
     return internal.RemoteException(text, RemoteType(tuple(exception_parts.take_apart(plain))))
 
 
+def passed_on(error: Exception) -> Any:
+    """Return what a worker sends for an error that a call of its own has raised.
+
+    As describe(), but with the text that the error has already: it names the worker that raised it.
+    """
+    plain = getattr(error, "_remote_original", error)
+    notes = getattr(plain, "__notes__", ())
+    text = notes[-1] if notes else plain.args[0] if len(plain.args) == 1 else plain
+    return internal.RemoteException(str(text), RemoteType(tuple(exception_parts.take_apart(plain))))
+
+
+def built(described: Any) -> BaseException:
+    """Return the error that describe() or passed_on() of a worker has described."""
+    return also_runtime_error(described.exception_type(described.msg))
+
+
 def unsent(value: Any, error: Exception) -> Any:
     """Return what the callee sends for a result that cannot be pickled.
 
@@ -185,7 +201,7 @@ def from_response(payload: bytes, tensors: list[Any]) -> BaseException | None:
         return error
     if not isinstance(result, internal.RemoteException):
         return None
-    return also_runtime_error(result.exception_type(result.msg))
+    return built(result)
 
 
 def another(error: BaseException) -> BaseException:
