@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tomllib
@@ -75,3 +76,22 @@ def test_a_wrong_command_is_named(command: list[str]) -> None:
     ended = run(command, "tpo")
     assert ended.returncode == 2 and "'tpo'" in ended.stderr and "top" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_run_finds_a_module_where_it_is_started(command: list[str], tmp_path: Path) -> None:
+    package = tmp_path / "work" / "package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(
+        "import sys, package; print(sys.argv[1:], sys.path[0], __name__); sys.exit(3)"
+    )
+    ended = subprocess.run(
+        [*command, "run", "-m", "package.train", "--flag"],
+        cwd=package.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 3, ended
+    assert ended.stdout == f"['--flag'] {package.parent} __main__\n", ended

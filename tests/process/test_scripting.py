@@ -237,6 +237,12 @@ def check_errors_of_calls_to_many() -> None:
         m.fail_on.gather(m.WORKERS, ["worker2"])
     assert caught.value.worker == "worker2"
     assert isinstance(caught.value.errors["worker2"], LookupError if on_ucx() else RuntimeError)
+    with pytest.raises(scripting.GroupError, match="1 of 2 .*: worker2: ") as by_rank:
+        m.fail_on.gather([1, 2], ["worker2"])
+    assert by_rank.value.worker == "worker2" and list(by_rank.value.errors) == ["worker2"]
+    assert by_rank.value.results == {"worker1": "worker1"}
+    with pytest.raises(scripting.GroupError, match="99: "):
+        m.whoami.gather([1, 99])
     assert len(str(caught.value)) < 500, "one line for each; the rest is in the errors"
     assert caught.value.results == {name: name for name in ("worker0", "worker1", "worker3")}
     with pytest.raises(scripting.GroupError, match="2 of 4 .*worker1: .*worker3: ") as caught:

@@ -127,7 +127,7 @@ def begin_all(
     names: dict[int, str] = {}
     for at, worker in enumerate(to):
         try:
-            names[at] = str(rpc.api._to_worker_info(worker).name)
+            names[at] = name_of(worker)
         except Exception as error:  # noqa: BLE001  upstream's, for a worker that is not in the group
             begun[at] = error
     if sum(one.numel() * one.element_size() for one in _tensors((args, kwargs))) >= _LEAST_BYTES:
@@ -139,6 +139,15 @@ def begin_all(
             if at not in begun:
                 begun[at] = _begin(name, func, args, kwargs, timeout)
     return [begun[at] for at in range(len(to))]
+
+
+def name_of(worker: Any) -> str:
+    """Return the name of a worker that a name, a rank or a WorkerInfo names.
+
+    Raises:
+        Exception: upstream's, for a worker that is not in the group.
+    """
+    return str(rpc.api._to_worker_info(worker).name)
 
 
 def _begin(

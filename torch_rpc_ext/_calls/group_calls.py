@@ -50,7 +50,8 @@ class GroupError(errors.RpcError):
     Args:
         message: what was called, and which worker failed with what.
         errors: name of a worker that failed -> what the call raised.
-        results: name of another worker -> what the call returned.
+        results: name of another worker -> what the call returned; empty where calls were made by
+            first_of(), or by map_reduce(), which reduces the results as they come.
 
     Attributes:
         worker: the name of the worker that failed, None where several failed.
@@ -82,7 +83,7 @@ class _Calls:
             raise ValueError(f"{what} needs a list of one worker or more, got {workers!r}")
         require_call_timeout(timeout)
         self.what, self.function, self.timeout = what, function, timeout
-        self.names = [str(getattr(worker, "name", worker)) for worker in workers]
+        self.names = [_name(worker) for worker in workers]
         self.workers = workers
         self.errors: dict[str, BaseException] = {}
         self.results: dict[str, Any] = {}
@@ -168,6 +169,13 @@ class _Calls:
         )
         error.__cause__ = next(iter(failed.values()))
         return error
+
+
+def _name(worker: To) -> str:
+    try:
+        return fan_out.name_of(worker)
+    except Exception:  # noqa: BLE001  the call will fail by the same error
+        return str(getattr(worker, "name", worker))
 
 
 def _in_short(error: BaseException) -> str:

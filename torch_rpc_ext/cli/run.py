@@ -70,9 +70,15 @@ def _take_over() -> None:
     take_over()
 
 
+def _look_first_in(folder: str) -> None:
+    """Let imports look where they would if Python itself had started the program."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder  # in place of the folder of this command
+
+
 def _run_script(script: Path, arguments: list[str]) -> int:
     sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
+    _look_first_in(str(script.resolve().parent))
     _take_over()
     runpy.run_path(str(script), run_name="__main__")
     return 0
@@ -80,6 +86,7 @@ def _run_script(script: Path, arguments: list[str]) -> int:
 
 def _run_module(module: str, arguments: list[str]) -> int:
     sys.argv = [module, *arguments]
+    _look_first_in(os.getcwd())
     _take_over()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
