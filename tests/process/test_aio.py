@@ -31,6 +31,7 @@ def kept(error: type[Exception]) -> type[Exception]:
 def check_all_ways() -> None:
     assert m.nap.sync(TO, 0.0, value="a") == "a"
     assert m.nap.async_(TO, 0.0, "b").wait() == "b"
+    assert m.nap.sync(TO, 0.0, torch.ones(2, device="meta")).is_meta
     assert m.nap.remote(TO, 0.0, "c").to_here() == "c"
     assert asyncio.run(m.nap.call(TO, 0.0, "d")) == "d"
     assert asyncio.run(m.nap(0.0, "here")) == "here"

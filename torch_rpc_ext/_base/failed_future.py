@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +14,8 @@ class FailedResult:
     """The value of a future whose wait() and value() raise.
 
     Our agent sends the error in the place of this value (payloads.py). Pickled by another back end,
-    this value becomes upstream's RemoteException, which raises the error at the caller.
+    this value becomes upstream's RemoteException, which raises the error at the caller. torch
+    pickles it too, to find the tensors in the value of a future with devices.
 
     Attributes:
         error: what wait() and value() raise.
@@ -26,10 +28,13 @@ class FailedResult:
         from torch.distributed.rpc import internal as _untyped_internal
 
         internal: Any = _untyped_internal  # upstream's functions have no types
-        return internal.RemoteException, (
-            "".join(traceback.format_exception(self.error)),
-            type(self.error),
-        )
+        # An error of another worker may have a class that is derived from the one with its name.
+        cls: Any = type(getattr(self.error, "_remote_original", self.error))
+        try:
+            pickle.dumps(cls)
+        except Exception:  # noqa: BLE001  a class within a function, for example
+            cls = RuntimeError
+        return internal.RemoteException, ("".join(traceback.format_exception(self.error)), cls)
 
 
 def fail(future: Future[Any], error: Exception) -> None:

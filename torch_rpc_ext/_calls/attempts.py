@@ -20,6 +20,7 @@ import tenacity
 from torch.futures import Future
 
 from torch_rpc_ext._base.failed_future import fail
+from torch_rpc_ext._calls.device_futures import new_future
 
 
 def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[Any]:
@@ -45,7 +46,7 @@ class _Attempts:
     """
 
     def __init__(self, arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> None:
-        self.future: Future[Any] = Future()
+        self.future = new_future()
         self._call = call
         self._retrying = tenacity.Retrying(**arguments)
         self._state = tenacity.RetryCallState(self._retrying, fn=None, args=(), kwargs={})

@@ -18,6 +18,7 @@ from torch.futures import Future
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
+from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
 
@@ -201,7 +202,7 @@ class _PassedOn:
     ) -> None:
         self.names, self.func, self.args, self.kwargs = names, func, args, kwargs
         self.timeout = timeout
-        self.futures: list[Future[Any]] = [Future() for _ in names]
+        self.futures: list[Future[Any]] = [new_future() for _ in names]
 
     def start(self) -> list[Future[Any]]:
         """Begin the call; return a future for each worker."""

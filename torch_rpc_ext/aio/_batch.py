@@ -17,6 +17,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext.aio._answers import answer, fail
 
@@ -137,9 +138,9 @@ def batched(
 
 @dataclass(frozen=True)
 class _Call:
-    args: tuple[Any, ...]
+    args: HandedOver[tuple[Any, ...]]
     served: CurrentCall | None = field(default_factory=current_call.find)
-    future: Future[Any] = field(default_factory=Future)
+    future: Future[Any] = field(default_factory=new_future)
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -160,7 +161,7 @@ class _Batcher:
         self.thread.start()
 
     def add(self, args: tuple[Any, ...]) -> Future[Any]:
-        function, call = self._function, _Call(args)
+        function, call = self._function, _Call(HandedOver(args))
         with self._changed:
             waiting = len(self._queue)
             if waiting < function.max_queue:
@@ -215,7 +216,9 @@ class _Batcher:
 
     def _results(self, batch: list[_Call]) -> list[Any]:
         function = self._function
-        columns = [list(column) for column in zip(*(call.args for call in batch), strict=True)]
+        columns = [
+            list(column) for column in zip(*(call.args.take() for call in batch), strict=True)
+        ]
         returned = function.function(*columns)
         try:
             results = list(returned)

@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.event_loops import Mailbox
 from torch_rpc_ext.aio._answers import answer, fail
 
@@ -79,9 +80,9 @@ class _Host:
                 self._loop.run_forever()
 
     def start(self, function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+        future, given = new_future(), HandedOver((args, kwargs))
         served = current_call.find()
-        self._mailbox.post(partial(self._start, future, function, call, served, args, kwargs))
+        self._mailbox.post(partial(self._start, future, function, call, served, given))
         return future
 
     def cancel(self, call: CallId) -> None:
@@ -93,8 +94,7 @@ class _Host:
         function: Any,
         call: CallId,
         served: CurrentCall | None,
-        args: Any,
-        kwargs: Any,
+        given: HandedOver[tuple[Any, Any]],
     ) -> None:
         if call in self._cancelled:
             del self._cancelled[call]
@@ -109,7 +109,7 @@ class _Host:
             fail(future, ValueError(f"the call {call} of {function.__qualname__} runs already"))
             return
         try:
-            body = self._body(function, args, kwargs)
+            body = self._body(function, *given.take())
             context = contextvars.copy_context()
             context.run(current_call.of_task.set, served)
             task = self._loop.create_task(body, context=context)

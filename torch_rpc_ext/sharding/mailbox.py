@@ -6,9 +6,7 @@ import threading
 import time
 from typing import Any
 
-import torch
-
-from torch_rpc_ext.sharding import tensors
+from torch_rpc_ext._calls.device_futures import HandedOver
 
 __all__ = ["Mailbox", "StoppedError"]
 
@@ -26,7 +24,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._values: dict[tuple[int, Any], Any] = {}
+        self._values: dict[tuple[int, Any], HandedOver[Any]] = {}
         self._batch = 0
         self._stopped: dict[int, str] = {}
 
@@ -39,16 +37,10 @@ class Mailbox:
 
     def put(self, batch: int, key: Any, value: Any) -> None:
         """Leave a value, whose tensors the current streams of this thread make."""
-        devices = tensors.devices(value)
-        if devices:
-            # take() waits for these streams, and torch keeps the memory for as long as take()'s
-            # streams use it.
-            future: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
-            future.set_result(value)
-            value = future
+        left = HandedOver(value)
         with self._changed:
             if batch >= self._batch:
-                self._values[batch, key] = value
+                self._values[batch, key] = left
                 self._changed.notify_all()
 
     def take(self, batch: int, key: Any, seconds: float) -> Any:
@@ -67,12 +59,12 @@ class Mailbox:
             while (batch, key) not in self._values:
                 if batch in self._stopped:
                     raise StoppedError(self._stopped[batch])
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
+                patience = None if end is None else end - time.monotonic()
+                if patience is not None and patience <= 0:
                     raise StoppedError(f"nothing came within {seconds:g} s")
-                self._changed.wait(left)
-            value = self._values.pop((batch, key))
-        return value.wait() if isinstance(value, torch.futures.Future) else value
+                self._changed.wait(patience)
+            left = self._values.pop((batch, key))
+        return left.take()
 
     def stopped(self, batch: int) -> str | None:
         """Return why stop() was called for the batch, None where it was not."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_rpc_ext._calls.device_futures import leaves
+
 __all__ = [
     "batch_size",
     "copied",
     "detached",
-    "devices",
     "for_the_wire",
     "joined",
     "leaves",
@@ -49,16 +50,6 @@ def detached(value: Any, stay: Collection[torch.device] = ()) -> Any:
 def copied(value: Any) -> Any:
     """Return the value with copies of its tensors, on their devices, without their history."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
-
-
-def devices(value: Any) -> set[torch.device]:
-    """Return the devices of the tensors, without the CPU."""
-    return {leaf.device for leaf in leaves(value) if leaf.device.type != "cpu"}
-
-
-def leaves(value: Any) -> list[torch.Tensor]:
-    """Return the tensors."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def micro_batches(value: Any, count: int) -> list[Any]:

@@ -71,7 +71,7 @@ def install(devices: int = 2, delay: float = DELAY) -> None:
     set_delay(delay)
     cuda: Any = torch.cuda
     cuda._lazy_init = cuda.init = lambda: None
-    cuda.is_available = lambda: devices > 0
+    cuda.is_available = cuda.is_initialized = lambda: devices > 0
     cuda.device_count = lambda: devices
     cuda.synchronize = _synchronize
 

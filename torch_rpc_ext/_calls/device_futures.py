@@ -1,0 +1,58 @@
+"""Values with tensors of devices that go from one thread to another.
+
+A device computes a tensor in the order of a stream, after the thread that asked for it has gone on.
+The current streams of another thread do not wait for that stream by themselves. A future of torch
+lets them wait, for the devices that it was made with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.futures import Future
+from torch.utils import _pytree as pytree
+
+cuda: Any = torch.cuda  # torch's functions have no types
+
+T = TypeVar("T")
+
+
+def new_future() -> Future[Any]:
+    """Return a future whose value may have tensors on any device of this process."""
+    # A future with devices takes its value apart, so it has none where nobody uses CUDA.
+    if not cuda.is_initialized():
+        return Future()
+    return Future(devices=[torch.device("cuda", at) for at in range(cuda.device_count())])
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class HandedOver(Generic[T]):
+    """A value that one thread leaves to another.
+
+    Args:
+        value: its tensors, in tuples, lists and dicts, may be computed later by the current streams
+            of this thread.
+    """
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._computed: Future[list[torch.Tensor]] | None = None
+        if not cuda.is_initialized():
+            return  # and no call pays for a look at its arguments
+        if there := [tensor for tensor in leaves(value) if tensor.is_cuda]:
+            self._computed = Future(devices=list({tensor.device for tensor in there}))
+            self._computed.set_result(there)
+
+    def take(self) -> T:
+        """Return the value; the current streams of this thread can use its tensors.
+
+        torch keeps the memory of the tensors for as long as these streams use them.
+        """
+        if self._computed is not None:
+            self._computed.wait()
+        return self._value
