@@ -27,6 +27,7 @@ ALONE = {
 WITH_UCX = {
     "exchange": (),
     "worker": (),
+    "abandoned_slots": (),
     "ucx_channel": (),
     "goodbye": ("agent/executor.cpp",),
     "told_again": ("agent/executor.cpp",),
@@ -56,11 +57,11 @@ def test_a_part_without_ucx(name: str) -> None:
 @pytest.mark.timeout(cxx.TIMEOUT)
 @pytest.mark.parametrize("name", WITH_UCX)
 def test_a_part_with_ucx(name: str) -> None:
-    """worker: peers that send as fast as it receives; deadlines. exchange: how bulk is offered,
-    taken, acknowledged and returned. ucx_channel: chunks that come before they are expected, or
-    too late. goodbye: a worker that leaves while another connects to it is heard to leave.
-    told_again: the word that a connection broke at one end is lost. many_connections: those that
-    have opened do not count as opening."""
+    """worker: peers that send as fast as it receives; deadlines. abandoned_slots: a queue that was
+    unmapped. exchange: how bulk is offered, taken, acknowledged and returned. ucx_channel: chunks
+    that come before they are expected, or too late. goodbye: a worker that leaves while another
+    connects to it is heard to leave. told_again: the word that a connection broke at one end is
+    lost. many_connections: those that have opened do not count as opening."""
     built, environment = core.build(
         BUILD,
         {

@@ -333,6 +333,14 @@ bool AbandonedSlots::lookAt(Queue& queue) {
 }
 
 bool AbandonedSlots::freeSlot(const Queue& queue) {
+  const auto queues = queuesOfThisProcess();
+  if (std::ranges::none_of(queues, [&](const Queue& found) {
+        return found.address == queue.address && found.file == queue.file;
+      })) {
+    // The owner has unmapped the queue. What looked like a taken slot is memory
+    // of somebody else, who has it now.
+    return false;
+  }
   const uint64_t address =
       queue.address + sizeof(Control) + (queue.slot % kSlots) * sizeof(Slot);
   Slot slot{};
