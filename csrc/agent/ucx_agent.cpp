@@ -67,8 +67,6 @@ UcxAgent::~UcxAgent() {
   }
 }
 
-// ---- lifecycle -------------------------------------------------------------
-
 void UcxAgent::startImpl() {
   parts_.start();
 }
@@ -104,8 +102,6 @@ void UcxAgent::stop() {
   }
 }
 
-// ---- calls -----------------------------------------------------------------
-
 c10::intrusive_ptr<rpc::JitFuture> UcxAgent::send(
     const rpc::WorkerInfo& to,
     c10::intrusive_ptr<rpc::Message> message,
@@ -139,8 +135,6 @@ void UcxAgent::addGilWaitTime(std::chrono::microseconds wait) {
   parts_.server().addGilWaitTime(wait);
 }
 
-// ---- the group and its devices ---------------------------------------------
-
 const rpc::WorkerInfo& UcxAgent::getWorkerInfo(const std::string& name) const {
   return parts_.group().membership().byName(name);
 }
@@ -161,8 +155,6 @@ rpc::DeviceMap UcxAgent::getDeviceMap(const rpc::WorkerInfo& to) const {
 const std::vector<c10::Device>& UcxAgent::getDevices() const {
   return parts_.devices().used();
 }
-
-// ---- what it tells about itself --------------------------------------------
 
 Metrics UcxAgent::getMetrics() {
   Metrics metrics;
