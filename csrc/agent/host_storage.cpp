@@ -1,5 +1,7 @@
 #include "agent/host_storage.h"
 
+#include "compat/torch_compat.h"
+
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
@@ -118,6 +120,15 @@ c10::Storage metaStorage(size_t size) {
       size,
       c10::GetAllocator(c10::DeviceType::Meta),
       /*resizable=*/true);
+}
+
+bool needsNoPython(const c10::Storage& storage) {
+  static const auto ofTorch = c10::GetCPUAllocator()->raw_deleter();
+  const auto deleter = storage.data_ptr().get_deleter();
+  return (deleter == ofTorch ||
+          memoryOf<memory::BufferCache::Block>(storage) != nullptr ||
+          memoryOf<Mapped>(storage) != nullptr) &&
+      !compat::hasPyObject(*storage.unsafeGetStorageImpl());
 }
 
 Block* soleBlock(const c10::Storage& storage) {

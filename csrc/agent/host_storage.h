@@ -39,6 +39,10 @@ c10::Storage metaStorage(size_t size);
 // somebody else refers to the storage, too.
 memory::BufferCache::Block* soleBlock(const c10::Storage& storage);
 
+// Whether the memory is torch's for the CPU, or this file's, and Python has no
+// object for the storage: then to drop the storage takes no GIL.
+bool needsNoPython(const c10::Storage& storage);
+
 // The shared memory that a storage lies in, with the storage, if it can be
 // given away over `to`: nobody else refers to the storage, not even a forked
 // child of this process, and the memory is a block of the cache or came mapped

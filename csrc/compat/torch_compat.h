@@ -96,6 +96,20 @@ void addFirstCallback(c10::ivalue::Future& future, Callback callback) {
       callbacks.begin(), std::move(callback), /*uses_future=*/false);
 }
 
+// Whether Python has an object for the storage.
+inline bool hasPyObject(const c10::StorageImpl& storage) {
+  const auto has = [](const auto* slot) {
+    if constexpr (requires { slot->load_pyobj(); }) {
+      return slot->load_pyobj() != nullptr;
+    } else if constexpr (requires { slot->_unchecked_untagged_pyobj(); }) {
+      return slot->_unchecked_untagged_pyobj() != nullptr;
+    } else {
+      return true;
+    }
+  };
+  return has(storage.pyobj_slot());
+}
+
 // How many callbacks a future will run when it is completed.
 inline size_t callbacks(c10::ivalue::Future& future) {
   const std::lock_guard lock(future.*privateMember(FutureMutex{}));
