@@ -3,15 +3,12 @@
 // other end is told again.
 //
 // For one end to break alone, the two ends must send over different sockets.
-// UCX pairs the endpoints of two
-// workers in the order in which they are made, not by connection. So the
-// opener's first endpoint gets a connection that the accepter refuses without
-// an endpoint: from then on the accepter sends over the socket before the one
-// over which the opener sends.
+// UCX pairs the endpoints of two workers in the order in which they are made,
+// not by connection. So the opener's first endpoint gets a connection that the
+// accepter refuses without an endpoint: from then on the accepter sends over
+// the socket before the one over which the opener sends.
 
-#include "agent/executor.h"
-#include "sanitize/stress.h"
-#include "transport/ucx/context.h"
+#include "side.h"
 
 #include <dlfcn.h>
 #include <poll.h>
@@ -30,7 +27,6 @@
 using namespace torch_rpc_ext;
 using stress::become;
 using stress::require;
-using transport::ucx::UcxContext;
 using namespace std::chrono_literals;
 
 namespace {
@@ -66,44 +62,12 @@ connect(int fd, const struct sockaddr* address, socklen_t length) {
 
 namespace {
 
-class Side final : public transport::Handler {
+class Counting : public transport::Welcoming {
  public:
-  explicit Side(transport::ucx::Encryption encryption) {
-    transport::ucx::Options options;
-    options.interfaces = {"lo"};
-    options.encryption = encryption;
-    auto made = UcxContext::create(options);
-    require(made.ok(), "a context");
-    context = made.value();
-    context->setSecret("secret");
-    executor.start();
-    context->start(executor.poller(), executor, *this);
-  }
-  ~Side() override {
-    context->stop();
-    require(executor.stop(10000), "the executor ends");
-  }
-
-  // A connection that the other end refuses without a word.
-  void openInVain(const Side& to) {
-    auto address = transport::ucx::parseAddress(to.context->address());
-    require(address.ok(), "an address");
-    address.value().door += 1;
-    context->connect(transport::ucx::encodeAddress(address.value()), "hello");
-  }
-
-  std::string introduction() override {
-    return "side";
-  }
   base::Error onAccept(
       const transport::ConnectionPtr& connection,
       const std::string& /*hello*/) override {
     accepted.set_value(connection);
-    return {};
-  }
-  base::Error onConnected(
-      const transport::ConnectionPtr& /*connection*/,
-      const std::string& /*hello*/) override {
     return {};
   }
   void onFrame(
@@ -111,15 +75,21 @@ class Side final : public transport::Handler {
       std::unique_ptr<transport::Incoming> /*incoming*/) override {
     frames.fetch_add(1);
   }
-  void onClosed(
-      const transport::ConnectionPtr& /*connection*/,
-      const base::Error& /*error*/) override {}
 
-  agent::Executor executor{2};
-  std::shared_ptr<UcxContext> context;
   std::promise<transport::ConnectionPtr> accepted;
   std::atomic<int> frames{0};
 };
+
+using Side = transport::Side<Counting>;
+
+// Opens a connection that the other end refuses without a word.
+void openInVain(const Side& from, const Side& to) {
+  auto address = transport::ucx::parseAddress(to.context->address());
+  require(address.ok(), "an address");
+  address.value().door += 1;
+  from.context->connect(
+      transport::ucx::encodeAddress(address.value()), "hello");
+}
 
 void send(const transport::ConnectionPtr& connection) {
   connection->send(base::copyOf({"frame", 5}), {}, {});
@@ -127,13 +97,16 @@ void send(const transport::ConnectionPtr& connection) {
 
 void tellAgain(transport::ucx::Encryption encryption, bool probes) {
   using transport::PeerState;
-  Side opener(encryption);
-  Side accepter(encryption);
+  transport::ucx::Options options;
+  options.interfaces = {"lo"};
+  options.encryption = encryption;
+  Side opener(options);
+  Side accepter(options);
   {
     const std::lock_guard lock(mutex);
     sockets.clear();
   }
-  opener.openInVain(accepter);
+  openInVain(opener, accepter);
   const auto ours = opener.context->connect(accepter.context->address(), "");
   auto accepted = accepter.accepted.get_future();
   require(accepted.wait_for(20s) == std::future_status::ready, "it opens");
@@ -142,7 +115,7 @@ void tellAgain(transport::ucx::Encryption encryption, bool probes) {
   become([&] { return accepter.frames.load() == 1; }, "a frame arrives");
   // Takes the opener's socket as its own, so the accepter's next endpoint, over
   // which the accepter tells the opener, gets a new one.
-  accepter.openInVain(opener);
+  openInVain(accepter, opener);
   send(theirs);
   become([&] { return opener.frames.load() == 1; }, "a frame comes back");
 
