@@ -63,7 +63,7 @@ void Creations::end(
       queue.unread.erase(number);
     } else if (
         const auto it = queue.making.find(*rref);
-        it != queue.making.end()) { // else likewise
+        it != queue.making.end()) { // else as above
       ready = std::move(it->second);
       queue.making.erase(it);
     }

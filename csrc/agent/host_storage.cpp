@@ -122,13 +122,12 @@ c10::Storage metaStorage(size_t size) {
       /*resizable=*/true);
 }
 
-bool needsNoPython(const c10::Storage& storage) {
+bool mayNeedGil(const c10::Storage& storage) {
   static const auto ofTorch = c10::GetCPUAllocator()->raw_deleter();
-  const auto deleter = storage.data_ptr().get_deleter();
-  return (deleter == ofTorch ||
-          memoryOf<memory::BufferCache::Block>(storage) != nullptr ||
-          memoryOf<Mapped>(storage) != nullptr) &&
-      !compat::hasPyObject(*storage.unsafeGetStorageImpl());
+  const bool isKnown = storage.data_ptr().get_deleter() == ofTorch ||
+      memoryOf<Block>(storage) != nullptr ||
+      memoryOf<Mapped>(storage) != nullptr;
+  return !isKnown || compat::hasPyObject(*storage.unsafeGetStorageImpl());
 }
 
 Block* soleBlock(const c10::Storage& storage) {

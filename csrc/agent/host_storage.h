@@ -39,9 +39,10 @@ c10::Storage metaStorage(size_t size);
 // somebody else refers to the storage, too.
 memory::BufferCache::Block* soleBlock(const c10::Storage& storage);
 
-// Whether the memory is torch's for the CPU, or this file's, and Python has no
-// object for the storage: then to drop the storage takes no GIL.
-bool needsNoPython(const c10::Storage& storage);
+// Whether the GIL may be needed to drop the storage. It is not if the memory
+// comes from torch's allocator or from this file, and Python has no object for
+// the storage.
+bool mayNeedGil(const c10::Storage& storage);
 
 // The shared memory that a storage lies in, with the storage, if it can be
 // given away over `to`: nobody else refers to the storage, not even a forked

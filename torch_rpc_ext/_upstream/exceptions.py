@@ -117,8 +117,11 @@ def passed_on(error: Exception) -> Any:
     As describe(), but with the text that the error has already: it names the worker that raised it.
     """
     plain = getattr(error, "_remote_original", error)
-    notes = getattr(plain, "__notes__", ())
-    text = notes[-1] if notes else plain.args[0] if len(plain.args) == 1 else plain
+    text: Any = plain
+    if notes := getattr(plain, "__notes__", ()):
+        text = notes[-1]  # where RemoteType puts the text that does not fit into the error
+    elif len(plain.args) == 1:
+        text = plain.args[0]  # str() of a KeyError would be the repr() of the text
     return internal.RemoteException(str(text), RemoteType(tuple(exception_parts.take_apart(plain))))
 
 
