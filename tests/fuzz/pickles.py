@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ _GOOD = [
     *(("torch_rpc_ext._upstream.payloads", n) for n in ("_restore_tensor", "_restore_parameter")),
     *(("torch_rpc_ext._upstream.exceptions", "RemoteType"), ("torch_rpc_ext.errors", "RpcError")),
     *(("torch._C._distributed_rpc", "WorkerInfo"), ("datetime", "timedelta")),
+    (PosixPath.__module__, "PosixPath"),
     *(("torch.distributed.rpc.api", n) for n in ("_rref_typeof_on_owner", "_gather_to_leader")),
     *(
         ("torch.distributed.rpc.rref_proxy", "_local_invoke"),

@@ -267,6 +267,7 @@ def send_all_kinds() -> None:
             torch.Size([1, 2]),
             datetime.timedelta(1),
             datetime.date(2000, 1, 1),
+            Path("a/b"),
         ),
         *(range(3), slice(1, 2), frozenset({1}), bytearray(b"ab"), 2**70, -1.5, "\udc80", nested),
         *(collections.deque([1], 3), collections.defaultdict(list, a=[1]), collections.OrderedDict),

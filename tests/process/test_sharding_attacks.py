@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed import checkpoint, rpc
 from tests.process import service
 from tests.process.test_allow_list_attacks import (
     SERVICE,
+    Reduced,
     attack,
     call_with,
     command,
@@ -102,3 +104,29 @@ def by_files(path: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     attack(by_files, tmp_path, LISTED)
+
+
+def by_checkpoints(path: str) -> None:
+    """What a peer leaves in files is unpickled by the allow-list, as what a peer sends."""
+    from torch_rpc_ext.sharding import StageError
+    from torch_rpc_ext.sharding.creation import shard
+
+    model = shard(nn.Sequential(nn.Linear(2, 2)), ["worker1"])
+    evil = Reduced(eval, command(path))
+    # In the metadata.
+    folder = Path(f"{path}.metadata")
+    model.save_checkpoint(folder)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = evil
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    refused(lambda: model.load_checkpoint(folder), "builtins.eval", kind=StageError)
+    # As an entry that is no tensor.
+    folder = Path(f"{path}.entry")
+    state = {**model.state_dict(), "0.weight": evil}
+    checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    refused(lambda: model.load_checkpoint(folder), "eval", kind=StageError)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    attack(by_checkpoints, tmp_path, LISTED)

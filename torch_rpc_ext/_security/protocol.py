@@ -18,6 +18,7 @@ import importlib
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ rpc: Any = _untyped_rpc
 
 _DATA: tuple[Any, ...] = (
     *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list),
-    *(range, set, slice, str, tuple, OrderedDict, deque),
+    *(range, set, slice, str, tuple, OrderedDict, deque, PosixPath, PurePosixPath),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
 )
 # Classes of torch whose values are pickled by name.

@@ -12,6 +12,7 @@ Source: torch.distributed.checkpoint.state_dict_saver._save_state_dict, planner.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch.distributed import checkpoint as _untyped_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-__all__ = ["Coordinator", "Writer", "names", "read", "read_named"]
+__all__ = ["Coordinator", "Reader", "Writer"]
 
 dcp: Any = _untyped_dcp  # upstream's functions have no types
 
@@ -90,41 +91,84 @@ class Coordinator:
         self._storage.finish(self._metadata, results)
 
 
-def read(path: str, state: dict[str, Any]) -> None:
-    """Fill a state dict in place from the checkpoint.
+class _ListedStorage(dcp.FileSystemReader):  # type: ignore[misc]
+    """Reads the metadata with a worker's allow-list."""
 
-    As dcp.load(no_dist=True), which warns each time that there is no process group.
+    def __init__(self, path: str, allowed: Any) -> None:
+        super().__init__(path)
+        self._allowed = allowed
+
+    def read_metadata(self, *_: Any, **__: Any) -> Any:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            return self._allowed.unpickler(file).load()
+
+
+class _DataPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+    """Reads entries that are no tensors as torch.load(weights_only=True) does."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        # The base would unpickle whatever is in the file, so the base gets what has been read.
+        data = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), data)
+        data.seek(0)
+        super().load_bytes(read_item, data)
+
+
+class Reader:
+    """Reads a checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        allowed: the allow-list of this worker (_security.allow_list.AllowList), if a peer has
+            chosen the path: a file there is then read as a message of the peer, and runs no code.
+            None: DCP unpickles what the files hold.
 
     Raises:
-        Exception: as dcp.load() does, for names that are missing and sizes that differ; before
-            anything has been changed.
+        Exception: as dcp.load() does, for a folder without a checkpoint.
+        RefusedError: the metadata names what is not in the allow-list.
     """
-    storage = dcp.FileSystemReader(path)
-    planner = dcp.DefaultLoadPlanner()
-    metadata = storage.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    storage.set_up_storage_reader(metadata, True)
-    plan = storage.prepare_local_plan(planner.create_local_plan())
-    [plan] = storage.prepare_global_plan(planner.create_global_plan([plan]))
-    storage.read_data(planner.finish_plan(plan), planner).wait()
 
+    def __init__(self, path: str, allowed: Any = None) -> None:
+        self._allowed = allowed
+        self._storage = (
+            dcp.FileSystemReader(path) if allowed is None else _ListedStorage(path, allowed)
+        )
+        self._metadata = self._storage.read_metadata()
 
-def names(path: str) -> list[str]:
-    """Return the names of all entries of a checkpoint."""
-    return list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    def names(self) -> list[str]:
+        """Return the names of all entries."""
+        return list(self._metadata.state_dict_metadata)
 
+    def read(self, state: dict[str, Any]) -> None:
+        """Fill a state dict in place.
 
-def read_named(path: str, wanted: Iterable[str]) -> dict[str, Any]:
-    """Return entries of a checkpoint, tensors on the CPU, by their names.
+        As dcp.load(no_dist=True), which warns each time that there is no process group.
 
-    Raises:
-        Exception: as read().
-    """
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {}
-    for name in wanted:
-        stored = known.get(name)
-        is_tensor = isinstance(stored, TensorStorageMetadata)
-        state[name] = torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
-    read(path, state)
-    return state
+        Raises:
+            Exception: as dcp.load() does, for names that are missing and sizes that differ; before
+                anything has been changed.
+            pickle.UnpicklingError: with an allow-list, for an entry that torch.load() refuses with
+                weights_only=True.
+        """
+        planner = dcp.DefaultLoadPlanner() if self._allowed is None else _DataPlanner()
+        planner.set_up_planner(state, self._metadata, is_coordinator=True)
+        self._storage.set_up_storage_reader(self._metadata, True)
+        plan = self._storage.prepare_local_plan(planner.create_local_plan())
+        [plan] = self._storage.prepare_global_plan(planner.create_global_plan([plan]))
+        self._storage.read_data(planner.finish_plan(plan), planner).wait()
+
+    def read_named(self, wanted: Iterable[str]) -> dict[str, Any]:
+        """Return entries, tensors on the CPU, by their names.
+
+        Raises:
+            Exception: as read().
+        """
+        state: dict[str, Any] = {}
+        for name in wanted:
+            stored = self._metadata.state_dict_metadata.get(name)
+            is_tensor = isinstance(stored, TensorStorageMetadata)
+            state[name] = (
+                torch.empty(stored.size, dtype=stored.properties.dtype) if is_tensor else None
+            )
+        self.read(state)
+        return state

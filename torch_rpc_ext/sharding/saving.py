@@ -95,7 +95,7 @@ def load_checkpoint(state: MutableMapping[str, Any], path: str | os.PathLike[str
     for one in parts.values():
         pairs = zip(started, read, strict=True)
         one.checkpoint_read([found for (other, _, _), found in pairs if other is one])
-    own = checkpoint.read_named(text, [key for key in state if key not in parts])
+    own = checkpoint.Reader(text).read_named(key for key in state if key not in parts)
     for key, found in own.items():
         if hasattr(state[key], "load_state_dict"):
             state[key].load_state_dict(found)

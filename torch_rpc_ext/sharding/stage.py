@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
+from torch_rpc_ext._group import sessions
 from torch_rpc_ext.sharding import autocast, checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
@@ -77,6 +78,11 @@ class Saved(Resident):
     def checkpoint_state(self) -> dict[str, Any]:
         """Return what is saved, by its name in the checkpoint."""
         raise NotImplementedError
+
+    def reader(self, path: str) -> checkpoint.Reader:
+        """Return the reader of a checkpoint whose path a peer has given."""
+        session = sessions.current()
+        return checkpoint.Reader(path, None if session is None else session.allowed)
 
     def plan_checkpoint(self, path: str, key: str) -> Any:
         """First half of saving: return the plan of what would be written.
@@ -231,7 +237,7 @@ class Stage(Saved):
     def read_checkpoint(self, path: str, key: str) -> None:
         """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
-        checkpoint.read(path, _under(key, state))
+        self.reader(path).read(_under(key, state))
         self.module.load_state_dict(state)
 
 

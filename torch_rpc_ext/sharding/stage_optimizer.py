@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import checkpoint, gradients, tensors
+from torch_rpc_ext.sharding import gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.stage import Saved, Stage, own_value
 
@@ -169,16 +169,16 @@ class StageOptimizer(Saved):
             KeyError: the checkpoint has no parameter of this name in an optimizer's state.
         """
         before = f"{key}." if key else ""
-        known = checkpoint.names(path)
+        reader = self.reader(path)
         states, options = f"{before}state.", f"{before}param_groups."
         # A name may be the beginning of another one, so names are looked for with their dots.
         own = [
             entry
-            for entry in known
+            for entry in reader.names()
             for name in self._named
             if entry.startswith((f"{states}{name}.", f"{options}{name}."))
         ]
-        found = checkpoint.read_named(path, own)
+        found = reader.read_named(own)
         missing = [
             name
             for name in self._named
