@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import logging
+import pickle
 import random
 import signal
 import struct
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path, PosixPath
 from typing import Any
 
+import numpy as np
 import torch
 
 # str(tensor) imports this when torch first runs it.
@@ -56,6 +58,9 @@ _GOOD = [
     *(("torch_rpc_ext._upstream.exceptions", "RemoteType"), ("torch_rpc_ext.errors", "RpcError")),
     *(("torch._C._distributed_rpc", "WorkerInfo"), ("datetime", "timedelta")),
     (PosixPath.__module__, "PosixPath"),
+    *(("numpy", "ndarray"), ("numpy", "dtype")),
+    *(("numpy._core.multiarray", n) for n in ("_reconstruct", "scalar")),
+    ("numpy._core.numeric", "_frombuffer"),
     *(("torch.distributed.rpc.api", n) for n in ("_rref_typeof_on_owner", "_gather_to_leader")),
     *(
         ("torch.distributed.rpc.rref_proxy", "_local_invoke"),
@@ -87,6 +92,17 @@ _WORDS = [
     *("__globals__", "__reduce__", "__setstate__", "__init__", "func", "args", "cls", "path"),
     *("_tensor_receiver", "_py_rref_receiver", "_script_module_receiver", "utf-8", "cpu", "strict"),
     *("__import__('os').system('true')", "values", "__notes__", "worker0", "with_traceback"),
+]
+
+
+# Without the first two bytes, which name the protocol, and the last one, which ends the pickle.
+_ARRAYS = [
+    pickle.dumps(value, protocol=3)[2:-1]
+    for value in (
+        *(np.ones((2, 1)), np.arange(3)[::2], np.array(["ab", "c"]), np.float32(1)),
+        *(np.array(["2000-01-01"], "M8[25s]"), np.dtype(">f4"), np.void(b"ab"), np.dtype("O")),
+        np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    )
 ]
 
 
@@ -189,7 +205,7 @@ class Programs:
                 )
             )
         value, callee = self._value, self._callee
-        kind = draw.randrange(17)
+        kind = draw.randrange(18)
         if kind < 4:
             return callee(depth) + self._tuple(depth) + b"R"
         if kind == 4:
@@ -225,6 +241,9 @@ class Programs:
                     b"(" + value(depth - 1) + b"\x91",
                 )
             )
+        if kind == 16:
+            array = draw.choice(_ARRAYS)
+            return self._damaged(array) if draw.random() < 0.7 else array
         return value(depth - 1) + b"0" + value(depth - 1)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -277,6 +278,10 @@ def send_all_kinds() -> None:
         arrived = sync(service.serve_through, service.Pair, value, 1)[0]
         assert type(arrived) is type(value)
         assert arrived == value
+    for array in (np.eye(2), np.array(["ab"]), np.float32(3), np.array("2000-01-01", "M8[D]")):
+        arrived = sync(service.serve_through, service.Pair, array, 1)[0]
+        assert type(arrived) is type(array) and arrived.dtype == array.dtype
+        assert np.array_equal(arrived, array)
     arrived = sync(service.serve_through, service.Pair, with_metadata, 1)[0]
     assert arrived._metadata == {"version": 2}
     errors = sync(service.serve_through, service.Pair, OSError(2, "no", "file"), service.Shout("x"))

@@ -29,7 +29,7 @@ from torch.distributed.rpc import internal as _untyped_internal
 from torch.jit import _builtins as _untyped_builtins
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._security import protocol
+from torch_rpc_ext._security import arrays, protocol
 from torch_rpc_ext._security.entries import Entry, Request
 from torch_rpc_ext._security.unpickling import Reader, attribute_of, full_name
 from torch_rpc_ext._upstream import exceptions, payloads
@@ -102,6 +102,7 @@ class AllowList:
         made._entries["torch.distributed.rpc.internal._InternalRPCPickler"] = made._methods
         for entry in entries:
             made._add(entry)
+        arrays.enter(made._entries)
         return made
 
     def _add(self, entry: str) -> None:

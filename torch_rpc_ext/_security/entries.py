@@ -19,6 +19,8 @@ class Entry:
         build: runs when an opcode of the pickle calls the named object; None: it may not be called.
         new: runs when an opcode makes an instance without __init__; None: it may not be made.
         serve: runs when the name is the function of a request; None: it may not be requested.
+        set_state: takes what `build` has returned and the state that an opcode gives it, once;
+            None: the rules for its class say what state it may get.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Entry:
     build: Callable[..., Any] | None = None
     new: Callable[..., Any] | None = None
     serve: Callable[..., Any] | None = None
+    set_state: Callable[[Any, Any], None] | None = None
 
     @property
     def given(self) -> Any:

@@ -81,6 +81,9 @@ class Reader:
         self._memo: dict[int, Any] = {}
         # id() of an object that this pickle got for a name -> its entry, which keeps it alive.
         self._named: dict[int, Entry] = {}
+        # id() of an object of which this pickle has still to set the state -> the object, which
+        # keeps the id() from being another's, and Entry.set_state.
+        self._unset: dict[int, tuple[Any, Any]] = {}
         # id() of a tuple that holds tuples -> how many levels of tuples are inside of it.
         self._nested: dict[int, int] = {}
         # How often an object of _RECURSIVE was put directly into another such object.
@@ -272,7 +275,10 @@ class Reader:
             return
         if entry is None or entry.build is None:
             raise self._allowed.refusal(self._uncalled(entry, function))
-        self._push(self._checked(entry, entry.build(*args), args))
+        made = self._checked(entry, entry.build(*args), args)
+        if entry.set_state is not None:
+            self._unset[id(made)] = made, entry.set_state
+        self._push(made)
 
     def _new(self, kwargs: Any) -> None:
         args, cls = self._stack.pop(), self._stack.pop()
@@ -320,6 +326,10 @@ class Reader:
     def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
+        _, set_state = self._unset.pop(id(target), (None, None))
+        if set_state is not None:
+            set_state(target, state)
+            return
         cls = type(target)
         if not self._allowed.may_have_state(cls):
             raise self._allowed.refusal(f"a change of a {full_name(cls)}")
