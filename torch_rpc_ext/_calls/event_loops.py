@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,15 +36,21 @@ class Mailbox:
             if len(self._posted) > 1:
                 return  # the first of them has woken the loop
         loop = self._loop()
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed
+        try:
+            if loop is not None:
                 loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # closed
+            # The callbacks hold the loop, which is the key of _mailboxes.
+            self._take()
 
-    def _deliver(self) -> None:
+    def _take(self) -> list[Callable[[], object]]:
         with self._lock:
             posted, self._posted = self._posted, []
+        return posted
+
+    def _deliver(self) -> None:
         loop = asyncio.get_running_loop()
-        for callback in posted:
+        for callback in self._take():
             # Not called from here, because an error of one callback would lose the later ones.
             loop.call_soon(callback)
 

@@ -180,16 +180,19 @@ class _Batcher:
 
     def _run(self) -> None:
         while True:
-            batch = self._next()
-            try:
-                batch = self._wanted(batch)
-                results = self._results(batch) if batch else []
-            except BaseException as error:  # noqa: BLE001  SystemExit must not end the thread
-                results = [error] * len(batch)
-            for call, result in zip(batch, results, strict=True):
-                # Not isinstance(), by which a result may say what it likes, and raise.
-                respond = fail if issubclass(type(result), BaseException) else answer
-                respond(call.future, result)
+            self._serve(self._next())
+
+    def _serve(self, batch: list[_Call]) -> None:
+        """Run a batch and answer its calls; nothing of the batch is held afterwards."""
+        try:
+            batch = self._wanted(batch)
+            results = self._results(batch) if batch else []
+        except BaseException as error:  # noqa: BLE001  SystemExit must not end the thread
+            results = [error] * len(batch)
+        for call, result in zip(batch, results, strict=True):
+            # Not isinstance(), by which a result may say what it likes, and raise.
+            respond = fail if issubclass(type(result), BaseException) else answer
+            respond(call.future, result)
 
     def _next(self) -> list[_Call]:
         size = self._function.max_size
