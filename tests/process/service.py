@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,6 +134,18 @@ class Point:
 
     x: Any
     y: Any = len
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """A class that computes a value once."""
+
+    x: float
+    y: float
+
+    @functools.cached_property
+    def length(self) -> float:
+        return math.hypot(self.x, self.y)
 
 
 class Names(list):  # type: ignore[type-arg]

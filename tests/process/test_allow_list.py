@@ -261,6 +261,8 @@ def send_all_kinds() -> None:
     with_metadata = collections.OrderedDict(a=1)
     with_metadata._metadata = {"version": 2}  # type: ignore[attr-defined]
     nested: Any = ((((1,),),),)
+    read = service.Vector(3, 4)
+    assert read.length == 5  # the value is in the instance from now on
     for value in (
         *(rpc.get_worker_info("worker1"), torch.float32, torch.strided, torch.channels_last),
         *(
@@ -272,7 +274,7 @@ def send_all_kinds() -> None:
         ),
         *(range(3), slice(1, 2), frozenset({1}), bytearray(b"ab"), 2**70, -1.5, "\udc80", nested),
         *(collections.deque([1], 3), collections.defaultdict(list, a=[1]), collections.OrderedDict),
-        *(service.Point(1, service.add), service.Names("ab"), service.Pair(1, 2)),
+        *(service.Point(1, service.add), service.Names("ab"), read, service.Pair(1, 2)),
         *(service.Colour.RED, service.Counter, [service.add], int, ValueError),
     ):
         arrived = sync(service.serve_through, service.Pair, value, 1)[0]

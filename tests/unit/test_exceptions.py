@@ -284,5 +284,30 @@ def test_what_a_caller_catches() -> None:
         assert getattr(copy.copy(also), "errno", None) == getattr(error, "errno", None)
 
 
+def test_no_attribute_takes_the_place_of_a_method() -> None:
+    for made, method in ((StopIteration(4), "add_note"), (Plain("x"), "with_traceback")):
+        forged = exception_parts.take_apart(made)._replace(
+            attributes={
+                method: pickle.dumps(eval),
+                "_remote_original": pickle.dumps(eval),
+                "code": pickle.dumps(7),
+            }
+        )
+        described = exceptions.internal.RemoteException("1", exceptions.RemoteType(tuple(forged)))
+        error: Any = exceptions.built(described)
+        assert error.code == 7
+        assert method not in vars(error)
+        assert type(error._remote_original) is type(made)
+
+
+def test_only_a_description_is_built() -> None:
+    class Forged:
+        exception_type = staticmethod(eval)
+        msg = "1"
+
+    with pytest.raises(TypeError, match="described an error by a .*Forged"):
+        exceptions.built(Forged())
+
+
 def test_anything_else_passes() -> None:
     exceptions.handle_exception(3)

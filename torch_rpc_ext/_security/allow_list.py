@@ -29,9 +29,10 @@ from torch.distributed.rpc import internal as _untyped_internal
 from torch.jit import _builtins as _untyped_builtins
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.attributes import attribute_of
 from torch_rpc_ext._security import arrays, protocol
 from torch_rpc_ext._security.entries import Entry, Request
-from torch_rpc_ext._security.unpickling import Reader, attribute_of, full_name
+from torch_rpc_ext._security.unpickling import Reader, full_name
 from torch_rpc_ext._upstream import exceptions, payloads
 
 logger = logging.getLogger(__name__)

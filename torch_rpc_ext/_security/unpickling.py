@@ -19,13 +19,12 @@ from types import (
     CodeType,
     FrameType,
     FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
 from typing import Any
 
+from torch_rpc_ext._base.attributes import FIELDS, attribute_of, is_value
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
 from torch_rpc_ext._upstream import exception_parts
 
@@ -372,22 +371,11 @@ class Reader:
     def _check_attribute(self, cls: type, name: Any) -> None:
         """Permit plain attributes and fields, but neither __special__ names nor methods."""
         if type(name) is str and not (name.startswith("__") and name.endswith("__")):
-            static = attribute_of(cls, name)
-            fields = attribute_of(cls, "__dataclass_fields__") or {}
-            if (
-                static is None
-                or isinstance(static, _FIELDS)
-                or name in fields
-                or not (callable(static) or hasattr(type(static), "__get__"))
-            ):
+            if is_value(cls, name):
                 return
         elif name == "__notes__" and issubclass(cls, BaseException):
             return
         raise self._allowed.refusal(f"a change of {full_name(cls)}.{name}")
-
-
-# Descriptors that are places for values in an instance, not code.
-_FIELDS = (MemberDescriptorType, GetSetDescriptorType)
 
 
 def _check_date(made: Any) -> None:
@@ -407,17 +395,8 @@ def check_arguments(args: Any, kwargs: Any) -> None:
         raise TypeError("keyword arguments must be a dict with names")
 
 
-def attribute_of(cls: type, name: str) -> Any:
-    """Return a class's attribute without running code of the class; None if there is none."""
-    for base in type.__dict__["__mro__"].__get__(cls):
-        members = vars(base)
-        if name in members:
-            return members[name]
-    return None
-
-
 def _set_attribute(target: Any, name: str, value: Any) -> None:
-    if isinstance(attribute_of(type(target), name), _FIELDS):
+    if isinstance(attribute_of(type(target), name), FIELDS):
         object.__setattr__(target, name, value)
     else:
         target.__dict__[name] = value

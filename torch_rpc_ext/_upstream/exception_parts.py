@@ -14,15 +14,15 @@ from __future__ import annotations
 import copyreg
 import io
 from collections.abc import Iterator
-from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 from torch.distributed.rpc import internal as _untyped_internal
 
+from torch_rpc_ext._base.attributes import FIELDS, is_value
+
 internal: Any = _untyped_internal  # upstream's functions have no types
 
 _OWN_REDUCTION = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__")
-_DESCRIPTORS = (MemberDescriptorType, GetSetDescriptorType)
 # Fields in C that are not sent, and the class that has each. AttributeError.obj is an object of the
 # callee and may be anything. With ImportError.name_from (Python 3.12) traceback.py imports the
 # module `name`, to find similar names in it.
@@ -36,8 +36,8 @@ _RANGED: tuple[tuple[Any, type], ...] = (
     (UnicodeTranslateError, str),
 )
 _RANGE = ("object", "start", "end")
-# Attributes that are not sent: the notes are in the traceback's text, and also_runtime_error() of
-# exceptions.py sets the other attribute.
+# Attributes that are neither sent nor taken: the notes are in the traceback's text, and
+# also_runtime_error() of exceptions.py sets the other attribute.
 _OURS = ("__notes__", "_remote_original")
 
 
@@ -79,7 +79,8 @@ def take_apart(error: BaseException) -> Parts:
 
 
 def put_together(parts: Parts) -> Exception | None:
-    """Make the exception again.
+    """Make the exception again, from parts that a peer may have forged: it gets no attribute that
+    stands in for a method of its class.
 
     Returns:
         The exception, without notes and traceback. Where this process has no such class, an
@@ -100,7 +101,9 @@ def put_together(parts: Parts) -> Exception | None:
         return None
     if not parts.inner:
         error.args = tuple(args)
-    vars(error).update({name: _load(pickled) for name, pickled in parts.attributes.items()})
+    for name, pickled in parts.attributes.items():
+        if name not in _OURS and is_value(cls, name):
+            vars(error)[name] = _load(pickled)
     _set_fields(error, {name: _load(pickled) for name, pickled in parts.fields.items()})
     return error
 
@@ -204,7 +207,7 @@ def _in_c(cls: type) -> Iterator[tuple[str, Any]]:
     for base in cls.__mro__:
         if issubclass(base, Exception):  # not BaseException's: its args, traceback and cause
             for name, found in vars(base).items():
-                if isinstance(found, _DESCRIPTORS) and not name.startswith("__"):
+                if isinstance(found, FIELDS) and not name.startswith("__"):
                     yield name, found
 
 

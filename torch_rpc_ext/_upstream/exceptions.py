@@ -126,7 +126,14 @@ def passed_on(error: Exception) -> Any:
 
 
 def built(described: Any) -> BaseException:
-    """Return the error that describe() or passed_on() of a worker has described."""
+    """Return the error that describe() or passed_on() of a worker has described.
+
+    Raises:
+        TypeError: the worker has sent something else.
+    """
+    # With an allow-list only a RemoteType can be in it; another class could call anything.
+    if type(described) is not internal.RemoteException:
+        raise TypeError(f"a worker described an error by a {type(described).__qualname__}")
     return also_runtime_error(described.exception_type(described.msg))
 
 
