@@ -57,6 +57,42 @@ def test_a_static_group_does_not_change() -> None:
     reach("worker2")
 
 
+def lie_of_itself(victim: str) -> None:
+    """Join once more, with fields of a member that nobody can be."""
+    from torch_rpc_ext._group import dynamic, sessions
+    from torch_rpc_ext.errors import RpcError
+
+    session = sessions.require()
+    fields = {**json.loads(session.me.to_json()), "life": 1000}
+    for forged, error in (
+        ({"rank": session.members[victim].rank}, RpcError),  # what is sent to it would come here
+        ({"rank": 1 << 15}, RpcError),
+        ({"rank": -1}, RpcError),
+        ({"life": 1 << 23}, RpcError),
+        ({"wire": 0}, RpcError),
+        ({"world_size": 3}, RpcError),
+        ({"device_maps": {"worker1": {"cuda:0": "cuda:7"}}}, ValueError),
+    ):
+        with pytest.raises(error):
+            text = json.dumps({**fields, **forged})
+            rpc.rpc_sync("worker1", dynamic.member_joined, args=(text,), timeout=20)
+
+
+def ranks() -> dict[str, int]:
+    from torch_rpc_ext._group import sessions
+
+    return {name: member.rank for name, member in sessions.require().members.items()}
+
+
+def test_who_joins_takes_nobodys_place() -> None:
+    with Group(3, options={"allow_list": ["torch.add"]}, dynamic=True) as group:
+        before = group[1].run(ranks)
+        group.run(lie_of_itself, "worker2")
+        assert group[1].run(ranks) == before
+        group[1].run(reach, "worker2")
+        group[1].run(reach, "worker0")
+
+
 def test_only_who_joins_or_leaves_says_so() -> None:
     with Group(3, options={"allow_list": ["torch.add"]}, dynamic=True) as group:
         group.run(lie, "worker2")

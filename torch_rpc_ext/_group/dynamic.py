@@ -254,12 +254,13 @@ def member_joined(text: str) -> None:
 
     Raises:
         RefusedError: the caller is another worker, or the group is static.
+        RpcError, ValueError: as add_member().
     """
     session, member = sessions.require(), Member.from_json(text)
     if session.directory is None:
         raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
     check_speaks_for(member.name)
-    add_member(session, member)
+    _enter(session, member)
     call = current_call.find()
     if call is None or call.deadline is None:
         drop_departed(session)  # tell_again() has called: the newcomer may have left meanwhile
@@ -326,16 +327,33 @@ def remove_member(session: sessions.Session, name: str, incarnation: str | None)
         apply_members(session)
 
 
+def _enter(session: sessions.Session, member: Member) -> None:
+    """As add_member(), also where this worker has still to hear that the one has left which had the
+    newcomer's rank."""
+    try:
+        add_member(session, member)
+    except (errors.RpcError, ValueError):
+        drop_departed(session)
+        add_member(session, member)
+
+
 def add_member(session: sessions.Session, member: Member) -> None:
-    """Enter or replace a member in the agent's directory."""
+    """Enter or replace a member in the agent's directory.
+
+    Raises:
+        RpcError, ValueError: the member does not fit to the others: see members.validate().
+    """
     with session.lock:
         known = session.members.get(member.name)
         if member.name == session.me.name:
             return
         if known is not None and known.life >= member.life:
             return
-        session.members[member.name] = member
+        # Another worker has sent this, and could take a rank to get what is sent to its owner.
+        members = {**session.members, member.name: member}
+        validate(list(members.values()), is_static=session.directory is None)
         session.agent.add_member(*member.row())
+        session.members[member.name] = member
         apply_members(session)
 
 
@@ -367,4 +385,4 @@ def update_group_membership(
     member = session.directory.read().members.get(worker_info.name)
     if member is None:
         raise RuntimeError(f"Worker {worker_info.name} is not in the directory of the group.")
-    add_member(session, member)
+    _enter(session, member)

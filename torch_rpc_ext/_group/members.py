@@ -24,6 +24,10 @@ from torch_rpc_ext._base.version import __version__
 # Upstream's functions have no types.
 registry: Any = _untyped_registry
 
+# Limits of the ids that torch's C++ makes of ranks, and csrc/compat/torch_compat.h of lives.
+_MOST_RANKS = 1 << 15
+_MOST_LIVES = 1 << 23
+
 DeviceMap = dict[torch.device, torch.device]
 
 
@@ -84,7 +88,7 @@ class Member(NamedTuple):
             fields = json.loads(text)
             return Member(
                 name=str(fields["name"]),
-                rank=int(fields["rank"]),
+                rank=_below(_MOST_RANKS, fields["rank"]),
                 address=base64.b64decode(fields["address"], validate=True),
                 world_size=None if fields["world_size"] is None else int(fields["world_size"]),
                 device_count=int(fields["device_count"]),
@@ -100,7 +104,7 @@ class Member(NamedTuple):
                 host=str(fields["host"]),
                 pid=int(fields["pid"]),
                 secret=str(fields["secret"]),
-                life=int(fields["life"]),
+                life=_below(_MOST_LIVES, fields["life"]),
                 package=str(fields["package"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -112,6 +116,13 @@ class Member(NamedTuple):
     def row(self) -> tuple[str, int, bytes, int]:
         """Return the member as the C++ agent takes it: name, rank, address, life."""
         return (self.name, self.rank, self.address, self.life)
+
+
+def _below(limit: int, given: Any) -> int:
+    number = int(given)
+    if not 0 <= number < limit:
+        raise ValueError(f"{number} is not from 0 to {limit - 1}")
+    return number
 
 
 @cache
