@@ -182,7 +182,10 @@ def follow_members(session: sessions.Session) -> None:
 
     def follow(event: WorkerEvent) -> None:
         if event.kind == "left" and event.worker in session.members:
-            dynamic.drop_departed(session)
+            # On a thread of its own: no event waits for the store, which may not answer.
+            threading.Thread(
+                target=dynamic.drop_departed, args=(session,), name="rpc-members", daemon=True
+            ).start()
 
     _hub().subscribe(follow, connect=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,56 @@ def test_a_busy_worker_hears_that_one_left(tmp_path: Path) -> None:
             # It is told by the goodbye, for which it needs no thread for requests.
             group[0].run(wait_for_names, "worker0")
         end(group[0])
+
+
+reading, answered = threading.Event(), threading.Event()
+lost: list[str] = []
+
+
+def have_a_store_that_does_not_answer() -> None:
+    import torch_rpc_ext
+    from torch_rpc_ext._group import dynamic, sessions
+
+    read = dynamic.Directory.read
+
+    def wait_and_read(directory: Any) -> Any:
+        reading.set()
+        assert answered.wait(60)
+        return read(directory)
+
+    sessions.require().directory.read = wait_and_read.__get__(sessions.require().directory)
+    torch_rpc_ext.on_worker_event(
+        lambda event: lost.append(event.worker) if event.kind == "lost" else None
+    )
+
+
+def wait_until_it_reads() -> None:
+    assert reading.wait(20)
+
+
+def hear_of_a_loss(worker: str) -> None:
+    end = time.monotonic() + 20
+    while worker not in lost:
+        assert time.monotonic() < end, lost
+        time.sleep(0.02)
+
+
+def read_at_last() -> None:
+    answered.set()
+
+
+def test_a_store_that_does_not_answer_holds_up_no_event(tmp_path: Path) -> None:
+    with members(4) as group:
+        for worker in (group[1], group[2]):
+            worker.run(call, "worker0")
+        group[0].run(have_a_store_that_does_not_answer)
+        with busy(group[0], tmp_path / "gate"):
+            end(group[1])
+            group[0].run(wait_until_it_reads)
+            group[2].kill()
+            group[0].run(hear_of_a_loss, "worker2")
+        group[0].run(read_at_last)
+        group[0].run(wait_for_names, "worker0", "worker2")
 
 
 def test_one_joins_and_leaves_while_another_is_busy(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Saved(Resident):
         """Return what is saved, by its name in the checkpoint."""
         raise NotImplementedError
 
-    def reader(self, path: str) -> checkpoint.Reader:
+    def _reader(self, path: str) -> checkpoint.Reader:
         """Return the reader of a checkpoint whose path a peer has given."""
         session = sessions.current()
         return checkpoint.Reader(path, None if session is None else session.allowed)
@@ -237,7 +237,7 @@ class Stage(Saved):
     def read_checkpoint(self, path: str, key: str) -> None:
         """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
-        self.reader(path).read(_under(key, state))
+        self._reader(path).read(_under(key, state))
         self.module.load_state_dict(state)
 
 

@@ -169,7 +169,7 @@ class StageOptimizer(Saved):
             KeyError: the checkpoint has no parameter of this name in an optimizer's state.
         """
         before = f"{key}." if key else ""
-        reader = self.reader(path)
+        reader = self._reader(path)
         states, options = f"{before}state.", f"{before}param_groups."
         # A name may be the beginning of another one, so names are looked for with their dots.
         own = [
