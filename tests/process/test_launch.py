@@ -169,6 +169,45 @@ def test_output_can_go_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert not capsys.readouterr().out
 
 
+def test_an_error_of_show_harms_no_call(caplog: pytest.LogCaptureFixture) -> None:
+    def show(name: str, line: str) -> None:
+        raise BrokenPipeError(f"nobody reads {line}")
+
+    with WorkerGroup(["ps"], show=show) as group:
+        more_than_a_pipe_holds = "line\n" * 50_000
+        assert group[0].submit(print, more_than_a_pipe_holds).result(60) is None
+        assert group[0].submit(len, "four").result(60) == 4
+    [record] = [one for one in caplog.records if one.name.startswith("torch_rpc_ext.launch")]
+    assert record.getMessage() == "the output of ps cannot be shown"
+    assert record.exc_info is not None and "nobody reads line" in str(record.exc_info[1])
+
+
+class Leaving:
+    """Unpickling this object calls sys.exit(3)."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (3,)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_end_of_the_thread_that_reads_ends_the_worker(tmp_path: Path) -> None:
+    def leave(_: Future[Any]) -> None:
+        raise SystemExit
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with WorkerGroup(["ps"]) as group:
+        with pytest.raises(SystemExit):  # the call's own, which does not end the thread
+            group[0].submit(Leaving).result(60)
+        first = group[0].submit(pipe.read_text)
+        asleep = group[0].submit(time.sleep, 1000)
+        first.add_done_callback(leave)  # runs on the thread that reads
+        pipe.write_text("go on")
+        assert first.result(60) == "go on"
+        with pytest.raises(WorkerExitedError, match="did not finish sleep"):
+            asleep.result(60)
+
+
 # With RPC.
 
 

@@ -54,7 +54,8 @@ class WorkerGroup:
         env: environment variables for all workers. A worker has one compute thread
             (OMP_NUM_THREADS=1) unless `env` or this process's environment says otherwise.
         show: called with a worker's name and a line that the worker has printed, one call at a time
-            for each worker; prints both by default. ``lambda name, line: None`` for silence.
+            for each worker; prints both by default. ``lambda name, line: None`` for silence. The
+            first error of `show` is logged for each worker; output is shown on.
 
     Raises:
         ValueError: no workers, or one name twice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -13,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing import connection
-from typing import Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _protocol
 
 __all__ = ["Worker", "WorkerExitedError", "wait_all"]
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,6 +80,7 @@ class Worker:
     def __init__(self, name: str, env: Mapping[str, str], show: Callable[[str, str], None]) -> None:
         self.name = name
         self._show = show
+        self._show_failed = False
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._calls: deque[tuple[str, Future[Any]]] = deque()
         self._lock = threading.Lock()
@@ -167,9 +171,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
-        if self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._kill_all()
         self._process.wait()
         self._thread.join(2 * _LOOK)
 
@@ -187,10 +189,27 @@ class Worker:
         self._thread.join(2 * _LOOK)
         return True
 
+    def _kill_all(self) -> None:
+        if self.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     def _read(self) -> None:
         """Show output and complete calls until the process has ended."""
         assert self._process.stdout is not None
         output = self._process.stdout
+        try:
+            self._relay(output)
+        except BaseException:
+            self._kill_all()  # nobody reads what the worker prints or returns any more
+            raise
+        finally:
+            self._process.wait()
+            self._fail_calls()
+            self._pipe.close()
+            output.close()
+
+    def _relay(self, output: IO[bytes]) -> None:
         os.set_blocking(output.fileno(), False)
         text = b""
         open_ends: list[Any] = [self._pipe, output]
@@ -208,10 +227,6 @@ class Worker:
                 open_ends.remove(self._pipe)
         if text:
             self._show_lines(text + b"\n")
-        self._process.wait()
-        self._fail_calls()
-        self._pipe.close()
-        output.close()
 
     def _show_lines(self, text: bytes) -> bytes:
         """Show the complete lines; return the incomplete rest."""
@@ -220,7 +235,14 @@ class Worker:
             # A progress bar rewrites its line behind "\r"; a terminal shows the last version.
             plain = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
             self._lines.append(plain)
-            self._show(self.name, plain)
+            try:
+                self._show(self.name, plain)
+            except BaseException:
+                # A full disk, or the end of `python program.py | head`. The output is read on: a
+                # worker whose output nobody reads stops when the pipe is full.
+                if not self._show_failed:
+                    logger.warning("the output of %s cannot be shown", self.name, exc_info=True)
+                self._show_failed = True
         return rest
 
     def _take_reply(self) -> bool:
@@ -233,7 +255,7 @@ class Worker:
             _, future = self._calls.popleft()
         try:
             ok, value = _protocol.load(data)
-        except Exception as error:  # noqa: BLE001  the class of the result is not here, say
+        except BaseException as error:  # noqa: BLE001  the class of the result is not here, say
             ok, value = False, error
         if ok:
             future.set_result(value)
