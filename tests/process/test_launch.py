@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import gc
 import linecache
 import os
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -24,7 +28,7 @@ import torch
 from torch.distributed import rpc as untyped_rpc
 
 from tests.support.backend import ROOT, backend_name
-from torch_rpc_ext.launch import WorkerExitedError, WorkerGroup, _rpc
+from torch_rpc_ext.launch import Worker, WorkerExitedError, WorkerGroup, _rpc
 
 rpc: Any = untyped_rpc
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -403,6 +407,70 @@ def test_ctrl_c_interrupts_the_function_and_the_worker_lives() -> None:
     assert shown.splitlines()[-1] == "interrupted 4"
     assert process.returncode == 0
     assert gone(*pids)
+
+
+@contextlib.contextmanager
+def ctrl_c_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """Within the block, wait for Ctrl-C, which comes when the condition is true."""
+
+    def press() -> None:
+        assert wait_until(condition, 60)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    main_thread = threading.get_ident()
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+
+
+def bytes_on_the_way(worker: Worker) -> int:
+    """How many bytes of requests the worker's process has not read yet."""
+    count = array.array("i", [0])
+    fcntl.ioctl(worker._pipe.fileno(), termios.TIOCOUTQ, count)
+    return count[0]
+
+
+def touch_and_sleep(path: Path, data: bytes) -> None:
+    path.touch()
+    time.sleep(1000)
+
+
+def test_ctrl_c_while_arguments_are_sent(tmp_path: Path) -> None:
+    """One worker runs the function, another has received a part of its arguments."""
+    begun = tmp_path / "begun"
+    with WorkerGroup(2) as group:
+        _, pid = group.run(os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        with ctrl_c_when(lambda: begun.exists() and bytes_on_the_way(group[1]) > 0):
+            group.run(touch_and_sleep, begun, bytes(10_000_000))
+        os.kill(pid, signal.SIGCONT)
+        # Each worker takes this up when it has left the function.
+        assert [worker.submit(len, "four").result(60) for worker in group] == [4, 4]
+
+
+def test_ctrl_c_leaves_the_function_before_alone(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with WorkerGroup(1) as group:
+        first = group[0].submit(pipe.read_text)
+        with ctrl_c_when(lambda: len(group[0]._calls) == 2):
+            group[0].run(time.sleep, 1000)
+        pipe.write_text("go on")
+        assert first.result(60) == "go on"
+        assert group[0].submit(len, "four").result(60) == 4
+
+
+def test_interrupt_reaches_a_worker_that_still_starts() -> None:
+    with WorkerGroup(1) as group:
+        asleep, after = group[0].submit(time.sleep, 1000), group[0].submit(len, "four")
+        group[0].interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            asleep.result(60)
+        assert after.result(60) == 4
+        group[0].interrupt()  # does nothing: no function runs
+        assert group[0].submit(len, "four").result(60) == 4
 
 
 # In a notebook.

@@ -1,13 +1,16 @@
 """The messages between the process of a group and the process of a worker, over a pipe.
 
-A request is ``(function, args, kwargs)``, a reply ``(ok, value)``. cloudpickle pickles both:
-functions and classes of a notebook or a script by value, those that can be imported by name.
+A message begins with the key of a request. Behind the key a request has ``(function, args,
+kwargs)``, and a reply ``(ok, value)``. cloudpickle pickles both: functions and classes of a
+notebook or a script by value, those that can be imported by name. A key alone interrupts its
+request.
 """
 
 from __future__ import annotations
 
 import collections
 import io
+import itertools
 import linecache
 import os
 import pickle
@@ -26,20 +29,39 @@ except ImportError as problem:
 #: In place of a request: end when all earlier requests are done.
 END = b""
 
+_KEY_SIZE = 8
+_numbers = itertools.count()
 
-def dump(value: Any) -> bytes:
-    """Return the value pickled."""
+
+def new_key() -> bytes:
+    """Return a key that no other request of this process has."""
+    return next(_numbers).to_bytes(_KEY_SIZE)
+
+
+def key_of(message: bytes) -> bytes:
+    """Return the key of a request, a reply or an interrupt."""
+    return message[:_KEY_SIZE]
+
+
+def is_interrupt(message: bytes) -> bool:
+    """Return whether a message to a worker interrupts a request."""
+    return len(message) == _KEY_SIZE
+
+
+def dump(key: bytes, value: Any) -> bytes:
+    """Return the message with a key and a pickled value."""
     data = io.BytesIO()
+    data.write(key)
     _Pickler(data).dump(value)
     return data.getvalue()
 
 
-def load(data: bytes) -> Any:
-    """Undo dump(). Only for bytes from our own pipe: a pickle can run any code."""
-    return pickle.loads(data)
+def load(message: bytes) -> Any:
+    """Return the value of dump(). Only for bytes from our own pipe: a pickle can run any code."""
+    return pickle.loads(memoryview(message)[_KEY_SIZE:])
 
 
-def dump_error(error: BaseException, worker: str) -> bytes:
+def dump_error(key: bytes, error: BaseException, worker: str) -> bytes:
     """Return the reply that raises ``error`` at the caller, with the traceback as a note.
 
     An error that cannot be pickled becomes a RuntimeError with its type and text.
@@ -47,12 +69,12 @@ def dump_error(error: BaseException, worker: str) -> bytes:
     text = "".join(traceback.format_exception(error)).rstrip()
     try:
         error.add_note(f"on {worker}:\n{text}")
-        data = dump((False, error))
+        data = dump(key, (False, error))
         load(data)
     except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
         plain = RuntimeError(f"{type(error).__name__}: {error}")
         plain.add_note(f"on {worker}:\n{text}")
-        data = dump((False, plain))
+        data = dump(key, (False, plain))
     return data
 
 

@@ -7,11 +7,13 @@ the pipe's other side, by a new parent process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -29,13 +31,14 @@ def main(name: str, handle: int, parent: int) -> NoReturn:
         handle: file descriptor of the pipe.
         parent: id of the process that started this one.
     """
-    # Ctrl-C counts only while a request runs: Worker.interrupt() sends it then. See _run().
+    # SIGINT counts only while a request runs: see _run().
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(handle)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(pipe, parent, requests), daemon=True).start()
+    interrupts = _Interrupts()
+    threading.Thread(target=_read, args=(pipe, parent, requests, interrupts), daemon=True).start()
     while (request := requests.get()) != _protocol.END:
-        reply = _run(name, request)
+        reply = _run(name, request, interrupts)
         # Flushed before the reply, so that the caller has shown all output when the call returns.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -43,29 +46,70 @@ def main(name: str, handle: int, parent: int) -> NoReturn:
     sys.exit(0)
 
 
-def _run(name: str, request: bytes) -> bytes:
+class _Interrupts:
+    """Which request runs, and which requests were interrupted before they began.
+
+    Thread Safety: any thread; running() is for the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: bytes | None = None
+        self._early: set[bytes] = set()
+
+    def interrupt(self, key: bytes) -> None:
+        """Raise KeyboardInterrupt in a request, now if it runs, otherwise when it begins."""
+        with self._lock:  # so the next request cannot begin before the signal is sent
+            if self._running == key:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            else:
+                self._early.add(key)
+
+    @contextlib.contextmanager
+    def running(self, key: bytes) -> Iterator[None]:
+        """Let interrupt() reach the request during the block."""
+        with self._lock:
+            if key in self._early:
+                self._early.remove(key)
+                raise KeyboardInterrupt
+            self._running = key
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = None
+
+
+def _run(name: str, request: bytes, interrupts: _Interrupts) -> bytes:
+    key = _protocol.key_of(request)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            function, args, kwargs = _protocol.load(request)
-            return _protocol.dump((True, function(*args, **kwargs)))
+            with interrupts.running(key):
+                function, args, kwargs = _protocol.load(request)
+                return _protocol.dump(key, (True, function(*args, **kwargs)))
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except BaseException as error:  # noqa: BLE001  SystemExit and Ctrl-C end the request only
-        return _protocol.dump_error(error, name)
+        return _protocol.dump_error(key, error, name)
 
 
-def _read(pipe: Connection, parent: int, requests: queue.SimpleQueue[bytes]) -> None:
+def _read(
+    pipe: Connection, parent: int, requests: queue.SimpleQueue[bytes], interrupts: _Interrupts
+) -> None:
     while True:
         try:
             while not pipe.poll(_LOOK):
                 if os.getppid() != parent:
                     _die()
-            request = pipe.recv_bytes()
+            message = pipe.recv_bytes()
         except (EOFError, OSError):
             _die()
-        requests.put(request)
-        if request == _protocol.END:
+        if _protocol.is_interrupt(message):
+            interrupts.interrupt(message)
+            continue
+        requests.put(message)
+        if message == _protocol.END:
             _outlive_nobody(parent)
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _rpc
-from torch_rpc_ext.launch.process import Worker, wait_all
+from torch_rpc_ext.launch.process import Worker, run_on, wait_all
 
 __all__ = ["WorkerGroup"]
 
@@ -136,6 +136,8 @@ class WorkerGroup:
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run a function on all workers at once, each in its main thread.
 
+        Ctrl-C in this process interrupts the function on all workers.
+
         Args:
             function: any function that cloudpickle takes, also of a cell of a notebook.
             *args: the function's arguments.
@@ -149,16 +151,10 @@ class WorkerGroup:
             Exception: the first exception that the function raised, with the worker's traceback as
                 a note. Other workers may still be running the function.
         """
-        calls = [worker.submit(function, *args, **kwargs) for worker in self._started()]
-        try:
-            done, _ = futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
-        except KeyboardInterrupt:
-            for worker, call in zip(self._workers, calls, strict=True):
-                if not call.done():
-                    worker.interrupt()
-            raise
-        for call in done:
-            call.result()
+        calls = run_on(self._started(), function, args, kwargs)
+        for call in calls:
+            if call.done():
+                call.result()
         return [call.result() for call in calls]
 
     def init_rpc(

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing import connection
 from typing import IO, Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _protocol
 
-__all__ = ["Worker", "WorkerExitedError", "wait_all"]
+__all__ = ["Worker", "WorkerExitedError", "run_on", "wait_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +70,8 @@ class Worker:
         future = worker.submit(train, 10)
         print(worker.pid, future.result())
 
-    Owns: the process, the pipe to it and a thread that reads the process's replies and output.
-    Thread Safety: any thread.
+    Owns: the process, the pipe to it, a thread that sends requests and a thread that reads the
+    process's replies and output. Thread Safety: any thread.
 
     Args:
         name: of the worker.
@@ -82,8 +84,10 @@ class Worker:
         self._show = show
         self._show_failed = False
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._calls: deque[tuple[str, Future[Any]]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the two that follow
+        self._calls: dict[bytes, tuple[str, Future[Any]]] = {}  # in the order of their requests
+        self._ended = False  # no call can be added
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._pipe, theirs = connection.Pipe()
         handle = theirs.fileno()
         start = _START.format(
@@ -106,6 +110,8 @@ class Worker:
             )
         self._thread = threading.Thread(target=self._read, name=f"output-{name}", daemon=True)
         self._thread.start()
+        # A thread of its own, because Ctrl-C in the main thread would cut a message.
+        threading.Thread(target=self._send, name=f"input-{name}", daemon=True).start()
 
     def __repr__(self) -> str:
         state = "running" if self.exitcode is None else f"exit code {self.exitcode}"
@@ -136,38 +142,23 @@ class Worker:
         Raises:
             WorkerExitedError: the process has ended.
         """
-        request = _protocol.dump((function, args, kwargs))
-        what = getattr(function, "__qualname__", repr(function))
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
-        with self._lock:
-            self._calls.append((what, future))
-            try:
-                self._pipe.send_bytes(request)
-            except OSError:
-                self._calls.pop()
-                self._process.wait()
-                raise self._exited(f"cannot run {what}") from None
+        [future] = _submit_to([self], _protocol.new_key(), function, args, kwargs)
         return future
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function on the worker and return what the function returns; see submit().
 
-        Ctrl-C in this process interrupts the function on the worker.
+        Ctrl-C in this process interrupts the function on the worker, or keeps it from beginning.
         """
-        future = self.submit(function, *args, **kwargs)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            if not future.done():
-                self.interrupt()
-            raise
+        [future] = run_on([self], function, args, kwargs)
+        return future.result()
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the function that the worker runs, if there is one."""
-        if self.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGINT)
+        """Raise KeyboardInterrupt in the function that the worker runs, or is to run next."""
+        with self._lock:
+            for key in self._calls:
+                self._outbox.put(key)
+                break
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
@@ -177,8 +168,7 @@ class Worker:
 
     def end(self) -> None:
         """Ask the process to end after all submitted functions; wait() waits for the end."""
-        with self._lock, contextlib.suppress(OSError):
-            self._pipe.send_bytes(_protocol.END)
+        self._outbox.put(_protocol.END)
 
     def wait(self, timeout: float) -> bool:
         """Wait for the end of the process, at most `timeout` s; return whether it has ended."""
@@ -188,6 +178,17 @@ class Worker:
             return False
         self._thread.join(2 * _LOOK)
         return True
+
+    def _begin(self, key: bytes, what: str, request: bytes) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        with self._lock:
+            if self._ended or self.exitcode is not None:
+                raise self._exited(f"cannot run {what}")
+            self._outbox.put(request)
+            # Ctrl-C may come here. Then nobody has the future, and _take_reply() drops the reply.
+            self._calls[key] = what, future
+        return future
 
     def _kill_all(self) -> None:
         if self.exitcode is None:
@@ -206,8 +207,16 @@ class Worker:
         finally:
             self._process.wait()
             self._fail_calls()
-            self._pipe.close()
+            self._outbox.put(None)
             output.close()
+
+    def _send(self) -> None:
+        """Send messages until _read() has ended, then close the pipe: nobody uses it any more."""
+        while (message := self._outbox.get()) is not None:
+            with contextlib.suppress(OSError):  # the process has ended: _read() fails the calls
+                self._pipe.send_bytes(message)
+            del message  # it may be large
+        self._pipe.close()
 
     def _relay(self, output: IO[bytes]) -> None:
         os.set_blocking(output.fileno(), False)
@@ -246,13 +255,16 @@ class Worker:
         return rest
 
     def _take_reply(self) -> bool:
-        """Complete the oldest call with the next reply; return False at the end of the pipe."""
+        """Complete a call with the next reply; return False at the end of the pipe."""
         try:
             data = self._pipe.recv_bytes()
         except (EOFError, OSError):
             return False
         with self._lock:
-            _, future = self._calls.popleft()
+            call = self._calls.pop(_protocol.key_of(data), None)
+        if call is None:
+            return True
+        _, future = call
         try:
             ok, value = _protocol.load(data)
         except BaseException as error:  # noqa: BLE001  the class of the result is not here, say
@@ -265,7 +277,8 @@ class Worker:
 
     def _fail_calls(self) -> None:
         with self._lock:
-            calls = list(self._calls)
+            self._ended = True
+            calls = list(self._calls.values())
             self._calls.clear()
         for what, future in calls:
             future.set_exception(self._exited(f"did not finish {what}"))
@@ -275,6 +288,42 @@ class Worker:
         if self._lines:
             text += "; its last output:\n  " + "\n  ".join(self._lines)
         return WorkerExitedError(text, self.name, self._process.returncode)
+
+
+def run_on(
+    workers: list[Worker],
+    function: Callable[..., T],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Future[T]]:
+    """Run a function on workers until all have returned or one has raised.
+
+    Ctrl-C in this process interrupts the function on all of them.
+
+    Returns:
+        The call of each worker.
+    """
+    key = _protocol.new_key()
+    try:
+        calls = _submit_to(workers, key, function, args, kwargs)
+        futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker._outbox.put(key)  # a worker that has run the function ignores this
+        raise
+    return calls
+
+
+def _submit_to(
+    workers: list[Worker],
+    key: bytes,
+    function: Callable[..., T],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Future[T]]:
+    request = _protocol.dump(key, (function, args, kwargs))
+    what = getattr(function, "__qualname__", repr(function))
+    return [worker._begin(key, what, request) for worker in workers]
 
 
 def wait_all(workers: list[Worker], timeout: float) -> list[Worker]:
