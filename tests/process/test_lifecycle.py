@@ -343,6 +343,32 @@ def test_leaving_with_an_exception_keeps_its_exit_code() -> None:
     assert not on_ucx() or "terminate called" not in ended.err, ended
 
 
+#: What a program does between atexit.register(rpc.shutdown) and its init_rpc.
+BEFORE_INIT = {
+    "nothing": "",
+    "an earlier session": "init(); rpc.shutdown()",
+    "a fork": (
+        "pid = os.fork()\n    if pid: os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    ),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE_INIT)
+def test_a_program_may_register_its_shutdown_before_init(before: str) -> None:
+    code = f"""
+    import atexit, time
+    def work():
+        time.sleep(1)
+        print("worked")
+    atexit.register(rpc.shutdown)
+    {BEFORE_INIT[before]}
+    init()
+    future = rpc.rpc_async("me", work)
+"""
+    ended = script.python(PROGRAM + code)
+    assert (ended.code, ended.out) == (0, "worked\n") and "Traceback" not in ended.err, ended
+
+
 QUIET = (
     PROGRAM
     + """

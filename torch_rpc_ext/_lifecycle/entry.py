@@ -6,6 +6,9 @@ options and the agent's start are loaded when they are used.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import sys
 from typing import Any
 
 from torch_rpc_ext._lifecycle import init_hook
@@ -15,7 +18,7 @@ NAME = "UCX"
 
 
 def register(rpc: Any) -> None:
-    """Enter BackendType.UCX, and wrap init_rpc. Idempotent.
+    """Enter BackendType.UCX, wrap init_rpc, and watch for the end of the process. Idempotent.
 
     Args:
         rpc: the module torch.distributed.rpc, imported completely.
@@ -26,6 +29,23 @@ def register(rpc: Any) -> None:
     for enum_class in registry.enum_classes(rpc):
         registry.add_member(enum_class, NAME, value)
     init_hook.install(rpc)
+    _watch_exit()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Let a process that ends without rpc.shutdown() stop its agent.
+
+    atexit calls first what was registered last. So this is registered with the back end and not in
+    init_rpc: a program may register rpc.shutdown before init_rpc, which then still has its agent.
+    """
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    name = "torch_rpc_ext._lifecycle.lifetime"
+    if name in sys.modules:  # otherwise there was no agent
+        sys.modules[name].leave()
 
 
 def serve_tensorpipe(rpc: Any) -> None:

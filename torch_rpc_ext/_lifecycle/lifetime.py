@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
@@ -24,15 +23,14 @@ native_rpc: Any = _untyped_native_rpc
 
 
 @functools.cache
-def _watch() -> None:
-    """Install the hooks for exit and fork, once, when the first agent starts."""
-    atexit.register(_at_exit)
+def _watch_forks() -> None:
+    """Install the hook for forks, once, when the first agent starts."""
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def open_session(session: sessions.Session) -> None:
     """Set this process's session, and install the hooks in upstream's Python."""
-    _watch()
+    _watch_forks()
     # Upstream numbers the meetings of workers with the same names, in each process. A worker that
     # was in an earlier group, and one that was not, would wait for each other for ever.
     with api._all_gather_dict_lock:
@@ -80,8 +78,8 @@ def abandon(session: sessions.Session) -> None:
             native_rpc._reset_current_rpc_agent()
 
 
-def _at_exit() -> None:
-    """Stop the threads of a process that leaves without rpc.shutdown().
+def leave() -> None:
+    """Stop the threads of a process that ends without rpc.shutdown(). Idempotent.
 
     Does what rpc.shutdown(graceful=False) does, but is silent about RRefs that still live. Without
     this the threads would use an interpreter that is being taken down, and the process would abort
