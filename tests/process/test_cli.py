@@ -95,3 +95,42 @@ def test_run_finds_a_module_where_it_is_started(command: list[str], tmp_path: Pa
     )
     assert ended.returncode == 3, ended
     assert ended.stdout == f"['--flag'] {package.parent} __main__\n", ended
+
+
+#: Prints what a program can see of itself, and what it can still do when its last line has run.
+PROGRAM = """
+import atexit, pickle, sys, threading
+
+def later(how):
+    print(how, pickle.loads(pickle.dumps(later)) is later, flush=True)
+
+def main_thread_has_ended():
+    threading.main_thread().join()
+    later("in a thread")
+
+if __name__ == "__main__":
+    atexit.register(later, "at exit")
+    threading.Thread(target=main_thread_has_ended).start()
+    print(sys.argv, sys.path[0], __file__, __package__, getattr(__spec__, "name", None))
+    print(type(__loader__), type(__builtins__), sorted(globals()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [["prog.py"], ["./link.py"], ["-m", "prog"]], ids=" ".join)
+def test_run_runs_a_program_as_python_does(
+    command: list[str], how: list[str], tmp_path: Path
+) -> None:
+    work = tmp_path / "work"
+    (work / "scripts").mkdir(parents=True)
+    (work / "prog.py").write_text(PROGRAM)
+    (work / "scripts" / "prog.py").write_text(PROGRAM)
+    (work / "link.py").symlink_to("scripts/prog.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ours, pythons = (
+        subprocess.run(
+            [*program, *how, "--flag"], cwd=work, env=env, capture_output=True, text=True
+        )
+        for program in ([*command, "run"], [sys.executable])
+    )
+    assert pythons.stdout.splitlines()[2:] == ["in a thread True", "at exit True"], pythons
+    assert (ours.stdout, ours.stderr, ours.returncode) == (pythons.stdout, "", 0), ours

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import os
-import runpy
+import runpy as _untyped_runpy
 import sys
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from torch_rpc_ext._base.environment import BACKEND
 from torch_rpc_ext.cli import common
 
 __all__ = ["main"]
+
+runpy: Any = _untyped_runpy  # the function that we need has no types
 
 _DESCRIPTION = f"""Run a program that uses torch.distributed.rpc on UCX, unchanged.
 
@@ -58,10 +64,9 @@ def main(arguments: list[str]) -> int:
 
         torchrun.main(arguments)
         return 0
-    script = Path(arguments[0])
-    if not script.is_file():
-        parser.error(f"there is no script {script}")
-    return _run_script(script, arguments[1:])
+    if not Path(arguments[0]).is_file():
+        parser.error(f"there is no script {arguments[0]}")
+    return _run_script(arguments[0], arguments[1:])
 
 
 def _take_over() -> None:
@@ -76,11 +81,25 @@ def _look_first_in(folder: str) -> None:
         sys.path[0] = folder  # in place of the folder of this command
 
 
-def _run_script(script: Path, arguments: list[str]) -> int:
-    sys.argv = [str(script), *arguments]
-    _look_first_in(str(script.resolve().parent))
+def _new_main(**names: Any) -> dict[str, Any]:
+    """Put a new module in the place of __main__, and return its namespace.
+
+    The module stays there, because a program's threads and atexit functions run after its last
+    line. So runpy.run_path() would not do: it puts the former module back.
+    """
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={}, **names)
+    return main.__dict__
+
+
+def _run_script(script: str, arguments: list[str]) -> int:
+    sys.argv = [script, *arguments]
+    _look_first_in(str(Path(script).resolve().parent))
     _take_over()
-    runpy.run_path(str(script), run_name="__main__")
+    path = os.path.join(os.getcwd(), script)
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    exec(code, _new_main(__file__=path, __cached__=None, __loader__=loader))
     return 0
 
 
@@ -88,5 +107,6 @@ def _run_module(module: str, arguments: list[str]) -> int:
     sys.argv = [module, *arguments]
     _look_first_in(os.getcwd())
     _take_over()
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    _new_main()
+    runpy._run_module_as_main(module)  # what `python -m` calls
     return 0
