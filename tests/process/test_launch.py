@@ -186,6 +186,25 @@ def test_an_error_of_show_harms_no_call(caplog: pytest.LogCaptureFixture) -> Non
     assert record.exc_info is not None and "nobody reads line" in str(record.exc_info[1])
 
 
+def leave_a_child_that_prints() -> int:
+    code = "import time\nwhile True: print('still here', flush=True); time.sleep(0.05)"
+    return subprocess.Popen([sys.executable, "-c", code]).pid
+
+
+def test_a_child_that_prints_outlives_its_worker() -> None:
+    heard = threading.Event()
+    with WorkerGroup(["ps"], show=lambda name, line: heard.set()) as group:
+        child = group[0].submit(leave_a_child_that_prints).result(60)
+        try:
+            assert heard.wait(60)
+            asleep = group[0].submit(time.sleep, 1000)
+            os.kill(group[0].pid, signal.SIGKILL)
+            with pytest.raises(WorkerExitedError, match="did not finish sleep"):
+                asleep.result(60)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 class Leaving:
     """Unpickling this object calls sys.exit(3)."""
 

@@ -32,6 +32,9 @@ _KEPT_LINES = 20
 # How often to check that the process still runs, s. Usually the end of its pipes shows its end
 # before.
 _LOOK = 0.5
+# How many bytes one read takes from the output, and how many its pipe can hold.
+_READ_SIZE = 65536
+_PIPE_SIZE = 1 << 20
 _START = (
     "import sys; sys.path[:] = {path!r}; from torch_rpc_ext.launch import _worker; "
     "_worker.main({name!r}, {handle}, {parent})"
@@ -223,17 +226,20 @@ class Worker:
         text = b""
         open_ends: list[Any] = [self._pipe, output]
         while open_ends:
-            ready = connection.wait(open_ends, _LOOK)
-            if not ready and self._process.poll() is not None:
-                break  # the process has ended, but a child of it still holds the pipes open
+            # Asked before the pipes are read: what an ended process has written is all there.
+            ended = self._process.poll() is not None
+            ready = connection.wait(open_ends, 0 if ended else _LOOK)
             # Output before replies: what a call has printed is shown when the call returns.
             if output in open_ends:
                 data = _available(output.fileno())
                 text = self._show_lines(text + (data or b""))
                 if data is None:
                     open_ends.remove(output)
-            if self._pipe in ready and not self._take_reply():
-                open_ends.remove(self._pipe)
+            if self._pipe in ready:
+                if not self._take_reply():
+                    open_ends.remove(self._pipe)
+            elif ended:
+                break  # a child of the process may hold the pipes open, and print
         if text:
             self._show_lines(text + b"\n")
 
@@ -333,13 +339,15 @@ def wait_all(workers: list[Worker], timeout: float) -> list[Worker]:
 
 
 def _available(handle: int) -> bytes | None:
-    """Return what can be read without waiting; None at the end of the output."""
+    """Return what can be read without waiting, at most what fills the pipe twice; None at the end
+    of the output."""
     parts: list[bytes] = []
-    while True:
+    for _ in range(2 * _PIPE_SIZE // _READ_SIZE):
         try:
-            part = os.read(handle, 65536)
+            part = os.read(handle, _READ_SIZE)
         except BlockingIOError:
-            return b"".join(parts)
+            break
         if not part:
             return b"".join(parts) or None
         parts.append(part)
+    return b"".join(parts)
