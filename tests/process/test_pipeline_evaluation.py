@@ -136,3 +136,47 @@ def check_errors() -> None:
 
 def test_errors(four: Group) -> None:
     four.run(check_errors)
+
+
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise ValueError("not even this")
+
+
+class Shy(Exception):
+    """Cannot be described, and not be pickled."""
+
+    @property
+    def __notes__(self) -> list[str]:
+        raise ValueError("not even this")
+
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+
+def raise_mute(output: torch.Tensor, target: torch.Tensor) -> None:
+    raise Mute
+
+
+def raise_shy(output: torch.Tensor, target: torch.Tensor) -> None:
+    raise Shy
+
+
+def check_errors_without_words() -> None:
+    from torch_rpc_ext.sharding import StageError
+
+    x, y = m.batch_of("mlp")
+    pipe = pipeline(shard(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.ReLU()), THREE), timeout=0)
+    with pytest.raises(StageError, match="stage 2 on worker3 raised Mute") as caught:
+        pipe.evaluate(x, y, raise_mute)
+    assert isinstance(caught.value.__cause__, Mute)
+    with pytest.raises(StageError, match="stage 2 on worker3 raised Shy") as caught:
+        pipe.evaluate(x, y, raise_shy)
+    assert caught.value.__cause__ is None
+    assert pipe.evaluate(x, y.argmax(1), correct)
+
+
+def test_errors_without_words(four: Group) -> None:
+    four.run(check_errors_without_words)

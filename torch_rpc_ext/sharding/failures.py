@@ -6,6 +6,7 @@ Failure in place of raising, other stages pass the Failure on, and the caller ra
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -62,10 +63,13 @@ class Failure:
 
     @staticmethod
     def of(stage: int, worker: str, kind: Kind, error: BaseException) -> Failure:
-        """Return the Failure for an error."""
-        trace = "".join(traceback.format_exception(error))
-        text = str(error).strip()
-        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        """Return the Failure for an error. Raises nothing, whatever a user's error does."""
+        what, trace = type(error).__name__, ""
+        with contextlib.suppress(BaseException):
+            described = traceback.TracebackException.from_exception(error)
+            trace = "".join(described.format())
+            text = str(described).strip()  # str(error) might raise
+            what = f"{what}: {text}" if text else what
         return Failure(stage, worker, kind, what, trace, _if_picklable(error))
 
     def error(self) -> StageError:
@@ -91,6 +95,6 @@ def first_cause(failures: list[Failure]) -> Failure:
 def _if_picklable(error: BaseException) -> BaseException | None:
     try:
         copied: Any = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
+    except BaseException:  # noqa: BLE001  pickling a class of a user may raise anything
         return None
     return copied if isinstance(copied, BaseException) else None

@@ -263,7 +263,8 @@ class Pipeline:
                 futures.append(self._start(index, job, ended))
             outcomes = self._collect(futures, ended)
         except BaseException as error:
-            self._stop(str(error))  # Ctrl-C here must not leave stages that wait for each other
+            # Ctrl-C here must not leave stages that wait for each other.
+            self._stop(f"the caller has left with {type(error).__name__}")
             raise
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
         if failures:

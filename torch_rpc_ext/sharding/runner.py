@@ -313,9 +313,14 @@ def run(runner: Any, job: Job) -> Any:
     """
     own = own_value(runner, StageRunner)
     future: torch.futures.Future[Any] = torch.futures.Future()
-    threading.Thread(
-        target=lambda: future.set_result(own.run(job)), name="pipeline-stage", daemon=True
-    ).start()
+
+    def answer() -> None:
+        try:
+            future.set_result(own.run(job))
+        except BaseException as error:  # noqa: BLE001  upstream pickles the result
+            future.set_result(own._failure("raised", error))
+
+    threading.Thread(target=answer, name="pipeline-stage", daemon=True).start()
     return future
 
 
@@ -341,7 +346,7 @@ def stop(name: str, batch: int, reason: str) -> None:
 
 class _NeighbourLostError(Exception):
     def __init__(self, stage: int, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__()
         self.stage, self.error = stage, error
 
 
