@@ -76,12 +76,14 @@ class RetryPolicy:
             together do not come back together.
         deadline: no attempt begins later than this after the first, s, and no attempt has a longer
             time-out than what is left; None for no deadline.
-        retry_on: classes of errors after which to call again; by default a worker that is
-            lost or has shut down, a time-out and overload. What the remote function raises is not
-            among them. A ShutDownError because this worker shuts down is never one of them.
+        retry_on: a class of errors, or a tuple of classes as in an except clause, after which to
+            call again; by default a worker that is lost or has shut down, a time-out and overload.
+            What the remote function raises is not among them. A ShutDownError because this worker
+            shuts down is never one of them.
 
     Raises:
         ValueError: a value is out of range; the text names it.
+        TypeError: `retry_on` is something else.
     """
 
     attempts: int = 3
@@ -89,7 +91,7 @@ class RetryPolicy:
     max_wait: float = 5.0
     jitter: float = 0.1
     deadline: float | None = None
-    retry_on: tuple[type[Exception], ...] = TRANSIENT
+    retry_on: type[Exception] | tuple[type[Exception], ...] = TRANSIENT
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -99,6 +101,9 @@ class RetryPolicy:
                 raise ValueError(f"{name} must be 0 s or more, got {getattr(self, name)!r}")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline must be more than 0 s, got {self.deadline!r}")
+        classes = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
+        if not all(isinstance(one, type) and issubclass(one, BaseException) for one in classes):
+            raise TypeError(f"retry_on must be a tuple of exception classes, got {self.retry_on!r}")
 
     def rpc_sync(
         self,

@@ -356,3 +356,21 @@ def leave() -> None:
 def test_bad_values_are_named(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         policy(**given)
+
+
+@pytest.mark.parametrize("value", [[KeyError], ("KeyError",), (KeyError(),), None], ids=str)
+def test_what_cannot_be_retried_on_is_named(value: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        policy(retry_on=value)
+    assert str(caught.value) == f"retry_on must be a tuple of exception classes, got {value!r}"
+
+
+def test_one_class_may_be_retried_on() -> None:
+    tries: list[int] = []
+
+    @policy(attempts=2, retry_on=LookupError)
+    def look() -> Any:
+        tries.append(len(tries))
+        return {1: "found"}[tries[-1]]
+
+    assert look() == "found"
