@@ -149,30 +149,67 @@ def test_typeof_applied_twice_forges_no_class(tmp_path: Path) -> None:
     attack(forge_classes, tmp_path, [SERVICE])
 
 
+def give_away(to: str) -> None:
+    """Send another worker an RRef to a value that this worker owns."""
+    rpc.rpc_sync(to, hold, args=(rpc.RRef(datetime.timedelta(1)),))
+
+
+def hold(rref: Any) -> None:
+    f.HELD["given"] = rref
+
+
 def forge_with_an_empty_list(path: str) -> None:
-    """The steps of forge_classes() in one request, against a worker whose allow-list is empty."""
+    """The steps of forge_classes() against a worker whose allow-list is empty.
+
+    Such a worker makes no value for the attacker; but its own program may have sent the attacker an
+    RRef, as give_away() does.
+    """
     from torch_rpc_ext.errors import RefusedError
 
+    def refused_here(call: Callable[[], Any], what: str) -> None:
+        with pytest.raises(RefusedError) as raised:
+            call()
+        for words in ('worker "worker1" refused', f"{what}: it is not in its allow_list"):
+            assert words in str(raised.value), str(raised.value)
+        # worker1 still answers.
+        with pytest.raises(RefusedError, match=r"tests\.process\.service\.add"):
+            sync(service.add, 1, 2)
+
+    typeof = api._rref_typeof_on_owner
+    held = f.HELD.pop("given")
+    assert held.to_here() == datetime.timedelta(1)
+    timedelta = "datetime.timedelta"
+    refused_here(lambda: rpc.remote("worker1", datetime.timedelta).to_here(), timedelta)
+    # One request for each step.
+    refused_here(lambda: sync(typeof, held), f"the type {timedelta}")
+    classes = rpc.remote("worker1", typeof, args=(held,))
+    refused_here(classes.to_here, f"the type {timedelta}")
+    refused_here(lambda: sync(typeof, classes), f"the type {timedelta}")
+    # All steps in one request; the innermost step is read first.
+    nested = f"{typeof.__module__}.{typeof.__qualname__} while a pickle is read"
     entry = {"__module__": optimizer.__name__, "__qualname__": "_script_local_optimizer_step"}
-    with pytest.raises(RefusedError):
-        held = rpc.remote("worker1", datetime.timedelta)
-        held.to_here()
-        classes = rpc.remote("worker1", api._rref_typeof_on_owner, args=(held,))
-        made = Reduced(api._rref_typeof_on_owner, classes)
+    restore = importlib.import_module("torch_rpc_ext._upstream.payloads")._restore_tensor
+    for rref in (held, classes):
+        made = Reduced(typeof, rref)
         empty = Reduced(made, "Empty", (str,), {"__len__": int})
         name = Reduced(made, "Name", (str,), {"startswith": empty})
         look = Reduced(getattr, Reduced(made, "F", (), entry), Reduced(name, "__getattribute__"))
-        restore = importlib.import_module("torch_rpc_ext._upstream.payloads")._restore_tensor
         there = Reduced(look, restore, "__globals__")
         builtins = Reduced(Reduced(look, there, "__getitem__"), "__builtins__")
         evaluate = Reduced(Reduced(look, builtins, "__getitem__"), "eval")
-        sync(Reduced(evaluate, command(path)))
-    with pytest.raises(RefusedError, match=r"tests\.process\.service\.add"):
-        sync(service.add, 1, 2)
+        refused_here(lambda made=made: sync(made), nested)
+        refused_here(lambda evaluate=evaluate: sync(Reduced(evaluate, command(path))), nested)
+    # Later steps, with what a pickle may name in place of the results of earlier steps.
+    refused_here(lambda: sync(Reduced(type, "Forged", (), entry)), "builtins.type")
+    refused_here(lambda: sync(Reduced(getattr, restore, "__globals__")), ".__globals__")
 
 
 def test_a_worker_that_lists_nothing_runs_nothing(tmp_path: Path) -> None:
-    attack(forge_with_an_empty_list, tmp_path, [])
+    path = tmp_path / "evil"
+    with Group(2, options=[{}, {"allow_list": []}]) as group:
+        group[1].run(give_away, "worker0")
+        group.run(forge_with_an_empty_list, str(path))
+    assert not path.exists(), "the attack ran"
 
 
 def call_results(path: str) -> None:
