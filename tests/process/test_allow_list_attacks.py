@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import rpc
+from torch.distributed import autograd, rpc
 from torch.distributed.nn.api import remote_module
 from torch.distributed.optim import optimizer
 from torch.distributed.rpc import api as _untyped_api
@@ -27,7 +27,7 @@ from torch.distributed.rpc import internal as _untyped_internal
 from torch.distributed.rpc import rref_proxy as _untyped_rref_proxy
 
 from tests.process import functions as f
-from tests.process import service
+from tests.process import remote_functions, service
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -252,40 +252,43 @@ def use_opcodes(path: str) -> None:
     touch = text(f"touch {path}")
     counter = named(SERVICE, "Counter")
     add = named(SERVICE, "add")
-    for parts in (
-        (b"(" + touch + b"iposix\nsystem\n",),  # INST
-        (b"(", system, touch, b"o"),  # OBJ
-        (system, touch, b"\x85R"),
-        (counter, b"(", add, touch, b"o"),
-        (b"\x82\x01",),
-        (b"\x84\x01\x00\x00\x00",),  # EXT
-        (b"Pposix\n",),
-        (text("posix"), b"Q"),  # PERSID
-        (b"\x97",),  # NEXT_BUFFER
-        (b"S'posix'\n",),
-        (add, b")\x81"),  # NEWOBJ of a function
-        (add, b")}\x92"),
-        (named("builtins", "list"), text("ab"), b"R"),  # arguments that are not a tuple
-        (b"Nh\x00",),
-        (counter, b"N)\x81"),
-        (add, add, b"\x86", add, b"\x93"),  # STACK_GLOBAL of what is not a str
-        (b"K\x01K\x02\x93",),
+    assert send(call_with(b"K\x02")) == 3
+    for words, *parts in (
+        ("opcode 0x69", b"(", touch, b"iposix\nsystem\n"),  # INST
+        ("posix.system", b"(", system, touch, b"o"),  # OBJ
+        ("posix.system", system, touch, b"\x85R"),
+        ("opcode 0x6f", counter, b"(", add, touch, b"o"),
+        ("opcode 0x82", b"\x82\x01"),
+        ("opcode 0x84", b"\x84\x01\x00\x00\x00"),  # EXT
+        ("opcode 0x50", b"Pposix\n"),
+        ("opcode 0x51", text("posix"), b"Q"),  # PERSID
+        ("opcode 0x97", b"\x97"),  # NEXT_BUFFER
+        ("opcode 0x53", b"S'posix'\n"),
+        ("service.add while a pickle is read", add, b")\x81"),  # NEWOBJ of a function
+        ("service.add while a pickle is read", add, b")}\x92"),
+        # Arguments that are not a tuple.
+        ("without a tuple of arguments", named("builtins", "list"), text("ab"), b"R"),
+        ("a call of a builtins.NoneType", counter, b"N)\x81"),
+        ("a name that is no str", add, add, b"\x86", add, b"\x93"),  # STACK_GLOBAL
+        ("a name that is no str", b"K\x01K\x02\x93"),
     ):
         for payload in (call_with(b"".join(parts)), program(*parts)):
-            refused(lambda payload=payload: send(payload), kind=Exception)
+            refused(lambda payload=payload: send(payload), words)
+    # A place of the memo that holds nothing.
+    refused(lambda: send(call_with(b"Nh\x00")), "KeyError: 0", kind=RuntimeError)
     # Before __init__, an object of pybind11 has no C++ part: it must not be used.
     info = named("torch._C._distributed_rpc", "WorkerInfo") + b")\x81"
     refused(lambda: send(call_with(info)), "WorkerInfo")
-    for payload in (
-        b"",
-        b"\x80",
-        b"\x80\x04",
-        b"\x80\x04X\xff\xff\xff\xff",
-        b".",
-        b"\x80\x04(.",
-        b"\x80\x63.",
+    for payload, words in (
+        (b"", "a pickle ends in the middle"),
+        (b"\x80", "a pickle ends in the middle"),
+        (b"\x80\x04", "a pickle ends in the middle"),
+        (b"\x80\x04X\xff\xff\xff\xff", "a pickle ends in the middle"),
+        (b".", "pop from empty list"),
+        (b"\x80\x04(.", "pop from empty list"),
+        (b"\x80\x63.", "unsupported pickle protocol: 99"),
     ):
-        refused(lambda payload=payload: send(payload), kind=Exception)
+        refused(lambda payload=payload: send(payload), words, kind=RuntimeError)
 
 
 def test_opcodes_that_call(tmp_path: Path) -> None:
@@ -305,8 +308,10 @@ def use_containers(path: str) -> None:
     refused(lambda: send(call_with(slices)), "in each other", kind=Exception)
     deques = named("collections", "deque") + b"q\x00)R" + b"h\x00)Ra" * 11_000
     refused(lambda: send(call_with(deques)), "in each other", kind=Exception)
-    deep = b")" + b"\x85" * 990 + named("builtins", "tuple") + b"N" + b"\x85" * 20
-    refused(lambda: send(call_with(deep)), kind=Exception)
+    # So do tuples that are made by a call: tuple([the one before]).
+    deep = named("builtins", "tuple") + b"q\x000)" + b"\x85" * 990 + b"q\x010"
+    deep += b"h\x00]h\x01a\x85Rq\x010" * 20 + b"h\x01"
+    refused(lambda: send(call_with(deep)), "tuples in each other", kind=RuntimeError)
 
 
 def test_opcodes_that_change(tmp_path: Path) -> None:
@@ -457,6 +462,7 @@ def test_dates_that_do_not_exist(tmp_path: Path) -> None:
 
 
 def use_short_forms(path: str) -> None:
+    assert send(b"\x01Call\0%b\0%b\0" % (HERE, b"pick_class")) is type
     for module, name in (
         (b"posix", b"system"),
         (b"builtins", b"eval"),
@@ -476,15 +482,16 @@ def use_short_forms(path: str) -> None:
         (b"_remote_module_non_scriptable", b"rpc.remote"),
     ):
         refused(lambda m=module, n=name: send(b"\x01Call\0%b\0%b\0" % (m, n)))
-    for payload in (
-        b"\x01Call\0",
-        b"\x01Call\0a",
-        b"\x01Call\0a\0b\0c\0d",
-        b"\x01Call\0\xff\0\xff\0",
+    for payload, words in (
+        (b"\x01Call\0", "not enough values"),
+        (b"\x01Call\0a", "not enough values"),
+        (b"\x01Call\0a\0b\0c\0d", "too many values"),
+        (b"\x01Call\0\xff\0\xff\0", "UnicodeDecodeError"),
+        (b"\x01Tensor", "list index out of range"),  # this message has no tensor
     ):
-        refused(lambda payload=payload: send(payload), kind=Exception)
-    for payload in (b"\x01None", b"\x01Tensor", program(b"N"), program(named(SERVICE, "add"))):
-        refused(lambda payload=payload: send(payload), kind=Exception)
+        refused(lambda payload=payload: send(payload), words, kind=RuntimeError)
+    for payload in (b"\x01None", program(b"N"), program(named(SERVICE, "add"))):
+        refused(lambda payload=payload: send(payload), "a request that is no call")
     # An object that only looks like a call.
     journal = named(SERVICE, "Journal") + b")\x81}(" + text("func") + named(SERVICE, "add")
     refused(lambda: send(program(journal + text("args") + b")" + text("kwargs") + b"}ub")))
@@ -497,50 +504,87 @@ def test_short_payloads(tmp_path: Path) -> None:
 # ---- by what requests call -----------------------------------------------------
 
 
+def serve_protocol(x: torch.Tensor) -> None:
+    """One valid call of each kind that use_protocol() tries in other forms."""
+    from torch_rpc_ext.aio import _batch, _server
+
+    counter = rpc.remote("worker1", service.Counter)
+    double = rpc.remote("worker1", service.Double)
+    assert sync(rref_proxy._local_invoke, counter, "count", (), {}) == 1
+    assert sync(api._rref_typeof_on_owner, counter) is service.Counter
+    parameters = sync(remote_module._param_rrefs, double, True)
+    local = sync(optimizer._new_local_optimizer, torch.optim.SGD, parameters, 0.5)
+    with autograd.context() as context:
+        result = sync(rref_proxy._local_invoke, double, "forward", (x,), {})
+        autograd.backward(context, [result.sum()])
+        sync(optimizer._local_optimizer_step, local, context)
+    (weight,) = parameters
+    assert weight.to_here().item() == 2 - 0.5 * x.sum().item()
+    sync(remote_module._instantiate_template, service.DoubleInterface, False)
+    what = (service.Double, (), {}, "cpu")
+    made = rpc.remote("worker1", remote_module._create_module, args=what)
+    assert sync(rref_proxy._local_invoke, made, "forward", (x,), {}).equal(2 * x)
+    scripted = sync(remote_module._create_module_with_interface, *what, service.DoubleInterface)
+    assert scripted.owner_name() == "worker1"
+    assert sync(_server.run, remote_functions.nap, (1, 2), (0.0, "value"), {}) == "value"
+    assert sync(_batch.enqueue, remote_functions.double, (x,)).equal(2 * x)
+    assert sync(_server.cancel, (1, 2)) is None
+
+
 def use_protocol(path: str) -> None:
     from torch_rpc_ext.aio import _batch, _server
 
+    serve_protocol(torch.ones(2))
     journal = service.Journal(path)
     held = rpc.remote("worker1", service.Journal, args=(path,))
     linear = rpc.remote("worker1", service.Double)
     held.to_here(), linear.to_here()
-    invoke = rref_proxy._local_invoke
+    invoke, served = rref_proxy._local_invoke, service.serve_through
+    create, instantiate = remote_module._create_module, remote_module._instantiate_template
+    create_scripted = remote_module._create_module_with_interface
+    new_optimizer, step = optimizer._new_local_optimizer, optimizer._local_optimizer_step
+    no_rref, no_tuple = "expected an RRef, got a Journal", "arguments must be a tuple"
     # Objects that look like an RRef, and calls of what is not a listed class.
-    for call in (
-        lambda: sync(invoke, journal, "append", (1,), {}),
-        lambda: sync(api._rref_typeof_on_owner, journal),
-        lambda: sync(remote_module._param_rrefs, journal, True),
-        lambda: sync(optimizer._local_optimizer_step, journal, 1),
-        lambda: sync(optimizer._local_optimizer_step, held, 1),
-        lambda: sync(optimizer._new_local_optimizer, service.Journal, [journal]),
-        lambda: sync(optimizer._new_local_optimizer, service.Journal, [linear], path),
-        lambda: sync(optimizer._new_local_optimizer, service.serve_through, [linear], path),
-        lambda: sync(remote_module._create_module, service.Journal.of, (path,), {}, "cpu"),
-        lambda: sync(remote_module._create_module, journal, (1,), {}, "cpu"),
-        lambda: sync(remote_module._create_module, service.Double, journal, {}, "cpu"),
-        lambda: sync(
-            remote_module._create_module_with_interface, service.Journal, (), {}, "cpu", None
-        ),
-        lambda: sync(remote_module._instantiate_template, service.Journal, True),
-        lambda: sync(remote_module._instantiate_template, journal, True),
-        lambda: sync(invoke, held, "__call__", (1,), {}),
-        lambda: sync(invoke, held, "path", (), {}),
-        lambda: sync(invoke, held, "of.__func__", (), {}),
-        lambda: sync(invoke, held, "append", journal, {}),
-        lambda: sync(_server.run, service.add, (1, 2), (1, 2), {}),
-        lambda: sync(_server.run, journal, (1, 2), (), {}),
-        lambda: sync(_batch.enqueue, service.add, (1, 2)),
-        lambda: sync(_server.cancel, [1]),
+    for kind, words, function, *args in (
+        (TypeError, no_rref, invoke, journal, "append", (1,), {}),
+        (TypeError, no_rref, api._rref_typeof_on_owner, journal),
+        (TypeError, no_rref, remote_module._param_rrefs, journal, True),
+        (TypeError, no_rref, step, journal, 1),
+        (TypeError, "an RRef to a local optimizer", step, held, 1),
+        (TypeError, no_rref, new_optimizer, service.Journal, [journal]),
+        (TypeError, "a class of Optimizer", new_optimizer, service.Journal, [linear], path),
+        (None, "a call of <function serve_through", new_optimizer, served, [linear], path),
+        (None, "a call of <bound method Journal.of", create, journal.of, (path,), {}, "cpu"),
+        (None, "a call of <tests.process.service.Journal", create, journal, (1,), {}, "cpu"),
+        (TypeError, no_tuple, create, service.Double, journal, {}, "cpu"),
+        (TypeError, "a class of Module", create_scripted, service.Journal, (), {}, "cpu", None),
+        (ValueError, "decorated by @torch.jit.interface", instantiate, service.Journal, False),
+        (None, "a call of <tests.process.service.Journal", instantiate, journal, False),
+        (None, "Journal.__call__", invoke, held, "__call__", (1,), {}),
+        (None, "Journal.path", invoke, held, "path", (), {}),
+        (None, "Journal.of.__func__", invoke, held, "of.__func__", (), {}),
+        (TypeError, no_tuple, invoke, held, "append", journal, {}),
+        (TypeError, "not an async remote function", _server.run, service.add, (1, 2), (1, 2), {}),
+        (None, "a tests.process.service.Journal", _server.run, journal, (1, 2), (), {}),
+        (TypeError, "not a batched remote function", _batch.enqueue, service.add, (1, 2)),
+        (TypeError, "must be two numbers", _server.cancel, [1]),
     ):
-        refused(call, kind=Exception)
+        refused(lambda fn=function, a=args: sync(fn, *a), words, kind=kind)
 
 
 def test_the_protocols_own_calls(tmp_path: Path) -> None:
-    attack(use_protocol, tmp_path, LISTED)
+    asynchronous = [f"{remote_functions.__name__}.{name}" for name in ("nap", "double")]
+    attack(use_protocol, tmp_path, [*LISTED, *asynchronous])
 
 
 def use_rref_data(_: str) -> None:
     receive = internal._InternalRPCPickler._py_rref_receiver
+    add = service.add
+    # What the forms below lie about: an RRef, tensors, and a RemoteModule.
+    assert sync(add, [rpc.RRef(1)], [])[0].to_here() == 1
+    assert sync(add, torch.ones(2), torch.ones(2)).sum() == 4
+    double: Any = remote_module.RemoteModule("worker1/cpu", service.Double)
+    assert sync(service.call_module, double, torch.ones(2)).sum() == 4
     for data in (
         (),
         [1, 2, 3, 4, 5, 6, "Tensor"],
@@ -549,20 +593,27 @@ def use_rref_data(_: str) -> None:
         ("0", 0, 10**6, 0, 10**6 + 1, 0, "Tensor"),
         (10**5, 0, 10**6, 0, 10**6 + 1, 0, 7),
     ):
-        refused(lambda data=data: sync(service.add, Reduced(receive, data), 1), kind=Exception)
+        bad = Reduced(receive, data)
+        words = "not what an RRef is pickled as"
+        refused(lambda bad=bad: sync(add, bad, 1), words, kind=RuntimeError)
     for index in (-1, 7, slice(0, 1), "0", 1.5, None, True):
         restore = importlib.import_module("torch_rpc_ext._upstream.payloads")
         for function in (restore._restore_tensor, restore._restore_parameter):
-            refused(lambda i=index, r=function: sync(service.add, Reduced(r, i), 1), kind=Exception)
+            bad = Reduced(function, index)
+            words = f"a message of 0 tensors has none at {index!r}"
+            refused(lambda bad=bad: sync(add, bad, 1), words, kind=RuntimeError)
     methods = remote_module._NON_SCRIPTABLE_REMOTE_MODULE_MODULE._generated_methods
     remote = remote_module._remote_module_receiver
-    for attributes in (
-        ("worker1", "cpu", False, False, [service.add], (0,) * 6 + ("PyObject",)),
-        ("worker1", "cpu", False, False, methods, ()),
-        (1, 2, 3),
+    for words, attributes in (
+        (
+            "not what a RemoteModule is pickled as",
+            ("worker1", "cpu", False, False, [add], (0,) * 6 + ("PyObject",)),
+        ),
+        ("not what an RRef is pickled as", ("worker1", "cpu", False, False, methods, ())),
+        ("not enough values", (1, 2, 3)),
     ):
         bad = Reduced(remote, *attributes)
-        refused(lambda bad=bad: sync(service.add, bad, 1), kind=Exception)
+        refused(lambda bad=bad: sync(add, bad, 1), words, kind=RuntimeError)
 
 
 def test_data_that_lies(tmp_path: Path) -> None:

@@ -33,16 +33,25 @@ LISTED = [*ALLOWED, SERVICE]
 def by_attributes(path: str) -> None:
     """From any object over its class, a function and that function's module to eval()."""
     from torch_rpc_ext.sharding import stage
+    from torch_rpc_ext.sharding.creation import shard
 
-    held = rpc.remote("worker1", stage.Request, args=(True, (), (), 0.0))
+    # A stage, and any other object.
+    held = shard(nn.Sequential(nn.Linear(2, 2)), ["worker1"]).stages[0].rref
+    other = rpc.remote("worker1", stage.Request, args=(True, (), (), 0.0))
+    assert set(sync(stage.call, held, "state_dict")) == {"0.weight", "0.bias"}
+    no_method, no_stage = "a Stage has no method", "expected an RRef of a Saved"
     for step in (
         ("__getattribute__", "__init__"),
         ("__getattribute__", "__globals__"),
         ("__getitem__", "__builtins__"),
         ("__getitem__", "eval"),
+        ("__call__", command(path)),
     ):
+        refused(lambda s=step, h=held: sync(stage.call, h, *s), no_method, kind=TypeError)
+        refused(lambda s=step, o=other: sync(stage.call, o, *s), no_stage, kind=TypeError)
+        # The next step goes on from what this step should have returned.
         held = rpc.remote("worker1", stage.call, args=(held, *step))
-    refused(lambda: sync(stage.call, held, "__call__", command(path)), kind=Exception)
+        other = rpc.remote("worker1", stage.call, args=(other, *step))
 
 
 def test_a_call_of_any_attribute(tmp_path: Path) -> None:
