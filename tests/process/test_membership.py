@@ -16,26 +16,33 @@ from tests.support.backend import needs_ucx
 pytestmark = needs_ucx("tells of its members in its own way")
 
 
-def refused(function: Callable[..., Any], *args: Any, to: str = "worker1") -> None:
+#: What the refusals say. An allow-list refuses with an error of the same class, but other words.
+ANOTHER = "spoke of the membership of worker"
+STATIC = "static group"
+NO_INCARNATION = "is no incarnation of worker"
+
+
+def refused(words: str, function: Callable[..., Any], *args: Any) -> None:
     from torch_rpc_ext.errors import RefusedError
 
-    with pytest.raises(RefusedError):
-        rpc.rpc_sync(to, function, args=args, timeout=20)
+    with pytest.raises(RefusedError, match=words):
+        rpc.rpc_sync("worker1", function, args=args, timeout=20)
 
 
-def lie(name: str) -> None:
+def lie(name: str, *, is_static: bool = False) -> None:
     """Claim that another worker has joined, come back or left."""
     from torch_rpc_ext._group import dynamic, returning, sessions
 
     session = sessions.require()
     fields = json.loads(session.members[name].to_json())
     text = json.dumps({**fields, "life": 1000, "address": ""})
-    refused(dynamic.member_joined, text)
-    refused(returning.member_returned, text)
-    for incarnation in (fields["incarnation"], "", None, 0):
-        refused(dynamic.member_left, name, incarnation)
-    if name != session.me.name:
-        refused(returning.may_return, text)
+    refused(STATIC if is_static else ANOTHER, dynamic.member_joined, text)
+    refused(ANOTHER, returning.member_returned, text)
+    refused(ANOTHER, returning.may_return, text)
+    left = fields["incarnation"]
+    refused(STATIC if is_static else ANOTHER, dynamic.member_left, name, left)
+    for none in ("", None, 0):
+        refused(STATIC if is_static else NO_INCARNATION, dynamic.member_left, name, none)
 
 
 def reach(name: str) -> None:
@@ -48,13 +55,25 @@ def test_a_static_group_does_not_change() -> None:
 
     # Claims about the attacker itself are refused too: no worker joins or leaves a static group.
     me = sessions.require().me
-    refused(dynamic.member_joined, json.dumps({**json.loads(me.to_json()), "life": 1000}))
-    refused(dynamic.member_left, me.name, me.incarnation)
-    refused(dynamic.member_left, "worker2", "")
+    again = json.dumps({**json.loads(me.to_json()), "life": 1000})
+    refused(STATIC, dynamic.member_joined, again)
+    refused(STATIC, dynamic.member_left, me.name, me.incarnation)
     stranger = json.dumps({**json.loads(me.to_json()), "name": "worker9", "rank": 9})
-    refused(dynamic.member_joined, stranger)
-    lie("worker2")
+    refused(STATIC, dynamic.member_joined, stranger)
+    lie("worker2", is_static=True)
     reach("worker2")
+
+
+def test_a_worker_itself_says_that_it_comes_back() -> None:
+    """The allow-list need not name what a worker calls in order to come back."""
+    with Group(3, options={"allow_list": ["torch.add"]}) as group:
+        group[1].kill()
+        again = group.start_again(1)
+        for rank in (0, 2):
+            # An allow-list that refused may_return or member_returned would leave this worker out
+            # of the group, or the other workers with the address of its former life.
+            again.run(reach, f"worker{rank}")
+            group[rank].run(reach, "worker1")
 
 
 def lie_of_itself(victim: str) -> None:
