@@ -74,8 +74,8 @@ def peer_lost(call: Callable[[], Any], *words: str) -> float:
     return time.monotonic() - start
 
 
-def wait_for_file(path: Path) -> None:
-    deadline = time.monotonic() + 30
+def wait_for_file(path: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} has not been made"
         time.sleep(0.01)
