@@ -83,6 +83,12 @@ def release_too_late(waiting: int, seconds: float) -> None:
     _end.set()
 
 
+def release_once_it_blocks(waiting: int, seconds: float) -> None:
+    """As release_too_late(), where block() may not have begun yet."""
+    wait_for_begin()
+    release_too_late(waiting, seconds)
+
+
 def make_calls_that_time_out() -> list[str]:
     to, x = "worker1", torch.ones(2)
     with autograd.context():
@@ -249,7 +255,7 @@ def test_the_value_of_a_remote_call_that_nobody_waits_for_is_freed() -> None:
 
 
 def take(rref: Any, tensor: Any = None) -> None:
-    raise AssertionError("this call was given up before it could begin")
+    """Is given up before it can begin."""
 
 
 @torch.jit.script
@@ -260,25 +266,29 @@ def take_in_script(rref: RRef[torch.Tensor]) -> bool:
 def give_up_calls_with_rrefs() -> None:
     rref = rpc.remote("worker1", torch.add, args=(torch.ones(1), 1))
     rref.to_here()
-    busy = rpc.rpc_async("worker1", f.sleep, args=(5.0,))  # occupies its only thread
+    busy = rpc.rpc_async("worker1", block, timeout=0)  # occupies its only thread
     with autograd.context():
         calls = [
-            rpc.rpc_async("worker1", take, (rref,), timeout=0.5),
-            rpc.rpc_async("worker1", take, (rref, torch.ones(1_000_000)), timeout=0.5),
-            rpc.rpc_async("worker1", take, (rref, torch.ones(1).requires_grad_()), timeout=0.5),
-            rpc.rpc_async("worker1", take_in_script, (rref,), timeout=0.5),
+            rpc.rpc_async("worker1", take, (rref,), timeout=SHORT),
+            rpc.rpc_async("worker1", take, (rref, torch.ones(1_000_000)), timeout=SHORT),
+            rpc.rpc_async("worker1", take, (rref, torch.ones(1).requires_grad_()), timeout=SHORT),
+            rpc.rpc_async("worker1", take_in_script, (rref,), timeout=SHORT),
         ]
         for call in calls:
-            with pytest.raises(RuntimeError):
+            with pytest.raises(errors.CallTimeoutError):
                 call.wait()
     busy.wait()
+    # This call is served after all of them.
+    assert rpc.rpc_sync("worker1", metric, ("calls_not_begun",), timeout=0) == 4
     del rref, calls, call
 
 
 def test_rrefs_in_calls_that_are_not_begun_are_let_go_of() -> None:
     """If they were not, shutdown would wait 100 s for them, at both ends."""
     with Group(2, options={"num_worker_threads": 1}) as group:
+        release = group[1].start(release_once_it_blocks, 4, 2 * SHORT)
         group[0].run(give_up_calls_with_rrefs)
+        release.result()
         group[1].run(wait_until_no_value_is_left)
 
 
