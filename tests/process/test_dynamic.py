@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.deaths import wait_for_file
+from tests.process.deaths import check_alive, wait_for_file
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -21,13 +21,13 @@ def names() -> list[str]:
     return sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
 
 
-def call_until(to: str, seconds: float) -> int:
-    """Call without a pause, and check that every call succeeds; return the number of calls."""
-    end, count = time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        assert rpc.rpc_sync(to, f.identity, args=(count,), timeout=20) == count
+def call_without_pause(to: str, begun: Path, end: Path) -> None:
+    """Call until the file ``end`` is there, and check that every call succeeds."""
+    count = 0
+    while not end.exists():
+        assert rpc.rpc_sync(to, f.identity, args=(count,), timeout=30) == count
+        begun.touch()
         count += 1
-    return count
 
 
 def init_one_by_one(group: Group, **options: Any) -> None:
@@ -55,17 +55,20 @@ def test_all_join_at_once() -> None:
             worker.run(leave)
 
 
-def test_join_and_leave_while_calls_run() -> None:
+def test_join_and_leave_while_calls_run(tmp_path: Path) -> None:
+    begun, end = tmp_path / "begun", tmp_path / "end"
     with Group(2, dynamic=True, init=False) as group:
         init_one_by_one(group)
-        busy = group[0].start(call_until, "worker1", 3.0)
+        busy = group[0].start(call_without_pause, "worker1", begun, end)
+        wait_for_file(begun)
         for number in range(3):
             guest = group.add("guest", 2 + number)
             assert guest.run(names) == ["guest", "worker0", "worker1"]
-            assert guest.run(call_until, "worker0", 0.2) > 0
+            guest.run(check_alive, "worker0")
             guest.run(leave)
             assert group[1].run(names) == ["worker0", "worker1"]
-        assert busy.result() > 10
+        end.touch()
+        busy.result()
         for worker in (group[0], group[1]):
             worker.run(leave)
 
@@ -121,7 +124,7 @@ def test_a_call_to_one_that_left_names_it() -> None:
 def test_a_restarted_worker_takes_its_name_again() -> None:
     with Group(2, dynamic=True, init=False) as group:
         init_one_by_one(group)
-        group[1].run(call_until, "worker0", 0.1)
+        group[1].run(check_alive, "worker0")
         group[1].kill()
         assert "worker1" in group.run(error_of_call, "worker1")
         again = group.add("worker1", 1)
