@@ -75,12 +75,15 @@ def compare(worker: str) -> Sample:
 
     Raises:
         RpcError: the other worker does not answer.
+        TypeError: the other worker's answer is no time.
     """
     best: Sample | None = None
     for _ in range(_ROUND_TRIPS):
         begin = time.perf_counter_ns()
         theirs = rpc.rpc_sync(worker, recorder.now, timeout=_TIMEOUT)
         half = (time.perf_counter_ns() - begin + 1) // 2
+        if type(theirs) is not int:
+            raise TypeError(f"its clock shows a {type(theirs).__name__} and no time")
         if best is None or half < best.error_ns:
             best = Sample(begin + half, theirs - begin - half, half)
     assert best is not None

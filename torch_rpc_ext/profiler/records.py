@@ -11,7 +11,8 @@ Entries travel as plain tuples, because a worker with an allow_list refuses obje
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 __all__ = ["Call", "Execution", "Logged", "Recording", "tensor_bytes"]
 
@@ -166,14 +167,36 @@ class Recording(NamedTuple):
 
     @staticmethod
     def from_plain(plain: tuple[Any, ...]) -> Recording:
-        """Undo to_plain()."""
-        made = Recording(*plain)
+        """Undo to_plain().
+
+        Raises:
+            ValueError: another value, as from a worker with another release of torch_rpc_ext.
+        """
+        made = _made(Recording, plain)
         return made._replace(
-            calls=[Call(*call) for call in made.calls],
-            executions=[Execution(*execution) for execution in made.executions],
-            sent=[Logged(*logged) for logged in made.sent],
-            served=[Logged(*logged) for logged in made.served],
+            calls=[_made(Call, call) for call in made.calls],
+            executions=[_made(Execution, execution) for execution in made.executions],
+            sent=[_made(Logged, logged) for logged in made.sent],
+            served=[_made(Logged, logged) for logged in made.served],
         )
+
+
+_Entry = TypeVar("_Entry", bound=NamedTuple)
+
+
+@functools.cache
+def _types(kind: type) -> tuple[type, ...]:
+    return tuple(get_origin(hint) or hint for hint in get_type_hints(kind).values())
+
+
+def _made(kind: type[_Entry], plain: Any) -> _Entry:
+    """Make an entry of what a worker has sent; all that reads an entry relies on its types."""
+    if type(plain) is not tuple or tuple(map(type, plain)) != _types(kind):
+        raise ValueError(
+            f"the worker has sent no valid {kind.__name__}: does it have another release of "
+            "torch_rpc_ext?"
+        )
+    return kind(*plain)
 
 
 def tensor_bytes(value: Any) -> int:

@@ -122,9 +122,13 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         trace: TracebackType | None,
     ) -> None:
         self.end_ns = time.perf_counter_ns()
-        self._leave_out_silent_ones()
-        self._compare_clocks()
-        self.recordings = joining.joined(self._fetch())
+        try:
+            self._leave_out_silent_ones()
+            self._compare_clocks()
+            self.recordings = joining.joined(self._fetch())
+        except BaseException:  # Ctrl-C
+            self._abandon()
+            raise
         for name, why in self.missing.items():
             logger.warning("no recording of worker %s: %s", name, why)
 
@@ -136,7 +140,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         for name, answer in self._start_asking(recorder.now, timeout=self._timeout):
             try:
                 answer()
-            except RuntimeError as problem:
+            except Exception as problem:  # noqa: BLE001  a worker may answer with any error
                 why = failures.brief(problem)
                 if failures.is_timeout(problem):
                     why = f"it did not answer for {self._timeout:g} s; it is left as it is ({why})"
@@ -146,7 +150,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         for name in self._present():
             try:
                 last = clocks.compare(name)
-            except RuntimeError as problem:
+            except Exception as problem:  # noqa: BLE001  as above
                 self.missing[name] = failures.brief(problem)
             else:
                 self.clocks[name] = clocks.Clock(self._first[name], last)
@@ -157,15 +161,13 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         for name, answer in self._start_asking(recorder.stop, self._session):
             try:
                 plain = answer()
-            except RuntimeError as problem:
-                self.missing[name] = failures.brief(problem)
-                continue
-            if plain is None:
-                self.missing[name] = (
-                    f"it had stopped by itself at the limit ({self._arguments[2]} s)"
-                )
-            else:
-                fetched[name] = Recording.from_plain(plain)
+                if plain is not None:
+                    fetched[name] = Recording.from_plain(plain)
+                    continue
+                why = f"it had stopped by itself at the limit ({self._arguments[2]} s)"
+            except Exception as problem:  # noqa: BLE001  as above
+                why = failures.brief(problem)
+            self.missing[name] = why
         return fetched
 
     def table(self) -> list[Row]:
@@ -224,7 +226,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         for name in self._present():
             try:
                 future = rpc.rpc_async(name, function, args=arguments, timeout=timeout)
-            except RuntimeError as problem:
+            except Exception as problem:  # noqa: BLE001  raised where the answer is awaited
                 asked.append((name, _raising(problem)))
             else:
                 asked.append((name, future.wait))
@@ -250,14 +252,14 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
 
     def _abandon(self) -> None:
         """Stop the recordings that have begun."""
-        for name, answer in self._start_asking(recorder.stop, self._session):
+        for name, answer in self._start_asking(recorder.stop, self._session, timeout=self._timeout):
             try:
                 answer()
-            except RuntimeError as problem:
+            except Exception as problem:  # noqa: BLE001  the other workers have to stop too
                 logger.warning("worker %s may go on recording: %s", name, problem)
 
 
-def _raising(problem: RuntimeError) -> Callable[[], Any]:
+def _raising(problem: Exception) -> Callable[[], Any]:
     def answer() -> Any:
         raise problem
 

@@ -1,0 +1,97 @@
+"""profile() when a worker answers oddly, at Ctrl-C, after a shutdown and after a fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import rpc
+
+from tests.process import functions as f
+from tests.process.group import workers
+from tests.process.test_profiler import profiled, rows
+from torch_rpc_ext.profiler import recorder
+
+SPOILED: dict[str, Any] = {}
+
+
+def odd(answer: Any, kind: str) -> Any:
+    if kind == "raises":
+        raise ValueError("odd")
+    if kind == "a text":
+        return "12:00"
+    if kind == "a short tuple":
+        return answer[:-1]
+    if kind == "a short call":
+        return (*answer[:3], [(1, 2)], *answer[4:])
+    assert kind == "a text for a time"
+    return (*answer[:6], "12:00", *answer[7:])
+
+
+def spoil(name: str, kind: str) -> None:
+    """Let a function of this worker's recorder answer oddly, until mend()."""
+    original = SPOILED[name] = getattr(recorder, name)
+    setattr(recorder, name, lambda *args: odd(original(*args), kind))
+
+
+def mend() -> None:
+    for name, original in SPOILED.items():
+        setattr(recorder, name, original)
+    SPOILED.clear()
+    if recorder._active is not None:
+        recorder.stop(recorder._active.session)
+
+
+def is_recording() -> bool:
+    return bool(json.loads(recorder.describe())["busy"])
+
+
+@workers(3)
+def test_a_worker_that_answers_oddly_is_left_out() -> None:
+    for name, kind, said in [
+        ("now", "raises", "odd"),
+        ("now", "a text", "shows a str"),
+        ("stop", "raises", "odd"),
+        ("stop", "a text", "no valid Recording"),
+        ("stop", "a short tuple", "no valid Recording"),
+        ("stop", "a short call", "no valid Call"),
+        ("stop", "a text for a time", "no valid Recording"),
+    ]:
+        with profiled() as prof:
+            rpc.rpc_sync("worker2", f.nothing)
+            rpc.rpc_sync("worker1", spoil, args=(name, kind))
+        assert list(prof.missing) == ["worker1"] and said in prof.missing["worker1"], prof.missing
+        assert rows(prof)["nothing", "worker2"].execution_p50 is not None
+        rpc.rpc_sync("worker1", mend)
+
+
+def interrupt_and_wait(pid: int, done: str) -> None:
+    """Let this worker send SIGINT when it is asked for the time, and not answer before `done`."""
+
+    def now() -> int:
+        os.kill(pid, signal.SIGINT)
+        while not os.path.exists(done):
+            time.sleep(0.01)
+        return 0
+
+    SPOILED["now"] = recorder.now
+    recorder.now = now
+
+
+@workers(3)
+def test_ctrl_c_at_the_end_stops_all_recordings(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    with pytest.raises(KeyboardInterrupt), profiled(timeout=50.0):
+        rpc.rpc_sync("worker1", interrupt_and_wait, args=(os.getpid(), str(done)))
+    try:
+        assert not is_recording()
+        for worker in ("worker1", "worker2"):
+            assert not rpc.rpc_sync(worker, is_recording), worker
+    finally:
+        done.touch()
+        rpc.rpc_sync("worker1", mend)
