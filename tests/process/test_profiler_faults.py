@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process.group import workers
 from tests.process.test_profiler import profiled, rows
+from tests.support.backend import needs_ucx
 from torch_rpc_ext.profiler import recorder
+
+ALLOWED = ["torch.mm", "torch_rpc_ext.profiler.recorder"]
 
 SPOILED: dict[str, Any] = {}
 
@@ -95,3 +99,17 @@ def test_ctrl_c_at_the_end_stops_all_recordings(tmp_path: Path) -> None:
     finally:
         done.touch()
         rpc.rpc_sync("worker1", mend)
+
+
+@needs_ucx("does not show executions of operators, nor refuses calls")
+@workers(2, options={"allow_list": ALLOWED})
+def test_the_execution_of_a_failed_call_has_failed() -> None:
+    with profiled() as prof:
+        for function, args in {
+            torch.mm: (torch.ones(2, 3), torch.ones(2, 3)),
+            eval: ("1",),
+        }.items():
+            with pytest.raises(RuntimeError):
+                rpc.rpc_sync("worker1", function, args=args)
+    outcomes = {e.function: e.error for e in prof.recordings["worker1"].executions}
+    assert outcomes == {"aten::mm": "RuntimeError", "builtins.eval": "RefusedError"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
+from torch_rpc_ext import errors
 from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording
 
 __all__ = ["joined"]
@@ -21,6 +22,8 @@ _MESSAGES = {
     "BACKWARD_AUTOGRAD_REQ": "dist_autograd.backward",
     "RREF_BACKWARD_REQ": "RRef.backward",
 }
+# Errors of a call that say nothing of its execution, whose end they have not waited for.
+_OF_THE_CALLER = (errors.CallTimeoutError.__name__, errors.PeerLostError.__name__)
 
 
 def joined(recordings: Mapping[str, Recording]) -> dict[str, Recording]:
@@ -72,10 +75,10 @@ def _messages(recording: Recording, numbers: Iterator[int]) -> Iterator[Call]:
 
 
 def _execution(call: Call, caller: str, known: Execution | None, logged: Logged) -> Execution:
-    if known is None:
-        known = Execution(
-            *(call.id, call.function, caller, logged.start_ns, logged.end_ns, 0, logged.bytes, "")
-        )
+    if known is None:  # of a Python function too, if the request failed before the function ran
+        error = "" if call.error in _OF_THE_CALLER else call.error
+        times = (logged.start_ns, logged.end_ns)
+        known = Execution(call.id, call.function, caller, *times, 0, logged.bytes, error)
     return known._replace(
         arrival_ns=logged.begin_ns, start_ns=logged.start_ns, gil_wait_ns=logged.gil_wait_ns
     )

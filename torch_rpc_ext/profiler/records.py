@@ -66,7 +66,10 @@ class Execution(NamedTuple):
         thread: native id of the thread that ran the function; 0 where it is not known.
         result_bytes: of a Python function the tensors in the result, 0 for an asynchronous one;
             else the whole answer.
-        error: class of the error that the function raised, '' for none.
+        error: class of the error that the function raised, '' for none. Of what is no Python
+            function, and of a request that failed before its function ran, the call's error,
+            unless that is a time-out or the loss of the callee; of a message "failed" for these
+            too.
         arrival_ns: when the whole request had arrived; as begin_ns. 0 where it is not known, on
             TENSORPIPE; then start_ns and gil_wait_ns are 0 too.
         start_ns: when a thread took the request, which was queued until then.
