@@ -47,6 +47,14 @@ def test_info_survives_a_broken_environment(broken: dict[str, str]) -> None:
     assert "Traceback" not in ended.err and ended.code in (0, 1), ended
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+def test_info_does_not_show_the_secret(flags: list[str]) -> None:
+    secret = "a-secret-that-nobody-may-see"
+    ended = script.run([*INFO, "--no-self-test", *flags], {"TORCH_RPC_EXT_SECRET": secret})
+    assert ended.code == 0 and "TORCH_RPC_EXT_SECRET" in ended.out, ended
+    assert secret not in ended.out + ended.err
+
+
 def test_info_in_the_smallest_environment() -> None:
     keep = {
         name: "" for name in os.environ if name.startswith(("UCX_", "TORCH_RPC_", "GLOO_", "TP_"))

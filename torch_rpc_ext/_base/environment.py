@@ -24,12 +24,14 @@ class Variable:
         values: what it may hold.
         preset: the value that we set before UCX is loaded, only where the user has set none; None
             for a variable that we only read.
+        is_secret: no text may hold the value.
     """
 
     name: str
     meaning: str
     values: str
     preset: str | None = None
+    is_secret: bool = False
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -48,6 +50,7 @@ VARIABLES: tuple[Variable, ...] = (
         "The group's secret, where the options secret and secret_file are not given. Other users "
         "of the machine can often see a process's variables: a file is better.",
         "16 bytes or more",
+        is_secret=True,
     ),
     Variable(
         SECRET_FILE,
@@ -141,7 +144,15 @@ def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:
 
 
 def in_force() -> dict[str, str]:
-    """Return the variables of VARIABLES that are set, and all other UCX_* variables."""
+    """Return the variables of VARIABLES that are set, and all other UCX_* variables.
+
+    The value of a secret variable is '...', or '' where the variable is empty.
+    """
+    secret = {variable.name for variable in VARIABLES if variable.is_secret}
     names = {variable.name for variable in VARIABLES}
     names.update(name for name in os.environ if name.startswith("UCX_"))
-    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+    return {
+        name: "..." if name in secret and os.environ[name] else os.environ[name]
+        for name in sorted(names)
+        if name in os.environ
+    }
