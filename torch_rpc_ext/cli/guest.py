@@ -20,7 +20,7 @@ from urllib.parse import urlparse
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common
 
-__all__ = ["PREFIX", "add_arguments", "joined", "other_workers"]
+__all__ = ["LARGEST_MESSAGE", "OFFERED", "PREFIX", "add_arguments", "joined", "other_workers"]
 
 #: Names of guests begin so; names of workers should not.
 PREFIX = "guest_"
@@ -28,6 +28,11 @@ PREFIX = "guest_"
 # joins later. A rank has 15 bits (worker_id_t).
 _FIRST_RANK, _RANKS = 16_384, 16_384
 _THREADS = 4
+#: What the group's workers may call at a guest: what a Poller, ping() and profile() inside of the
+#: group ask every member. Anything else would run with the rights of whoever called the command.
+OFFERED = ("torch_rpc_ext.monitoring", "torch_rpc_ext.profiler.recorder")
+#: Of a guest that expects small answers, bytes: room for what ping() sends by default.
+LARGEST_MESSAGE = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def joined(given: argparse.Namespace) -> Iterator[None]:
+def joined(
+    given: argparse.Namespace, *, max_message_bytes: int = LARGEST_MESSAGE
+) -> Iterator[None]:
     """Join the group for the block, and leave it however the block ends.
 
     Args:
         given: what add_arguments() has parsed.
+        max_message_bytes: as the option of that name.
 
     Raises:
         CannotJoinError: there is no such group, it is static, or joining failed.
@@ -64,7 +72,7 @@ def joined(given: argparse.Namespace) -> Iterator[None]:
     rpc: Any = _untyped_rpc  # upstream's functions have no types
     with _leaving_when_told_to():
         try:
-            _join(given)
+            _join(given, max_message_bytes)
             yield
         finally:
             if monitoring.is_initialized():  # a signal may have ended _join() at any place
@@ -78,7 +86,7 @@ def other_workers() -> list[str]:
     return [name for name in monitoring.member_names() if not name.startswith(PREFIX)]
 
 
-def _join(given: argparse.Namespace) -> None:
+def _join(given: argparse.Namespace, max_message_bytes: int) -> None:
     from torch.distributed import rpc as _untyped_rpc
 
     from torch_rpc_ext._group import dynamic, members
@@ -90,6 +98,8 @@ def _join(given: argparse.Namespace) -> None:
         interface=given.interface,
         init_timeout=given.join_timeout,
         num_worker_threads=_THREADS,
+        allow_list=OFFERED,
+        max_message_bytes=max_message_bytes,
     )
     try:
         directory = dynamic.Directory(_open_store(given.init_method, given.join_timeout))

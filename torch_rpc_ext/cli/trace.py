@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{path} cannot be written: no such folder, or no right to")
     if given.plot:
         import matplotlib  # noqa: F401
-    with guest.joined(given):
+    with guest.joined(given, max_message_bytes=0):  # recordings are as large as they are
         prof = _record(given)
     prof.export_chrome_trace(given.out)
     if given.plot:
