@@ -178,7 +178,11 @@ def worker_events() -> WorkerEvents:
 
 
 def follow_members(session: sessions.Session) -> None:
-    """Let a worker of a dynamic group drop a member that says goodbye, but could not tell it."""
+    """Let this worker of a dynamic group drop members that have left without calling this worker.
+
+    A worker that leaves calls the others, but a busy one may never run the call. The goodbye that
+    ends the connection arrives all the same, as the event "left".
+    """
 
     def follow(event: WorkerEvent) -> None:
         if event.kind == "left" and event.worker in session.members:
@@ -199,8 +203,7 @@ class _Subscriber(NamedTuple):
 class _Hub:
     """Takes the agent's events and tells the subscribers of one session.
 
-    Owns: a thread, from the first subscription to the end of the agent. `_connects`: whether a
-        subscriber wants this worker to be connected to all others.
+    Owns: a thread, from the first subscription to the end of the agent.
     Thread Safety: subscribe() and remove() from any thread; the hub's thread runs the rest.
     """
 
@@ -212,7 +215,7 @@ class _Hub:
         self._subscribers: dict[int, _Subscriber] = {}
         self._new: list[int] = []  # subscribers that have not been told yet who is lost
         self._lost: dict[str, WorkerEvent] = {}
-        self._connects = False
+        self._connects = False  # whether a subscriber wants connections to all other workers
         self._ended = False
         # A daemon thread, so that a callback that never returns does not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="rpc-events", daemon=True)

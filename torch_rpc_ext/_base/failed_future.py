@@ -28,7 +28,8 @@ class FailedResult:
         from torch.distributed.rpc import internal as _untyped_internal
 
         internal: Any = _untyped_internal  # upstream's functions have no types
-        # An error of another worker may have a class that is derived from the one with its name.
+        # An error of another worker may have a class that exceptions.also_runtime_error() has made.
+        # Such a class cannot be pickled; the class that it derives from, of the same name, can.
         cls: Any = type(getattr(self.error, "_remote_original", self.error))
         try:
             pickle.dumps(cls)

@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 def new_future() -> Future[Any]:
     """Return a future whose value may have tensors on any device of this process."""
-    # A future with devices takes its value apart, so it has none where nobody uses CUDA.
+    # torch pickles the value of a future that has devices, to find the tensors in the value. That
+    # takes time, so the future gets devices only where this process uses CUDA.
     if not cuda.is_initialized():
         return Future()
     return Future(devices=[torch.device("cuda", at) for at in range(cuda.device_count())])

@@ -254,8 +254,9 @@ def pass_on(
     """Call a function on workers of this host; runs on one of them.
 
     Returns:
-        For each worker (True, the result), or (False, what exceptions.passed_on() makes of what the
-        call raised): each part of it may be refused by the caller, and the other outcomes are not.
+        For each worker (True, the result), or (False, what exceptions.passed_on() makes of the
+        error that the call raised). The parts of the error are pickled one by one: where the
+        caller's allow-list refuses a part, the caller still reads the other outcomes.
     """
     with one_copy():
         calls = [_begin(name, func, args, kwargs, timeout) for name in names]

@@ -160,7 +160,8 @@ def announce_join(session: sessions.Session) -> None:
 def drop_departed(session: sessions.Session) -> None:
     """Drop the members that are not in the directory any more.
 
-    The directory is read after `known` is: so it has all workers of `known` that have not left.
+    The members are read first and the directory afterwards: a worker is in the directory before
+    any other worker knows it, so a member that is missing there has left.
     """
     with session.lock:
         known = list(session.members.values())
@@ -231,18 +232,20 @@ def _notify(
         level = logging.DEBUG if quiet else logging.WARNING
         logger.log(
             level,
-            "worker %s joined or left, but could not tell in time %s",
+            "worker %s could not tell all others who joined or left: %s",
             session.me.name,
             "; ".join(failed),
         )
 
 
 def tell_again(error: RuntimeError, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
-    """After a call of a worker that was too busy for it, call that worker without a deadline.
+    """Call a busy worker again, without a deadline, where the first call has timed out.
 
-    A worker does not begin a call after its deadline. Without a deadline it does when a thread is
-    free, as long as this worker lives. Not at first, because without a deadline a call may wait
-    here for room (max_calls_in_flight).
+    A worker does not begin a call whose deadline is over. It begins a call without a deadline as
+    soon as one of its threads is free, as long as this worker lives. The first call has a deadline
+    because a call without one waits here, perhaps for ever, where too many calls are under way to
+    that worker (max_calls_in_flight). The first call then fails with an OverloadedError, and there
+    is no second.
     """
     if isinstance(error, errors.CallTimeoutError):
         with contextlib.suppress(RuntimeError):

@@ -351,7 +351,8 @@ class Reader:
             # Only now, because the class alone knows what the names in such a state are.
             self._check_attributes(cls, getattr(target, "__dict__", ()))
         else:
-            # A base may do less than it seems: nn.Module's takes pairs of names and values too.
+            # An inherited __setstate__ may take other states than dicts: nn.Module's passes its
+            # state to dict.update(), which takes pairs too, and nobody has checked their names.
             raise self._allowed.refusal(f"a change of a {full_name(cls)} by no dict")
         if issubclass(cls, BaseException):
             self._check_exception(target)

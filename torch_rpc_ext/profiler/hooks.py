@@ -50,7 +50,7 @@ class Recorder(Protocol):
     recorded: frozenset[str]
     #: Name of this worker.
     worker: str
-    #: Returns the number of the last message that this thread has sent.
+    #: Returns the number of this thread's last call of a function; 0 before the first.
     last_number: Callable[[], int]
 
     def new_call(self, kind: str, function: str, to: str) -> Call:
