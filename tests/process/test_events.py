@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed import rpc
 
 import torch_rpc_ext
-from tests.process.deaths import check_alive
+from tests.process.deaths import QUICK, check_alive, kill
 from tests.process.group import SECONDS, Group, workers
 from tests.support.backend import needs_ucx
 from torch_rpc_ext.events import Subscription, WorkerEvent
@@ -73,10 +74,11 @@ def test_a_killed_worker_is_lost_without_a_call_to_it() -> None:
     with Group(3) as group:
         group[0].run(subscribe)
         group[2].run(subscribe)
-        group[1].kill()
+        killed = kill(group[1])
         for worker in (group[0], group[2]):
             assert worker.run(heard, 1) == [("worker1", "lost")]
             assert all(worker.run(reasons))
+        assert time.monotonic() - killed < QUICK
 
 
 def test_who_subscribes_late_hears_of_the_lost() -> None:
@@ -89,7 +91,9 @@ def test_who_subscribes_late_hears_of_the_lost() -> None:
         group[0].run(subscribe)
         assert group[0].run(heard, 2) == [("worker1", "lost")] * 2
         group[2].kill()
-        assert sorted(group[0].run(heard, 4)[2:]) == [("worker2", "lost")] * 2
+        assert group[0].run(heard, 4)[2:] == [("worker2", "lost")] * 2
+        group.run(check_alive, "worker0")
+        assert len(group[0].run(heard_so_far)) == 4
 
 
 def test_a_worker_that_comes_back() -> None:
@@ -98,8 +102,10 @@ def test_a_worker_that_comes_back() -> None:
         for _ in range(2):
             group[1].kill()
             group.start_again(1)
-        assert group[0].run(heard, 4) == [("worker1", "lost"), ("worker1", "returned")] * 2
+        each_once = [("worker1", "lost"), ("worker1", "returned")] * 2
+        assert group[0].run(heard, 4) == each_once
         group[0].run(check_alive, "worker1")
+        assert group[0].run(heard_so_far) == each_once
 
 
 def test_a_worker_that_leaves_alone() -> None:
@@ -152,6 +158,7 @@ def test_a_member_that_is_killed_and_started_again() -> None:
         group[1].run(leave)
         assert group[0].run(heard, 3)[2:] == [("worker1", "left")]
         group[0].run(leave)
+        assert len(group[0].run(heard_so_far)) == 3
 
 
 # ---- subscriptions -------------------------------------------------------------------------------
