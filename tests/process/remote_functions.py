@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import shlex
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file
 from torch_rpc_ext import aio, scripting
 
 WORKERS = ["worker0", "worker1", "worker2", "worker3"]
@@ -130,14 +135,27 @@ def characters(item: str, suffix: str) -> str:
     return item + suffix
 
 
-def hold_gil(seconds: int) -> None:
-    """Let a new thread hold the GIL, from shortly after this function has returned."""
+def hold_gil(file: str) -> None:
+    """Hold the GIL, make the file, and wait until the file is removed, for 100 s at most."""
+    name = shlex.quote(file)
+    command = f"touch {name}; for i in $(seq 1000); do [ -e {name} ] || break; sleep 0.1; done"
+    # It is one call of a C function, between whose parts no other thread can take the GIL; unlike
+    # CDLL, PyDLL keeps the GIL.
+    assert ctypes.PyDLL(None).system(command.encode()) == 0
 
-    def hold() -> None:
-        time.sleep(0.2)
-        ctypes.PyDLL(None).sleep(seconds)  # unlike CDLL, PyDLL keeps the GIL
 
-    threading.Thread(target=hold).start()
+@contextlib.contextmanager
+def gil_held(worker: str) -> Iterator[None]:
+    """During the block another worker holds its GIL."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "held"
+        holds = rpc.rpc_async(worker, hold_gil, (str(file),), timeout=0)
+        wait_for_file(file)
+        try:
+            yield
+        finally:
+            file.unlink()
+    holds.wait()
 
 
 RAN: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -41,13 +40,12 @@ def test_values() -> None:
 def test_no_gil_is_needed() -> None:
     x = torch.ones(2)
     call(torch_test.leaky_relu, x)
-    rpc.rpc_sync("worker1", remote_functions.hold_gil, (2,))
-    time.sleep(0.5)
-    needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
-    for _ in range(20):
-        assert torch.equal(call(torch_test.leaky_relu, x), x)
-        assert call(ours.own_name) == "worker1"
-    assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
+    with remote_functions.gil_held("worker1"):
+        needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
+        for _ in range(20):
+            assert torch.equal(call(torch_test.leaky_relu, x), x)
+            assert call(ours.own_name) == "worker1"
+        assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
     assert needs_gil.wait() == 1
 
 

@@ -55,13 +55,12 @@ def test_torchscript_asks_anew_each_time() -> None:
 @workers(2)
 def test_no_gil_is_needed() -> None:
     who, alive = scripted().who, scripted().alive
-    rpc.rpc_sync("worker1", remote_functions.hold_gil, (2,))
-    time.sleep(0.5)
-    needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
-    for _ in range(20):
-        assert who.sync("worker1")[2] == "worker1"
-        assert alive.sync("worker1", "worker0")
-    assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
+    with remote_functions.gil_held("worker1"):
+        needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
+        for _ in range(20):
+            assert who.sync("worker1")[2] == "worker1"
+            assert alive.sync("worker1", "worker0")
+        assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
     assert needs_gil.wait() == 1
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,6 +18,7 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file, wait_until_stopped
 from tests.process.group import Group
 from tests.support.backend import needs_ucx, on_ucx
 
@@ -112,12 +115,11 @@ def check_only_defined_here() -> None:
 
 def check_no_gil() -> None:
     scale = functions().scale
-    rpc.rpc_sync("worker1", functions().hold_gil, (2,))
-    time.sleep(0.5)
-    needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
-    results = [scale.sync("worker1", ONE).sum() for _ in range(20)]
-    assert results == [4] * 20
-    assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
+    with functions().gil_held("worker1"):
+        needs_gil = rpc.rpc_async("worker1", f.identity, (1,))
+        results = [scale.sync("worker1", ONE).sum() for _ in range(20)]
+        assert results == [4] * 20
+        assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
     assert needs_gil.wait() == 1
 
 
@@ -129,36 +131,51 @@ def tensor_of_python() -> Tensor:
     return torch.from_numpy(numpy.ones(1 << 20, dtype=numpy.float32))
 
 
-def call_and_hold_the_gil() -> None:
+_taken = threading.Event()
+
+
+def take(*_: Any) -> None:
+    _taken.set()
+
+
+def call_and_hold_the_gil(file: Path) -> None:
     """A message with a pickle of so many bytes is kept until the callee has taken it."""
     args = (tensor_of_python(), bytes(1 << 20))
-    f.HELD["call"] = rpc.rpc_async("worker1", f.nothing, args=args)
+    f.HELD["call"] = rpc.rpc_async("worker1", take, args=args)
     from tests.process.remote_functions import hold_gil
 
-    hold_gil(3)
+    hold_gil(str(file))
 
 
-def check_the_other_serves_without_the_gil() -> None:
+def check_the_other_serves_without_the_gil(file: Path) -> None:
     from tests.process.remote_functions import scale
 
-    time.sleep(0.5)  # this worker has taken the message, and has said so
+    assert _taken.wait(30)
+    time.sleep(0.5)  # by now this worker has said, too, that it has taken the message
     needs_gil = rpc.rpc_async("worker0", f.identity, (1,))
     results = [scale.sync("worker0", ONE).sum() for _ in range(20)]
     assert results == [4] * 20
     assert not needs_gil.done(), "nobody held the GIL: this shows nothing"
+    file.unlink()
     assert needs_gil.wait() == 1
 
 
-def test_torchscript_runs_while_memory_of_python_is_given_back(pair: Group) -> None:
+def test_torchscript_runs_while_memory_of_python_is_given_back(pair: Group, tmp_path: Path) -> None:
+    file = tmp_path / "held"
     for worker in pair:
         worker.run(define_functions)
     pair[1].signal(signal.SIGSTOP)
     try:
-        pair[0].run(call_and_hold_the_gil)
-        time.sleep(0.5)
+        wait_until_stopped(pair[1].child.pid)
+        holds = pair[0].start(call_and_hold_the_gil, file)
+        wait_for_file(file)
     finally:
         pair[1].signal(signal.SIGCONT)
-    pair[1].run(check_the_other_serves_without_the_gil)
+    try:
+        pair[1].run(check_the_other_serves_without_the_gil, file)
+    finally:
+        file.unlink(missing_ok=True)
+        holds.result()
 
 
 def check_autograd() -> None:
