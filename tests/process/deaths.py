@@ -51,7 +51,7 @@ def kill(worker: Worker) -> float:
 
 def check_alive(to: str) -> None:
     for i in range(20):
-        assert rpc.rpc_sync(to, f.identity, args=(i,), timeout=10) == i
+        assert rpc.rpc_sync(to, f.identity, args=(i,), timeout=30) == i
 
 
 def named(name: str, text: str) -> bool:
@@ -101,7 +101,7 @@ def open_sockets() -> int:
 
 def wait_until_stopped(pid: int) -> None:
     """Wait: until the signal has its effect, the process may still answer a call."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     tasks = Path(f"/proc/{pid}/task")
     while any(runs(task) for task in tasks.iterdir()):
         assert time.monotonic() < deadline, f"process {pid} does not stop"

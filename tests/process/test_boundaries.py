@@ -170,7 +170,7 @@ def throws(group: Group, where: str, at: int, out_of_memory: bool) -> None:
 def recover(group: Group) -> None:
     """Wait until calls work again: a worker whose connection broke is tried again after a
     second."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while failures := group.run(calls):
         assert time.monotonic() < end, failures
         time.sleep(0.1)
@@ -261,7 +261,7 @@ def test_a_connection_given_up_while_it_begins() -> None:
     """In one run of three, UCX at the called worker took the next connection for the one that had
     been given up: from then on each call ran into its time-out."""
     for _ in range(8):
-        with Group(2, options={"rpc_timeout": 5}) as group:
+        with Group(2, options={"rpc_timeout": 30}) as group:
             group[0].run(fail_the_first_call_of_all)
             recover(group)
 
@@ -284,7 +284,7 @@ def test_messages_after_connections_broke() -> None:
     """What broken connections had left in UCX broke later connections, or silently took parts of
     their messages of more than 8 KB."""
     for _ in range(4):
-        with Group(2, options={"rpc_timeout": 5}) as group:
+        with Group(2, options={"rpc_timeout": 30}) as group:
             group[0].run(fail_the_first_call_of_all)
             for _ in range(20):
                 group[0].run(break_and_call)

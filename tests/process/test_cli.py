@@ -43,7 +43,7 @@ def called(command: list[str]) -> str:
 
 def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=150
     )
 
 
@@ -91,7 +91,7 @@ def test_run_finds_a_module_where_it_is_started(command: list[str], tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert ended.returncode == 3, ended
     assert ended.stdout == f"['--flag'] {package.parent} __main__\n", ended

@@ -42,8 +42,11 @@ def call_errors_of_threads(to: str, count: int) -> list[tuple[str, float]]:
 
 
 def error_of_call_to(to: str) -> str:
+    """The text of the error of one call, which fails long before its time-out."""
+    start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        rpc.rpc_sync(to, f.identity, args=(1,), timeout=10)
+        rpc.rpc_sync(to, f.identity, args=(1,), timeout=3 * QUICK)
+    assert time.monotonic() - start < QUICK, raised.value
     return str(raised.value)
 
 
@@ -72,13 +75,10 @@ def test_calls_to_a_dead_worker_fail_quickly() -> None:
     with Group(3) as group:
         group.run(check_alive, "worker1")
         group[1].kill()
-        start = time.monotonic()
         for _ in range(3):
             assert named("worker1", group.run(error_of_call_to, "worker1"))
-        assert time.monotonic() - start < 2 * QUICK
-        assert named(
-            "worker1", group[2].run(error_of_call_to, "worker1")
-        )  # had no connection to it before
+        # The other worker had no connection to it before.
+        assert named("worker1", group[2].run(error_of_call_to, "worker1"))
         group[2].run(check_alive, "worker0")
 
 
@@ -225,7 +225,7 @@ def leave_alone() -> None:
 
 def call_the_dead(times: int) -> None:
     for _ in range(times):
-        peer_lost(lambda: rpc.rpc_sync("worker1", f.nothing, timeout=10))
+        peer_lost(lambda: rpc.rpc_sync("worker1", f.nothing, timeout=30))
 
 
 @needs_ucx("its errors are RuntimeErrors without names")

@@ -19,7 +19,7 @@ def test_generated_pages_are_up_to_date() -> None:
         [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert ended.returncode == 0, ended.stderr
 
