@@ -74,6 +74,9 @@ def test_calls_of_all_workers_are_recorded() -> None:
         rpc.remote("worker1", pause, args=(tensor,)).to_here()
         rpc.rpc_sync("worker1", torch.add, args=(tensor, 1))
         rpc.rpc_sync("worker1", f.script_add, args=(tensor, tensor))
+        if on_ucx():
+            rpc.rpc_sync("worker1", torch.ops.aten.mul, args=(tensor, 2))
+            rpc.rpc_async("worker1", torch.ops.aten.sub.Scalar, args=(tensor, 2)).wait()
         with pytest.raises(ValueError):
             rpc.rpc_sync("worker2", f.raise_value_error)
     found = rows(prof)
@@ -86,7 +89,7 @@ def test_calls_of_all_workers_are_recorded() -> None:
         assert 0 < row.network_p50 <= row.total_p99 - PAUSE, row
         assert (row.queue_p50 is not None) == on_ucx(), row
     assert there.result_bytes == 2 * tensor.nbytes and there.sent_bytes > 2 * tensor.nbytes
-    for name in ("aten::add", "script_add"):
+    for name in ("aten::add", "script_add", *(["aten::mul", "aten::sub"] if on_ucx() else [])):
         row = found[name, "worker1"]
         assert row.calls == 1 and row.total_p50 > 0, row
         assert row.sent_bytes in (tensor.nbytes, 2 * tensor.nbytes)

@@ -62,6 +62,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base.option_checks import require_call_timeout, rpc_timeout
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
+from torch_rpc_ext._upstream.operators import OPERATORS, qualified_name
 
 logger = logging.getLogger(__name__)
 # Upstream's functions have no types.
@@ -73,8 +74,6 @@ rpc: Any = _untyped_rpc
 _SYNC = api.RPCExecMode.SYNC
 _UNSET: float = api.UNSET_RPC_TIMEOUT
 _find_builtin: Any = torch.jit._builtins._find_builtin
-# torch.ops.name.op and torch.ops.name.op.overload.
-_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 # Held while functions of a RemoteModule are generated. An RLock, because that imports the module of
 # the interface, which may do anything.
@@ -212,7 +211,7 @@ def _invoke_rpc(
         # of another call are pickled. It stands within the `try`, because the handler of a signal
         # may raise between any two lines.
         before = set_synchronous(rpc_type is _SYNC)
-        if api._get_should_profile() and not isinstance(func, _OPERATORS):
+        if api._get_should_profile() and not isinstance(func, OPERATORS):
             invoke = _original(api, "_invoke_rpc")
             future = invoke(to, func, rpc_type, args, kwargs, rpc_timeout)
         else:
@@ -257,19 +256,9 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     """Call as upstream's _invoke_rpc does while no profiler runs."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    name = _find_builtin(func)
-    if name is not None:
-        return api._invoke_rpc_builtin(api._to_worker_info(to), name, timeout, *args, **kwargs)
-    if isinstance(func, _OPERATORS):
-        namespace, operator, *overload = str(func).split(".")
-        return loader.load().invoke_operator(
-            api._to_worker_info(to),
-            f"{namespace}::{operator}",
-            None if not overload else overload[0].removeprefix("default"),
-            args,
-            kwargs,
-            timeout,
-        )
+    operator = func if isinstance(func, OPERATORS) else _find_builtin(func)
+    if operator is not None:
+        return api._invoke_rpc_builtin(api._to_worker_info(to), operator, timeout, *args, **kwargs)
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     if is_async and isinstance(func._wrapped_async_rpc_function, torch.jit.ScriptFunction):
         func = func._wrapped_async_rpc_function
@@ -281,7 +270,10 @@ def _invoke(to: Any, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
     return api._invoke_rpc_python_udf(to, payload, tensors, timeout, is_async)
 
 
-def _invoke_rpc_builtin(to: Any, name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+def _invoke_rpc_builtin(to: Any, name: Any, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(name, OPERATORS):  # upstream passes the name of an operator of its own
+        native = loader.load()
+        return native.invoke_operator(to, *qualified_name(name), args, kwargs, timeout)
     invoke = _original(api, "_invoke_rpc_builtin")
     future = loader.load().invoke_builtin(to, name, timeout, *args, **kwargs)
     return invoke(to, name, timeout, *args, **kwargs) if future is None else future

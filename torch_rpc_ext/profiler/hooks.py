@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.rpc import api as _untyped_api
 
+from torch_rpc_ext._upstream.operators import OPERATORS, qualified_name
 from torch_rpc_ext.profiler.records import Call, tensor_bytes
 
 __all__ = ["Recorder", "install", "name_of", "remove"]
@@ -103,6 +104,8 @@ def name_of(function: Any, args: Any = ()) -> str:
     operator = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
     if operator is not None:
         return str(operator)
+    if isinstance(function, OPERATORS):
+        return qualified_name(function)[0]
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function)).removeprefix("__torch__.")
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -182,7 +185,7 @@ def _invoke_rpc_python_udf(
     return _send(original, recorder, to, pickled, tensors, *more)
 
 
-def _send(original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+def _send(original: Any, recorder: Recorder, /, *args: Any, **kwargs: Any) -> Any:
     call: Call | None = getattr(_thread, "call", None)
     if call is None:
         return original(*args, **kwargs)
