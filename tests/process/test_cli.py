@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [["prog.py"], ["./link.py"], ["-m", "prog"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "how", [["prog.py"], ["./link.py"], ["-m", "prog"], ["prog.pyz"]], ids=" ".join
+)
 def test_run_runs_a_program_as_python_does(
     command: list[str], how: list[str], tmp_path: Path
 ) -> None:
@@ -125,6 +128,8 @@ def test_run_runs_a_program_as_python_does(
     (work / "prog.py").write_text(PROGRAM)
     (work / "scripts" / "prog.py").write_text(PROGRAM)
     (work / "link.py").symlink_to("scripts/prog.py")
+    with zipfile.ZipFile(work / "prog.pyz", "w") as archive:
+        archive.writestr("__main__.py", PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ours, pythons = (
         subprocess.run(

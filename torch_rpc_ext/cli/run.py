@@ -6,6 +6,7 @@ import builtins
 import os
 import runpy as _untyped_runpy
 import sys
+import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -58,7 +59,8 @@ def main(arguments: list[str]) -> int:
     if arguments[0] in ("-m", "--module"):
         if len(arguments) < 2:
             parser.error("-m needs the name of a module")
-        return _run_module(arguments[1], arguments[2:])
+        sys.argv = arguments[1:]
+        return _run_module(arguments[1], os.getcwd(), alter_argv=True)
     if arguments[0].startswith("-"):
         from torch.distributed import run as torchrun
 
@@ -94,19 +96,20 @@ def _new_main(**names: Any) -> dict[str, Any]:
 
 def _run_script(script: str, arguments: list[str]) -> int:
     sys.argv = [script, *arguments]
+    path = os.path.join(os.getcwd(), script)
+    if zipfile.is_zipfile(path):  # such as zipapp makes: the program is __main__.py in the file
+        return _run_module("__main__", path, alter_argv=False)
     _look_first_in(str(Path(script).resolve().parent))
     _take_over()
-    path = os.path.join(os.getcwd(), script)
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)
     exec(code, _new_main(__file__=path, __cached__=None, __loader__=loader))
     return 0
 
 
-def _run_module(module: str, arguments: list[str]) -> int:
-    sys.argv = [module, *arguments]
-    _look_first_in(os.getcwd())
+def _run_module(module: str, folder: str, *, alter_argv: bool) -> int:
+    _look_first_in(folder)
     _take_over()
     _new_main()
-    runpy._run_module_as_main(module)  # what `python -m` calls
+    runpy._run_module_as_main(module, alter_argv)  # what Python itself calls
     return 0
