@@ -6,10 +6,13 @@ Parts that wait more than they compute run several at a time. One closing line s
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
+
+from tests.support.child import ONE_THREAD
 
 # (name, paths and options of pytest). Upstream's cases mostly wait for each other, so four at a
 # time keep two cores busy; gigabyte tensors want the machine's memory for themselves. Who is done
@@ -39,7 +42,9 @@ def run(name: str, arguments: list[str]) -> tuple[int, dict[str, int]]:
     """Run one part; its exit code and counts."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     print(f"==== {name}: pytest {' '.join(arguments)}", flush=True)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, env={**ONE_THREAD, **os.environ}, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         last = ""
         assert process.stdout is not None
         for line in process.stdout:

@@ -25,9 +25,10 @@ from tests.support.backend import ROOT
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG = 1
-# One thread each: then no thread of the server can hold a lock when it forks, and a small machine
-# does not get too many threads.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# One thread each, as torchrun starts processes: then no thread of the server can hold a lock when
+# the server forks. And threads of OpenMP wait for each other by spinning: where others have the
+# cores, each operator on a large tensor would take a time slice.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # The suites ask for GPUs when they are imported. With this, torch asks NVML: a process that has
 # asked CUDA has children that cannot use CUDA.
 _NO_CUDA_YET = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -38,7 +39,7 @@ def ensure_server() -> None:
     suites."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = dict(os.environ)
-    os.environ.update(_ONE_THREAD | _NO_CUDA_YET, PYTHONPATH=path)
+    os.environ.update(ONE_THREAD | _NO_CUDA_YET, PYTHONPATH=path)
     try:
         _CONTEXT.set_forkserver_preload(["tests.support.preload"])
         forkserver.ensure_running()
@@ -68,7 +69,7 @@ class Child:
         os.close(handle)
         self.name = name
         self.log = Path(log)
-        environment = {**os.environ, **_ONE_THREAD, **(env or {})}
+        environment = {**os.environ, **ONE_THREAD, **(env or {})}
         self.process = _CONTEXT.Process(
             target=_enter,
             name=name,
