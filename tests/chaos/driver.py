@@ -42,6 +42,7 @@ SLACK = {
 #: What each cut of the link may leave behind (docs/faults.md, "Not promised").
 FDS_PER_CUT = 1.0
 WARM_UP = 2  # rounds
+ROUNDS = WARM_UP + 6  # at least: in fewer, the descriptors of single rounds would decide
 #: The kinds of faults, the gravest first. "delay" stops a process for less than the keepalive time,
 #: "stop" for more. "cut" takes the link between the hosts down, for less or more than the keepalive
 #: time; "slow" delays its packets.
@@ -205,9 +206,9 @@ class Fleet:
     def judge_growth(self) -> list[str]:
         """Compare what the survivor held in the first and in the last rounds; return what grew too
         much."""
+        if len(self.held) < ROUNDS:
+            return [f"{self.name}: {len(self.held)} rounds, too few to say whether anything grew"]
         samples = self.held[WARM_UP:]
-        if len(samples) < 3:
-            return []
         third = max(len(samples) // 3, 1)
         wrong = []
         for what, allowed in SLACK.items():
@@ -262,7 +263,8 @@ def _hosts(say: Callable[[str], None]) -> Iterator[Hosts | None]:
 
 
 def run(seconds: float, seed: int, say: Callable[[str], None] = print) -> Findings:
-    """Run for about ``seconds``; Findings.wrong says what went wrong."""
+    """Run for about ``seconds``, and at least ROUNDS rounds; Findings.wrong says what went
+    wrong."""
     say(f"chaos: {seconds:.0f} s, seed {seed}")
     findings = Findings()
     with _hosts(say) as hosts:
@@ -284,7 +286,7 @@ def _drive(fleets: list[Fleet], seconds: float, findings: Findings) -> None:
     def drive(fleet: Fleet) -> None:
         number = 0
         try:
-            while time.monotonic() < end:
+            while time.monotonic() < end or number < ROUNDS:
                 fleet.round(number)
                 number += 1
         except BaseException as problem:  # noqa: BLE001  each problem is a finding

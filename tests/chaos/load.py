@@ -95,7 +95,7 @@ def _builtins(source: random.Random, to: str, via: str) -> bool:
     for future in futures:
         try:
             results.append(future.wait())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001
             problem = error  # but every future must end
     if problem is not None:
         raise problem
@@ -169,9 +169,10 @@ def _one(source: random.Random, others: list[str], clock: Clock) -> tuple[Call, 
         outcome = "right" if function(source, to, via) else "WRONG"
     except RpcError as error:
         outcome = type(error).__name__
-    except RuntimeError as error:
-        outcome = "RRef timed out" if RREF_TIMED_OUT in str(error) else "UNTYPED"
-        if outcome == "UNTYPED":
+    except Exception as error:  # noqa: BLE001  no error may end the load
+        upstreams = isinstance(error, RuntimeError) and RREF_TIMED_OUT in str(error)
+        outcome = "RRef timed out" if upstreams else "UNTYPED"
+        if not upstreams:
             wrong.append(f"{kind} to {targets}: untyped {error!r}")
     stop = time.monotonic()
     took = stop - start - (clock.lost - lost)
