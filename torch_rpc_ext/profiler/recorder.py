@@ -112,6 +112,10 @@ class Recorder:
         self._timer.daemon = True
         self._timer.start()
 
+    def is_of_this_session(self) -> bool:
+        """Return whether the agent is the one that the recording has begun with."""
+        return self._agent is api._get_current_rpc_agent()
+
     def new_call(self, kind: str, function: str, to: str) -> Call:
         """Begin a call; add_call() or follow_call() ends it."""
         parent = getattr(_thread, "call", 0)
@@ -243,12 +247,43 @@ def _stop_operators(profiler: Any) -> bytes:
             return zlib.compress(file.read(), 1)
 
 
+def _profiling_worker() -> str:
+    """Return the name of the worker that profiles this one, with the time left; '' for none.
+
+    The caller holds _lock. A recording from before an rpc.shutdown() of this worker is dropped.
+    """
+    recorder = _active
+    if recorder is None:
+        return ""
+    if not recorder.is_of_this_session():
+        _end_active()
+        recorder.finish()
+        return ""
+    left = recorder.limit - (time.monotonic() - recorder.began)
+    return f"{recorder.owner} (for at most {left:.0f} s more)"
+
+
+def _end_active() -> None:
+    """Record no more calls. The caller holds _lock."""
+    global _active
+    hooks.remove()
+    _active = None
+
+
+def _after_fork_in_child() -> None:
+    """Leave the recording to the parent: the child has no thread that ends it at its limit."""
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held the lock
+    _end_active()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def describe() -> str:
     """Return this worker's version of torch and which worker profiles it, as JSON."""
-    busy = ""
-    if _active is not None:
-        left = _active.limit - (time.monotonic() - _active.began)
-        busy = f"{_active.owner} (for at most {left:.0f} s more)"
+    with _lock:
+        busy = _profiling_worker()
     return json.dumps({"torch": torch.__version__.split("+")[0], "busy": busy})
 
 
@@ -267,10 +302,8 @@ def start(
     """
     global _active
     with _lock:
-        if _active is not None:
-            raise RuntimeError(
-                f"this worker is being profiled already, by {json.loads(describe())['busy']}"
-            )
+        if busy := _profiling_worker():
+            raise RuntimeError(f"this worker is being profiled already, by {busy}")
         recorder = Recorder(owner, session, operators, max_entries, limit, recorded)
         hooks.install(recorder, Traced)
         _active = recorder
@@ -285,13 +318,11 @@ def stop(session: str) -> tuple[Any, ...] | None:
     Returns:
         The Recording as a plain tuple; None if this session does not record on this worker.
     """
-    global _active
     with _lock:
         recorder = _active
         if recorder is None or recorder.session != session:
             return None
-        hooks.remove()
-        _active = None
+        _end_active()
     return recorder.finish().to_plain()
 
 

@@ -164,7 +164,9 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
                 if plain is not None:
                     fetched[name] = Recording.from_plain(plain)
                     continue
-                why = f"it had stopped by itself at the limit ({self._arguments[2]} s)"
+                why = (
+                    f"it had stopped by itself at the limit ({self._arguments[2]} s), or shut down"
+                )
             except Exception as problem:  # noqa: BLE001  as above
                 why = failures.brief(problem)
             self.missing[name] = why
