@@ -449,7 +449,17 @@ def set_torch_version(version: str) -> None:
 def test_mistakes_are_named() -> None:
     message = error_of_profile(workers=["worker1", "nobody"])
     assert "'nobody'" in message and "worker0, worker1, worker2" in message
-    assert "limit must be more than 0 s, got 0" in error_of_profile(limit=0)
+    for limit, must in {
+        0: "be more than 0 s, got 0",
+        1e300: r"be at most \d+ s, got 1e\+300",
+    }.items():
+        with pytest.raises(ValueError, match=f"limit must {must}"):
+            profiled(limit=limit)
+    with pytest.raises(TypeError, match="list of names, got the text 'worker1'"):
+        profiled(workers="worker1")
+    with profiled(workers=["worker1", "worker1"]) as prof:
+        pass
+    assert list(prof.recordings) == ["worker1"]
     version = torch.__version__
     rpc.rpc_sync("worker2", set_torch_version, args=("1.2.3",))
     message = error_of_profile()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         missing: worker name -> why there is no recording of that worker.
 
     Raises:
+        TypeError: `workers` is a text.
         ValueError: a worker is not in the group, or a number is out of range.
         RuntimeError: RPC is not initialized; the workers have different versions of torch; a worker
             is being profiled already, or cannot be profiled. The text names the worker.
@@ -78,13 +80,18 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         max_entries: int = _MAX_ENTRIES,
         timeout: float = _ANSWER_TIMEOUT,
     ) -> None:
+        if isinstance(workers, str):
+            raise TypeError(f"workers must be a list of names, got the text {workers!r}")
         if not limit > 0:
             raise ValueError(f"limit must be more than 0 s, got {limit!r}")
+        if limit > threading.TIMEOUT_MAX:
+            most = threading.TIMEOUT_MAX
+            raise ValueError(f"limit must be at most {most:.0f} s, got {limit!r}")
         if not timeout > 0:
             raise ValueError(f"timeout must be more than 0 s, got {timeout!r}")
         if max_entries < 1:
             raise ValueError(f"max_entries must be at least 1, got {max_entries!r}")
-        self._wanted = None if workers is None else list(workers)
+        self._wanted = None if workers is None else list(dict.fromkeys(workers))
         self._arguments = (operators, max_entries, limit)
         self._timeout = timeout
         self._session = secrets.token_hex(8)
