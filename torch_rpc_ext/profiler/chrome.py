@@ -9,6 +9,7 @@ Source: "Trace Event Format" (Google), which https://ui.perfetto.dev reads.
 
 from __future__ import annotations
 
+import heapq
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,14 +37,15 @@ class Span:
             (begin, begin) where there was none.
         begin: when it began, ns since the profile began.
         end: when it ended, or the end of the profile where it had not ended.
-        track: number of the track, from 0.
     """
 
     def __init__(
-        self, entry: Call | Execution, queued: tuple[int, int], begin: int, end: int, track: int
+        self, entry: Call | Execution, queued: tuple[int, int], begin: int, end: int
     ) -> None:
         self.entry, self.queued = entry, queued
-        self.begin, self.end, self.track = begin, end, track
+        self.begin, self.end = begin, end
+        #: Number of the track, from 0.
+        self.track = 0
 
 
 def spans(
@@ -61,23 +63,27 @@ def spans(
         id of the call -> span.
     """
     placed: dict[int, Span] = {}
-    free_from: list[int] = []  # track -> end of its last span
-    for entry in sorted(entries, key=_first_ns):
-        begin = to_ours(entry.begin_ns) - begin_ns
-        end = max(begin, to_ours(entry.end_ns) - begin_ns if entry.end_ns else end_ns - begin_ns)
-        queued = (begin, begin)
-        if isinstance(entry, Execution) and entry.arrival_ns:
-            queued = (to_ours(entry.arrival_ns) - begin_ns, to_ours(entry.start_ns) - begin_ns)
-        track = next((t for t, free in enumerate(free_from) if free <= queued[0]), len(free_from))
-        if track == len(free_from):
-            free_from.append(0)
-        free_from[track] = end
-        placed[entry.id] = Span(entry, queued, begin, end, track)
+    busy: list[tuple[int, int]] = []  # a heap: end of the track's last span, track
+    free: list[int] = []  # a heap of the other tracks
+    unplaced = [_unplaced(entry, to_ours, begin_ns, end_ns) for entry in entries]
+    for span in sorted(unplaced, key=lambda span: span.queued[0]):
+        while busy and busy[0][0] <= span.queued[0]:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        span.track = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span.end, span.track))
+        placed[span.entry.id] = span
     return placed
 
 
-def _first_ns(entry: Call | Execution) -> int:
-    return (entry.arrival_ns if isinstance(entry, Execution) else 0) or entry.begin_ns
+def _unplaced(
+    entry: Call | Execution, to_ours: Callable[[int], int], begin_ns: int, end_ns: int
+) -> Span:
+    begin = to_ours(entry.begin_ns) - begin_ns
+    end = max(begin, to_ours(entry.end_ns) - begin_ns if entry.end_ns else end_ns - begin_ns)
+    queued = (begin, begin)
+    if isinstance(entry, Execution) and entry.arrival_ns:
+        queued = (to_ours(entry.arrival_ns) - begin_ns, to_ours(entry.start_ns) - begin_ns)
+    return Span(entry, queued, begin, end)
 
 
 def merge(

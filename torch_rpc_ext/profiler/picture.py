@@ -97,11 +97,13 @@ class _Canvas:
         if not placed:
             return {}
         self._labels[first] = label
-        self.row += 1 + max(span.track for span in placed.values())
-        for row in range(first, self.row):
-            there = [span for span in placed.values() if first + span.track == row]
-            self._bars(row, [span.queued for span in there], _QUEUE)
-            self._bars(row, [(span.begin, span.end) for span in there], colour)
+        tracks: dict[int, list[chrome.Span]] = {}
+        for span in placed.values():
+            tracks.setdefault(span.track, []).append(span)
+        self.row += len(tracks)
+        for track, there in tracks.items():
+            self._bars(first + track, [span.queued for span in there], _QUEUE)
+            self._bars(first + track, [(span.begin, span.end) for span in there], colour)
         for span in placed.values():
             self._name(span, first + span.track + 0.5)
         return {id: (first + span.track + 0.5, span) for id, span in placed.items()}
