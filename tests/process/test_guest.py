@@ -363,7 +363,7 @@ def test_mistakes_are_sentences() -> None:
 
 
 def test_quantiles_of_a_histogram() -> None:
-    from torch_rpc_ext.cli.poller import quantile
+    from torch_rpc_ext.cli.answers import quantile
 
     bounds = [10, 20, 40]
     assert quantile([5, 0, 0, 0], [5, 4, 0, 0], bounds, 0.5) == 15  # only what is new counts

@@ -23,12 +23,13 @@ def is_timeout(problem: BaseException) -> bool:
 def brief(problem: BaseException) -> str:
     """Return the one line of an error's text that says what happened.
 
-    The text of an error that a remote function raised is a traceback: its last line names the
-    error. Of any other error this is the first line, without upstream's code ("RPCErr:1:").
+    The text of an error that a remote function raised is a traceback: its last line that is not
+    indented names the error. Of any other error this is the first line, without upstream's code
+    ("RPCErr:1:").
     """
     lines = [line for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__
     if lines[0].startswith("On WorkerInfo("):
-        return lines[-1]
+        return next(line for line in reversed(lines) if not line[0].isspace())
     return re.sub(r"^RPCErr:\d+:", "", lines[0])

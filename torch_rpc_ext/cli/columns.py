@@ -59,7 +59,7 @@ COLUMNS = (
         "state",
         lambda s: s.state,
         9,
-        "alive; suspect: it does not answer; dead; refuses: its allow_list leaves "
+        "alive; suspect: it does not answer as it should; dead; refuses: its allow_list leaves "
         "torch_rpc_ext.monitoring out",
     ),
     Column(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors, monitoring
 from torch_rpc_ext._calls import failures
+from torch_rpc_ext.cli.answers import Answer, quantile
 
 __all__ = ["Poller", "WorkerState"]
 
@@ -27,8 +28,9 @@ class WorkerState:
 
     Attributes:
         worker: its name.
-        state: alive; suspect: no answer in time, but the connection holds; dead: the worker cannot
-            be reached; refuses: the worker answers, but does not serve torch_rpc_ext.monitoring.
+        state: alive; suspect: no answer in time, or one that cannot be read; dead: the worker
+            cannot be reached; refuses: the worker answers, but does not serve
+            torch_rpc_ext.monitoring.
         why: what is wrong, '' for nothing.
         host: the host that the worker runs on.
         pid: its process.
@@ -99,7 +101,7 @@ class Poller:
         timeout: float = 2.0,
     ) -> None:
         self._names, self._timeout = names, timeout
-        self._before: dict[str, dict[str, Any]] = {}
+        self._before: dict[str, Answer] = {}
 
     def poll(self) -> list[WorkerState]:
         """Ask all workers at once.
@@ -131,77 +133,56 @@ class Poller:
         return future, took
 
     def _state(self, name: str, future: Any, took: list[float]) -> WorkerState:
+        before = self._before.pop(name, None)
         try:
             if isinstance(future, RuntimeError):
                 raise future
             now = future.wait()
-        except RuntimeError as problem:
-            self._before.pop(name, None)
+        except Exception as problem:  # noqa: BLE001  the worker may have raised anything
             return WorkerState(name, _kind(problem), why=failures.brief(problem))
-        before, self._before[name] = self._before.get(name), now
-        return _describe(name, now, before, took[0] * 1e3 if took else None)
+        try:
+            answer = Answer.of(now)
+            state = _describe(name, answer, before, took[0] * 1e3 if took else None)
+        except Exception as problem:  # noqa: BLE001  the worker may have answered anything
+            why = f"its answer cannot be read ({type(problem).__name__}: {problem})"
+            return WorkerState(name, SUSPECT, why=why)
+        self._before[name] = answer
+        return state
 
 
-def _kind(problem: RuntimeError) -> str:
+def _kind(problem: Exception) -> str:
     if isinstance(problem, errors.RefusedError):
         return REFUSES
-    return SUSPECT if failures.is_timeout(problem) else DEAD
-
-
-def quantile(
-    before: Sequence[int], now: Sequence[int], bounds: Sequence[int], share: float
-) -> float:
-    """Return a quantile of the values that have come to a histogram since an earlier look.
-
-    Args:
-        before: counts at the earlier look.
-        now: counts; there is one more than there are bounds.
-        bounds: upper ends of the buckets but the last, rising.
-        share: which quantile, 0 to 1.
-
-    Returns:
-        The quantile, as if values were spread evenly within their bucket; in the unit of the
-        bounds. NaN where no value has come.
-    """
-    counts = [new - old for new, old in zip(now, before, strict=True)]
-    left = share * sum(counts)
-    lower = 0
-    for count, upper in zip(counts, [*bounds, 2 * bounds[-1]], strict=True):
-        if count and left <= count:
-            return lower + (upper - lower) * left / count
-        left -= count
-        lower = upper
-    return float("nan")
+    is_lost = isinstance(problem, RuntimeError) and not failures.is_timeout(problem)
+    return DEAD if is_lost else SUSPECT
 
 
 def _describe(
-    name: str, now: dict[str, Any], before: dict[str, Any] | None, answer_ms: float | None
+    name: str, now: Answer, before: Answer | None, answer_ms: float | None
 ) -> WorkerState:
-    counters = now["counters"]
-
     def number(key: str) -> int | None:
-        return int(counters[key]) if key in counters else None
+        return int(now.counters[key]) if key in now.counters else None
 
     def rate(key: str) -> float | None:
         # A worker that has come back under its name counts from 0 again.
-        if before is None or before["pid"] != now["pid"] or key not in counters:
+        if before is None or before.pid != now.pid or key not in now.counters:
             return None
-        seconds = now["time"] - before["time"]
-        return (counters[key] - before["counters"][key]) / seconds if seconds > 0 else None
+        seconds = now.time - before.time
+        return (now.counters[key] - before.counters[key]) / seconds if seconds > 0 else None
 
     def milliseconds(key: str, share: float) -> float | None:
-        if before is None or before["pid"] != now["pid"] or key not in now["histograms"]:
+        if before is None or before.pid != now.pid or key not in now.histograms:
             return None
-        bounds, counts, _ = now["histograms"][key]
-        found = quantile(before["histograms"][key][1], counts, bounds, share) / 1e6
+        bounds, counts = now.histograms[key]
+        found = quantile(before.histograms[key][1], counts, bounds, share) / 1e6
         return None if math.isnan(found) else found
 
     return WorkerState(
         name,
         ALIVE,
-        host=now["host"],
-        pid=now["pid"],
-        transports=tuple(sorted({f"{p['control']} / {p['bulk']}" for p in now["peers"]})),
+        host=now.host,
+        pid=now.pid,
+        transports=now.transports,
         calls_per_s=rate("agent.calls_sent"),
         served_per_s=rate("agent.calls_served"),
         sent_per_s=rate("agent.bytes_sent"),
@@ -213,8 +194,8 @@ def _describe(
         queued=number("agent.queued_requests"),
         running=number("agent.server_active_calls"),
         pending=number("agent.pending_calls"),
-        lost=tuple(now["lost"]),
-        waiting={caller: tuple(load) for caller, load in now["waiting"].items()},
+        lost=now.lost,
+        waiting=now.waiting,
         unsent=(
             number("agent.send_waiting_messages") or 0,
             number("agent.send_waiting_bytes") or 0,

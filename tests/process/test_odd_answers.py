@@ -1,0 +1,74 @@
+"""`top` and `ping` beside workers that answer with anything: those of another release, and those
+that mean harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import rpc
+
+from tests.process.group import workers
+from torch_rpc_ext import monitoring
+
+_snapshot = monitoring.snapshot
+_answer: Any = None
+
+
+def answer_oddly(changes: dict[str, Any] | None, answer: Any = None) -> None:
+    """Let monitoring.snapshot() return, or raise, something else here.
+
+    ``changes`` is what to replace in the snapshot, ... for what to leave out; None for `answer` in
+    place of the whole snapshot.
+    """
+
+    def odd() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        if changes is None:
+            return answer
+        return {name: v for name, v in {**_snapshot(), **changes}.items() if v is not ...}
+
+    monitoring.snapshot = odd  # type: ignore[assignment]
+
+
+ODD: dict[str, tuple[Any, ...]] = {
+    "None": (None, None),
+    "a text": (None, "alive"),
+    "an exception": (None, ValueError("no such counter")),
+    "no peers": ({"peers": ...},),
+    "peers of another form": ({"peers": [{"worker": "worker0"}]},),
+    "a text for a number": ({"counters": {"agent.queued_requests": "many"}},),
+    "no number": ({"counters": {"agent.queued_requests": float("nan")}},),
+    "a number without an end": ({"pid": 10**5000},),
+    "a number for a text": ({"host": 7},),
+    "half a load": ({"waiting": {"worker0": (1,)}},),
+    "texts for times": ({"time": "noon"},),
+    "a histogram of another form": ({"histograms": {"agent.latency": ([], [1, 2], 3)}},),
+}
+
+
+@workers(2)
+def test_a_worker_with_an_odd_answer_is_suspect() -> None:
+    from torch_rpc_ext.cli import poller
+
+    asker = poller.Poller(timeout=30)
+    for odd, answer in ODD.items():
+        assert [state.state for state in asker.poll()] == ["alive"] * 2, odd
+        rpc.rpc_sync("worker1", answer_oddly, args=answer)
+        for _ in range(2):
+            _, state = asker.poll()
+            assert state.state == "suspect" and state.why, (odd, state)
+        rpc.rpc_sync("worker1", answer_oddly, args=({},))
+
+
+def lack_a_function() -> None:
+    del monitoring._take
+
+
+@workers(2)
+def test_ping_says_what_a_worker_of_another_release_lacks() -> None:
+    from torch_rpc_ext.cli import ping
+
+    rpc.rpc_sync("worker1", lack_a_function)
+    (answer,) = ping.ping(calls=1)
+    assert answer.error is not None and "_take" in answer.error, answer
