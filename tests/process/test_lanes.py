@@ -14,13 +14,17 @@ from torch.distributed import rpc
 
 import torch_rpc_ext
 from tests.process import functions as f
-from tests.process.group import Group
+from tests.process.deaths import wait_until_stopped
+from tests.process.group import Call, Group
 from tests.process.test_hostile import listening_ports
 from tests.support.backend import needs_ucx
+from tests.support.cut import bytes_received
 from tests.support.ports import free_ports
+from torch_rpc_ext.errors import PeerLostError
 
 pytestmark = needs_ucx("has lanes")
 APART: dict[str, Any] = {"use_shared_memory": False, "use_cma": False}
+LARGE = 400_000_000  # bytes
 
 
 def echo(elements: int) -> bool:
@@ -78,20 +82,38 @@ def test_a_range_without_a_third_port(tmp_path: Path) -> None:
             assert "come through UCX" in said and "used up" in said
 
 
+def send_and_wait() -> bool:
+    sent = torch.ones(LARGE // 4)
+    return bool(rpc.rpc_sync("worker1", torch.sum, args=(sent,)) == LARGE // 4)
+
+
+def stop_in_the_middle(group: Group) -> Call:
+    """Begin send_and_wait(), and stop worker1 when it has got some of the tensor and not yet half
+    of it."""
+    pid = group[1].child.pid
+    assert group[0].run(echo, 1_000_000)  # the lanes are there
+    for _ in range(20):
+        before, deadline = bytes_received(pid), time.monotonic() + 60
+        call = group[0].start(send_and_wait)
+        while bytes_received(pid) < before + LARGE // 50:
+            assert time.monotonic() < deadline, "the tensor does not come"
+            time.sleep(0.001)
+        group[1].signal(signal.SIGSTOP)
+        wait_until_stopped(pid)
+        if bytes_received(pid) < before + LARGE // 2:
+            return call
+        group[1].signal(signal.SIGCONT)
+        assert call.result()
+    raise AssertionError("worker1 was stopped too late, twenty times")
+
+
 def test_a_callee_dies_while_lanes_carry_its_argument() -> None:
-    with Group(3, options={**APART, "rpc_timeout": 30}) as group:
-        call = group[0].start(echo_until_it_fails)
+    with Group(3, options={**APART, "rpc_timeout": 60}) as group:
+        call = stop_in_the_middle(group)
         group[1].kill()
-        assert "worker1" in call.result()
+        with pytest.raises(PeerLostError, match="worker1"):
+            call.result()
         assert group[0].run(echo_from_third)
-
-
-def echo_until_it_fails() -> str:
-    while True:
-        try:
-            echo(5_000_000)
-        except RuntimeError as error:
-            return str(error)
 
 
 def echo_from_third() -> bool:
@@ -99,18 +121,11 @@ def echo_from_third() -> bool:
     return torch.equal(rpc.rpc_sync("worker2", f.identity, args=(sent,)), sent)
 
 
-def send_and_wait(elements: int) -> bool:
-    sent = torch.ones(elements)
-    return bool(rpc.rpc_sync("worker1", torch.sum, args=(sent,)) == elements)
-
-
 def test_a_callee_is_stopped_while_lanes_carry_its_argument() -> None:
     """For longer than `keepalive`: the kernels still answer each other, so nothing is lost."""
     with Group(2, options={**APART, "rpc_timeout": 60, "keepalive": 1.0}) as group:
-        assert group[0].run(echo, 1_000_000)
-        call = group[0].start(send_and_wait, 100_000_000)
-        time.sleep(0.05)
-        group[1].signal(signal.SIGSTOP)
+        call = stop_in_the_middle(group)
         time.sleep(3)
+        assert not call.done()
         group[1].signal(signal.SIGCONT)
         assert call.result()

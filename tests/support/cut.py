@@ -1,5 +1,5 @@
 """Ends the TCP connections of another process from outside, as the kernel does when the process is
-killed, but without killing it."""
+killed, but without killing it; and looks at them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import ctypes
 import errno
 import os
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 _PIDFD_GETFD = 438  # Linux 5.6, all architectures
+# tcpi_bytes_received of struct tcp_info (linux/tcp.h): how many bytes come before it.
+_BYTES_RECEIVED = 128
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,6 +51,26 @@ def set_user_timeout(pid: int, seconds: float) -> int:
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
         ),
     )
+
+
+def bytes_received(pid: int) -> int:
+    """How many bytes the kernel has received for the TCP connections that a process has now.
+
+    Args:
+        pid: the process, which may be stopped; the caller must be permitted to trace it.
+
+    Raises:
+        OSError: the process is gone, or may not be traced.
+    """
+    counts = []
+
+    def look(connection: socket.socket) -> None:
+        size = _BYTES_RECEIVED + 8
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        counts.append(struct.unpack_from("Q", information, _BYTES_RECEIVED)[0])
+
+    _each_connection(pid, look)
+    return sum(counts)
 
 
 def _each_connection(pid: int, act: Callable[[socket.socket], None]) -> int:
