@@ -268,7 +268,7 @@ def double(inputs: list[Tensor]) -> Tensor:
     return torch.stack(inputs) * 2
 
 
-@aio.batched(max_size=4, max_wait=10.0)
+@aio.batched(max_size=4, max_wait=1000.0)
 def label(texts: list[str], numbers: list[int]) -> list[Any]:
     """A batched function that raises for some calls of a batch. A batch starts when it is full."""
     return [
@@ -339,5 +339,14 @@ def unpicklable_batch(inputs: list[int]) -> list[Any]:
 
 @aio.batched(max_size=1, max_wait=0, max_queue=3)
 def slow_batch(inputs: list[int]) -> list[int]:
-    time.sleep(0.5)
+    """Wait until open_gate() is called."""
+    RAN.extend(inputs)
+    assert GATE.wait(60)
     return inputs
+
+
+GATE = threading.Event()
+
+
+def open_gate() -> None:
+    GATE.set()

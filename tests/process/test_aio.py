@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,10 @@ def check_all_ways() -> None:
 
 def check_thousands() -> None:
     async def main() -> list[int]:
-        return list(await asyncio.gather(*(m.nap.call(TO, 0.2, i) for i in range(1000))))
+        return list(await asyncio.gather(*(m.meet.call(TO, 1000, i) for i in range(1000))))
 
-    start = time.monotonic()
+    # No call ends before all have begun, and the callee has fewer threads.
     assert asyncio.run(main()) == list(range(1000))
-    # One after another the calls would take 200 s; 8 at a time (num_worker_threads), 25 s.
-    assert time.monotonic() - start < 15
-    rpc.rpc_sync(TO, m.ran)
 
 
 def check_errors() -> None:
@@ -183,7 +181,7 @@ def check_batches() -> None:
     futures = [m.double.async_(TO, torch.tensor([i])) for i in range(64)]
     assert [int(future.wait()) for future in futures] == [2 * i for i in range(64)]
     sizes = rpc.rpc_sync(TO, m.ran)
-    assert sum(sizes) == 64 and max(sizes) <= 8 and len(sizes) < 40, sizes
+    assert sum(sizes) == 64 and 1 < max(sizes) <= 8, sizes
     # By time: a single call does not wait for others for ever.
     assert m.double.sync(TO, torch.tensor([3])).tolist() == [6]
     assert asyncio.run(m.double.call(TO, torch.tensor([4]))).tolist() == [8]
@@ -192,15 +190,13 @@ def check_batches() -> None:
 
 
 def check_batch_by_size_and_errors_per_call() -> None:
-    # max_wait is 10 s, so the fourth call starts the batch.
-    start = time.monotonic()
+    # Without the fourth call, the batch would start after the calls' time-outs.
     futures = [m.label.async_(TO, "n", number) for number in (2, 3)]
     futures += [m.label.async_(TO, texts="m", numbers=number) for number in (4, 5)]
     assert futures[0].wait() == "n2" and futures[2].wait() == "m4"
     for place, number in ((1, 3), (3, 5)):
         with pytest.raises(ValueError, match=f"{number} is odd"):
             futures[place].wait()
-    assert time.monotonic() - start < 8
 
 
 def check_batches_that_wait_for_ever() -> None:
@@ -256,22 +252,32 @@ def check_answers_that_fail() -> None:
     rpc.rpc_sync(TO, m.ran)
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.01)
+
+
 def check_back_pressure() -> None:
     from torch_rpc_ext import errors
 
+    first = m.slow_batch.async_(TO, -1)
+    until(lambda: rpc.rpc_sync(TO, m.ran) == [-1])
     futures = [m.slow_batch.async_(TO, i) for i in range(12)]
-    answers: list[Any] = []
-    for future in futures:
+    # One call runs and three wait; nine are refused.
+    until(lambda: sum(future.done() for future in futures) == 9)
+    rpc.rpc_sync(TO, m.open_gate)
+    refusals = 0
+    for number, future in enumerate(futures):
         try:
-            answers.append(future.wait())
+            assert future.wait() == number
         except kept(errors.OverloadedError) as error:
             assert "slow_batch waiting, its max_queue" in str(error)
-            answers.append(None)
-    served = [answer for answer in answers if answer is not None]
-    # One call runs and three wait; more are served only if the thread was faster than the calls
-    # came.
-    assert 3 <= len(served) <= 8 and answers.count(None) >= 4
+            refusals += 1
+    assert refusals == 9 and first.wait() == -1
     assert m.slow_batch.sync(TO, 5) == 5
+    rpc.rpc_sync(TO, m.ran)
 
 
 def check_a_name_that_is_taken() -> None:
