@@ -7,12 +7,15 @@ import copy
 import itertools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
+
+from tests.process.deaths import wait_for_file
 
 
 def mlp() -> nn.Sequential:
@@ -109,6 +112,18 @@ class Sleep(nn.Module):
         if x.requires_grad:
             x = x.clone()
             x.register_hook(lambda _: sleep(self.seconds[1]))
+        return x
+
+
+class Hang(nn.Module):
+    """Waits in its forward until a file exists, for two minutes at most."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wait_for_file(self.file, 120)
         return x
 
 

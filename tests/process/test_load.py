@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.deaths import check_alive
+from tests.process.deaths import check_alive, wait_for_file
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 
@@ -62,15 +63,17 @@ def test_callers_wait_for_room() -> None:
 
 
 @workers(2, options={"max_calls_in_flight": 2})
-def test_no_room_until_the_time_out() -> None:
+def test_no_room_until_the_time_out(tmp_path: Path) -> None:
     from torch_rpc_ext.errors import OverloadedError
 
-    futures = [rpc.rpc_async("worker1", occupy, args=(2.0,)) for _ in range(2)]
+    end = tmp_path / "end"
+    futures = [rpc.rpc_async("worker1", wait_for_file, args=(end,)) for _ in range(2)]
     with pytest.raises(OverloadedError, match="max_calls_in_flight") as raised:
         rpc.rpc_sync("worker1", f.nothing, timeout=0.3)
     assert raised.value.worker == "worker1" and "nothing" in str(raised.value)
     with pytest.raises(OverloadedError):
         rpc.remote("worker1", f.nothing, timeout=0.3)
+    end.touch()
     for future in futures:
         future.wait()
     check_alive("worker1")

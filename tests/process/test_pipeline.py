@@ -8,6 +8,7 @@ import math
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,7 +271,7 @@ def test_a_loss_that_is_no_number(four: Group) -> None:
     four.run(check_a_bad_loss)
 
 
-def check_slow_stage() -> None:
+def check_slow_stage(file: Path) -> None:
     from torch_rpc_ext.sharding import StageError
 
     x, y = m.batch_of("mlp")
@@ -278,20 +279,22 @@ def check_slow_stage() -> None:
     run(pipeline(quick, mse), quick, x, y)  # opens connections
     slow = nn.Sequential(nn.Linear(6, 3), m.Sleep(1, 0), nn.Linear(3, 3))
     model = shard(slow, THREE)
-    pipe = pipeline(model, mse, timeout=0.4)
-    with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 0.4 s.*forward"):
+    # Its four forwards take 4 s.
+    pipe = pipeline(model, mse, n_microbatches=4, timeout=2)
+    with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 2 s.*forward"):
         run(pipe, model, x, y)
     # A stage that hangs is named too, for as long as it hangs.
-    stuck = shard(nn.Sequential(nn.Linear(6, 3), m.Sleep(5, 0), nn.Linear(3, 3)), THREE)
-    pipe = pipeline(stuck, mse, timeout=0.4)
+    stuck = shard(nn.Sequential(nn.Linear(6, 3), m.Hang(file), nn.Linear(3, 3)), THREE)
+    pipe = pipeline(stuck, mse, timeout=2)
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
         run(pipe, stuck, x, y)
     with pytest.raises(StageError, match="stage 1 on worker2 raised.*still busy"):
         run(pipe, stuck, x, y)
+    file.touch()
 
 
-def test_a_stage_that_takes_too_long(four: Group) -> None:
-    four.run(check_slow_stage)
+def test_a_stage_that_takes_too_long(four: Group, tmp_path: Path) -> None:
+    four.run(check_slow_stage, tmp_path / "go on")
 
 
 WATCHED: list[Any] = []

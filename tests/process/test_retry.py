@@ -39,14 +39,19 @@ def fail_first(times: int, kind: str) -> int:
     return count
 
 
-def sleep_first(seconds: float) -> int:
-    """Sleep in the first call only."""
+_second = threading.Event()
+
+
+def hang_first() -> int:
+    """In the first call, wait for the second call."""
     CALLS.append(time.monotonic())
     if len(CALLS) == 1:
-        time.sleep(seconds)
+        _second.clear()
+        assert _second.wait(60)
         return -1
     count = len(CALLS)
     CALLS.clear()
+    _second.set()
     return count
 
 
@@ -173,7 +178,7 @@ def check_timeouts() -> None:
     # So that the first attempt does not have to import this module there.
     rpc.rpc_sync("worker1", forget)
     # Each attempt has its own time-out.
-    assert policy().rpc_sync("worker1", sleep_first, (3.0,), timeout=0.3) == 2
+    assert policy().rpc_sync("worker1", hang_first, timeout=3) == 2
 
 
 def check_deadline() -> None:

@@ -371,7 +371,7 @@ def test_bad_input(four: Group) -> None:
     four.run(check_bad_input)
 
 
-def check_a_stage_that_raises() -> None:
+def check_a_stage_that_raises(file: Path) -> None:
     from torch_rpc_ext.sharding import StageError
 
     x, _ = m.batch_of("mlp")
@@ -384,16 +384,17 @@ def check_a_stage_that_raises() -> None:
     model(x)
     with pytest.raises(StageError, match="stage 0 on worker1 raised RuntimeError: .*mat1"):
         shard(m.mlp(), THREE)(x[:, :2])
-    hangs = nn.Sequential(nn.ReLU(), m.Sleep(2, 0), nn.ReLU())
+    hangs = nn.Sequential(nn.ReLU(), m.Hang(file), nn.ReLU())
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
-        shard(hangs, THREE, timeout=0.3)(x)
+        shard(hangs, THREE, timeout=3)(x)
+    file.touch()
     if not torch.cuda.is_available():
         with pytest.raises(StageError, match="stage 1 could not be put on worker2/cuda:0.*CUDA"):
             shard(m.mlp(), ["worker1", "worker2/cuda:0"])
 
 
-def test_a_stage_that_raises(four: Group) -> None:
-    four.run(check_a_stage_that_raises)
+def test_a_stage_that_raises(four: Group, tmp_path: Path) -> None:
+    four.run(check_a_stage_that_raises, tmp_path / "go on")
 
 
 def check_after_a_death() -> None:
