@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from typing import Any
 
+import pytest
+
 from torch_rpc_ext.profiler import chrome
-from torch_rpc_ext.profiler.records import Call
+from torch_rpc_ext.profiler.clocks import Clock, Sample
+from torch_rpc_ext.profiler.records import Call, Recording
 
 
 class Time(int):
@@ -47,3 +52,20 @@ def test_many_calls_in_flight_are_placed_soon() -> None:
     Time.compared = 0
     assert tracks(*((n + 1, n + many + 1) for n in range(2 * many))) == [*range(many)] * 2
     assert Time.compared < 100 * many, f"{Time.compared} comparisons of times"
+
+
+def operators(packed: bytes) -> list[chrome.Event]:
+    recording = Recording("worker1", "host", 1, [], [], 0, 0, packed, [], [])
+    return list(chrome.operator_events(recording, Clock(Sample(0, 0, 0), Sample(0, 0, 0)), 0))
+
+
+def test_a_workers_operators_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"traceEvents": [{"ph": "X", "pid": 1, "ts": 2, "dur": 1}]}).encode()
+    monkeypatch.setattr(chrome, "_MOST_OPERATOR_BYTES", 1 << 20)
+    assert len(operators(zlib.compress(text))) == 1
+    with pytest.raises(ValueError, match="operators of worker worker1 take more than 1 MiB"):
+        operators(zlib.compress(text.ljust((1 << 20) + 1)))
+    with pytest.raises(ValueError, match="operators of worker worker1"):
+        operators(zlib.compress(text)[:-1])
+    with pytest.raises(ValueError, match="operators of worker worker1"):
+        operators(b"no zlib")

@@ -22,6 +22,9 @@ __all__ = ["Event", "Span", "merge", "operator_events", "spans"]
 
 # Numbers of our tracks; no native thread id is as large.
 _CALLS, _SERVES = 1_000_000_000, 2_000_000_000
+# Of a worker's trace of operators: some 10 million events. A few megabytes that a worker sends can
+# expand to many gigabytes.
+_MOST_OPERATOR_BYTES = 2 << 30
 _KEPT_PHASES = ("X", "s", "t", "f", "i", "M")
 _KEPT_METADATA = ("thread_name", "thread_sort_index", "process_sort_index")
 
@@ -242,10 +245,14 @@ def _arrow(phase: str, name: str, id: int, place: tuple[int, int], at: int) -> E
 
 
 def operator_events(recording: Recording, clock: Clock, begin_ns: int) -> Iterator[Event]:
-    """Yield the events of torch.profiler's trace, with times as in the merged trace, us."""
+    """Yield the events of torch.profiler's trace, with times as in the merged trace, us.
+
+    Raises:
+        ValueError: the trace is too large, or not what a worker's torch.profiler writes.
+    """
     if not recording.operators:
         return
-    trace = json.loads(zlib.decompress(recording.operators))
+    trace = json.loads(_decompressed(recording))
     base = int(trace.get("baseTimeNanoseconds", 0))
     for event in trace["traceEvents"]:
         if event.get("ph") not in _KEPT_PHASES or not isinstance(event.get("pid"), int):
@@ -254,6 +261,21 @@ def operator_events(recording: Recording, clock: Clock, begin_ns: int) -> Iterat
             theirs = round(event["ts"] * 1000) + base - recording.epoch_ns
             event["ts"] = (clock.to_ours(theirs) - begin_ns) / 1e3
         yield event
+
+
+def _decompressed(recording: Recording) -> bytes:
+    decompressor = zlib.decompressobj()
+    try:
+        text = decompressor.decompress(recording.operators, _MOST_OPERATOR_BYTES)
+    except zlib.error as problem:
+        raise ValueError(f"the operators of worker {recording.worker}: {problem}") from None
+    if not decompressor.eof:
+        raise ValueError(
+            f"the operators of worker {recording.worker} take more than "
+            f"{_MOST_OPERATOR_BYTES >> 20} MiB, or are not complete: profile a shorter time, or "
+            "profile(operators=False)"
+        )
+    return text
 
 
 def _operators(recording: Recording, process: int, clock: Clock, begin_ns: int) -> Iterator[Event]:

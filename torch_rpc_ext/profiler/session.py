@@ -203,9 +203,13 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
 
         Args:
             path: of the file, JSON.
+
+        Raises:
+            ValueError: a worker has sent too many operators. The text names the worker.
         """
+        trace = chrome.merge(self.recordings, self.clocks, self.begin_ns, self.end_ns)
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(chrome.merge(self.recordings, self.clocks, self.begin_ns, self.end_ns), file)
+            json.dump(trace, file)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw a timeline, for a notebook; needs matplotlib.
@@ -215,6 +219,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
 
         Raises:
             ImportError: matplotlib is not installed.
+            ValueError: as export_chrome_trace().
         """
         from torch_rpc_ext.profiler import picture
 
