@@ -26,7 +26,7 @@ class Call(NamedTuple):
         id: of the call, unique in the group; 0 for none.
         parent: id of the call whose function made this call; 0 for none.
         kind: "sync", "async", "remote", or "message" for a message that torch's C++ sends by
-            itself.
+            itself; a message is there only if it had ended when recording stopped.
         function: what is called, with its module; an operator as "aten::add".
         to: name of the callee.
         begin_ns: on the caller's time.perf_counter_ns().
