@@ -3,8 +3,11 @@ that mean harm."""
 
 from __future__ import annotations
 
+import argparse
+import io
 from typing import Any
 
+import pytest
 from torch.distributed import rpc
 
 from tests.process.group import workers
@@ -59,6 +62,64 @@ def test_a_worker_with_an_odd_answer_is_suspect() -> None:
             _, state = asker.poll()
             assert state.state == "suspect" and state.why, (odd, state)
         rpc.rpc_sync("worker1", answer_oddly, args=({},))
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b1m\r\n\u202e"
+HOSTILE: dict[str, tuple[Any, ...]] = {
+    "an exception": (None, ValueError(EVIL)),
+    "texts": (
+        {
+            "host": EVIL,
+            "lost": [EVIL, "x" * 1_000_000],
+            "waiting": {EVIL: (1, 2)},
+            "peers": [{"control": EVIL, "bulk": EVIL}],
+        },
+    ),
+}
+
+
+@workers(2)
+def test_no_answer_writes_to_the_terminal_as_it_likes() -> None:
+    from rich.console import Console
+
+    from torch_rpc_ext.cli import poller, view
+
+    for hostile, answer in HOSTILE.items():
+        rpc.rpc_sync("worker1", answer_oddly, args=answer)
+        screen = Console(file=io.StringIO(), width=300)
+        screen.print(view.draw(poller.Poller(timeout=30).poll(), 300))
+        shown = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert all(c.isprintable() for c in shown.replace("\n", "")), (hostile, shown)
+        assert "\\x1b[2J" in shown and len(shown) < 10_000, (hostile, shown)
+        rpc.rpc_sync("worker1", answer_oddly, args=({},))
+
+
+class Profile:
+    """A profile of a group in which a worker has recorded a function with such a name."""
+
+    missing = ()
+
+    def summary(self, width: int | None) -> str:
+        return f"function  worker\n{EVIL}  worker1"
+
+
+def test_ping_and_trace_print_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_rpc_ext.cli import ping, trace
+
+    ping._show(
+        [ping.Ping("worker1", error=EVIL), ping.Ping("worker2", None, 1, 2, 3, "tcp", "tcp", EVIL)]
+    )
+    trace._print(Profile(), argparse.Namespace(json=False, out="trace.json"))  # type: ignore[arg-type]
+    captured = capsys.readouterr()
+    for lines in (captured.out, captured.err):
+        assert "\\x1b[2J" in lines and all(c.isprintable() for c in lines.replace("\n", ""))
+
+
+def test_a_refusal_names_what_it_refuses_without_control_characters() -> None:
+    from torch_rpc_ext._security.allow_list import AllowList
+
+    refusal = str(AllowList.of([], "worker0").refusal(EVIL))
+    assert "\\x1b[2J" in refusal and refusal.isprintable()
 
 
 def lack_a_function() -> None:

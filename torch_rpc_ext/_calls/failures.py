@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext.errors import CallTimeoutError, RpcError
 
 
@@ -21,15 +22,17 @@ def is_timeout(problem: BaseException) -> bool:
 
 
 def brief(problem: BaseException) -> str:
-    """Return the one line of an error's text that says what happened.
+    """Return the one line of an error's text that says what happened, as it may be printed.
 
-    The text of an error that a remote function raised is a traceback: its last line that is not
-    indented names the error. Of any other error this is the first line, without upstream's code
-    ("RPCErr:1:").
+    The text of an error that a remote function raised is a traceback: the line behind its last
+    indented ones names the error. Of any other error this is the first line, without upstream's
+    code ("RPCErr:1:").
     """
     lines = [line for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__
     if lines[0].startswith("On WorkerInfo("):
-        return next(line for line in reversed(lines) if not line[0].isspace())
-    return re.sub(r"^RPCErr:\d+:", "", lines[0])
+        indented = [line[0].isspace() for line in lines]
+        named = [lines[at] for at in range(1, len(lines)) if indented[at - 1] and not indented[at]]
+        return printable(named[-1] if named else lines[-1])
+    return printable(re.sub(r"^RPCErr:\d+:", "", lines[0]))

@@ -30,6 +30,7 @@ from torch.jit import _builtins as _untyped_builtins
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.attributes import attribute_of
+from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext._security import arrays, protocol
 from torch_rpc_ext._security.entries import Entry, Request
 from torch_rpc_ext._security.unpickling import Reader, full_name
@@ -296,8 +297,7 @@ class AllowList:
 
     def refusal(self, what: str) -> errors.RefusedError:
         """Return the error for a refusal, and log the refusal of this name once."""
-        if len(what) > _LONGEST_TOLD:
-            what = f"{what[:_LONGEST_TOLD]}..."
+        what = printable(what, _LONGEST_TOLD)
         if what not in self._logged and len(self._logged) < _LOGGED:
             self._logged.add(what)
             logger.warning("refused a peer's request for %s: it %s", what, _NOT_ALLOWED)

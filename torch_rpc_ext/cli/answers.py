@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_rpc_ext._base.printable import printable
+
 __all__ = ["Answer", "quantile"]
 
 
@@ -79,7 +81,7 @@ def _int(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where a text belongs")
-    return value
+    return printable(value)
 
 
 def _histogram(bounds: Iterable[Any], counts: Iterable[Any]) -> tuple[list[float], list[float]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common, guest
 
@@ -174,10 +175,11 @@ def _show(results: Sequence[Ping]) -> None:
     for result in results:
         label = f"{result.worker:<{width}}"
         if result.error is not None:
-            print(f"{label}  no answer: {result.error}", file=sys.stderr)
+            print(printable(f"{label}  no answer: {result.error}"), file=sys.stderr)
             continue
-        print(
+        line = (
             f"{label}  p50 {result.latency_p50_us:.0f} us  p99 {result.latency_p99_us:.0f} us  "
             f"{result.bandwidth_gb_s:.2f} GB/s  control over {result.control}, bulk over "
             f"{result.bulk}" + (f" ({result.why})" if result.why else "")
         )
+        print(printable(line))

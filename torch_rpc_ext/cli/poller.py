@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext import errors, monitoring
+from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli.answers import Answer, quantile
 
@@ -145,7 +146,7 @@ class Poller:
             state = _describe(name, answer, before, took[0] * 1e3 if took else None)
         except Exception as problem:  # noqa: BLE001  the worker may have answered anything
             why = f"its answer cannot be read ({type(problem).__name__}: {problem})"
-            return WorkerState(name, SUSPECT, why=why)
+            return WorkerState(name, SUSPECT, why=printable(why))
         self._before[name] = answer
         return state
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext.cli import common, guest
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def _print(prof: profile, given: argparse.Namespace) -> None:
     if not given.json:
         # For a file or a pipe lines are not folded.
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(prof.summary(width))
+        for line in prof.summary(width).split("\n"):  # the names of functions are the workers'
+            print(printable(line))
         print(f"trace: {given.out} (open it in https://ui.perfetto.dev)")
         return
     answer: dict[str, Any] = {
