@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import threading
 from typing import Any
 
 import pytest
 from torch.distributed import rpc
 
-from tests.process.group import workers
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
 from torch_rpc_ext import monitoring
 
 _snapshot = monitoring.snapshot
@@ -38,6 +40,7 @@ ODD: dict[str, tuple[Any, ...]] = {
     "None": (None, None),
     "a text": (None, "alive"),
     "an exception": (None, ValueError("no such counter")),
+    "a RuntimeError": (None, RuntimeError("no more memory")),
     "no peers": ({"peers": ...},),
     "peers of another form": ({"peers": [{"worker": "worker0"}]},),
     "a text for a number": ({"counters": {"agent.queued_requests": "many"}},),
@@ -62,6 +65,40 @@ def test_a_worker_with_an_odd_answer_is_suspect() -> None:
             _, state = asker.poll()
             assert state.state == "suspect" and state.why, (odd, state)
         rpc.rpc_sync("worker1", answer_oddly, args=({},))
+
+
+GO_ON = threading.Event()
+
+
+WAITS: list[Any] = []
+
+
+def wait_to_go_on() -> None:
+    GO_ON.wait()
+
+
+def look_without_room() -> None:
+    from torch_rpc_ext.cli import poller
+
+    WAITS.append(rpc.rpc_async("worker1", wait_to_go_on))
+    _, state = poller.Poller(timeout=0.5).poll()
+    assert state.state == "suspect" and "max_calls_in_flight" in state.why, state
+
+
+def go_on() -> None:
+    GO_ON.set()
+
+
+def wait_for_it() -> None:
+    WAITS.pop().wait()
+
+
+@needs_ucx("has no such option")
+def test_a_worker_without_room_for_a_call_is_suspect() -> None:
+    with Group(2, options={"max_calls_in_flight": 1}) as group:
+        group[0].run(look_without_room)
+        group[1].run(go_on)
+        group[0].run(wait_for_it)
 
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b1m\r\n\u202e"

@@ -21,6 +21,15 @@ def is_timeout(problem: BaseException) -> bool:
     return str(problem).startswith("RPCErr:1:")
 
 
+def is_remote(problem: BaseException) -> bool:
+    """Return whether the called function raised the error, on any back end.
+
+    Args:
+        problem: what the call has raised.
+    """
+    return str(problem).startswith("On WorkerInfo(")
+
+
 def brief(problem: BaseException) -> str:
     """Return the one line of an error's text that says what happened, as it may be printed.
 
@@ -31,7 +40,7 @@ def brief(problem: BaseException) -> str:
     lines = [line for line in str(problem).splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__
-    if lines[0].startswith("On WorkerInfo("):
+    if is_remote(problem):
         indented = [line[0].isspace() for line in lines]
         named = [lines[at] for at in range(1, len(lines)) if indented[at - 1] and not indented[at]]
         return printable(named[-1] if named else lines[-1])

@@ -29,9 +29,9 @@ class WorkerState:
 
     Attributes:
         worker: its name.
-        state: alive; suspect: no answer in time, or one that cannot be read; dead: the worker
-            cannot be reached; refuses: the worker answers, but does not serve
-            torch_rpc_ext.monitoring.
+        state: alive; suspect: no answer in time, an error for an answer, or an answer that cannot
+            be read; dead: the worker cannot be reached; refuses: the worker answers, but does not
+            serve torch_rpc_ext.monitoring.
         why: what is wrong, '' for nothing.
         host: the host that the worker runs on.
         pid: its process.
@@ -154,8 +154,11 @@ class Poller:
 def _kind(problem: Exception) -> str:
     if isinstance(problem, errors.RefusedError):
         return REFUSES
-    is_lost = isinstance(problem, RuntimeError) and not failures.is_timeout(problem)
-    return DEAD if is_lost else SUSPECT
+    if isinstance(problem, (errors.PeerLostError, errors.ShutDownError)):
+        return DEAD
+    # Other back ends raise one class, for a lost worker and for a time-out.
+    elsewhere = type(problem) is RuntimeError and not failures.is_remote(problem)
+    return DEAD if elsewhere and not failures.is_timeout(problem) else SUSPECT
 
 
 def _describe(
