@@ -27,7 +27,8 @@ def is_remote(problem: BaseException) -> bool:
     Args:
         problem: what the call has raised.
     """
-    return str(problem).startswith("On WorkerInfo(")
+    # TENSORPIPE's text begins with the class of the error.
+    return re.match(r"(\w+: )?On WorkerInfo\(", str(problem)) is not None
 
 
 def brief(problem: BaseException) -> str:
@@ -37,7 +38,8 @@ def brief(problem: BaseException) -> str:
     indented ones names the error. Of any other error this is the first line, without upstream's
     code ("RPCErr:1:").
     """
-    lines = [line for line in str(problem).splitlines() if line.strip()]
+    text = str(problem).partition("\n\nAt:\n")[0]  # pybind11 adds the place in our process
+    lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return type(problem).__name__
     if is_remote(problem):
