@@ -54,6 +54,21 @@ def check_alive(to: str) -> None:
         assert rpc.rpc_sync(to, f.identity, args=(i,), timeout=30) == i
 
 
+def check_alive_again(to: str) -> None:
+    """As check_alive(), after the connection to the worker broke: a lost worker is connected to
+    again after a pause."""
+    from torch_rpc_ext.errors import PeerLostError
+
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            check_alive(to)
+            return
+        except PeerLostError:
+            assert time.monotonic() < deadline, "it stays lost"
+            time.sleep(0.1)
+
+
 def named(name: str, text: str) -> bool:
     """Whether an error text names the worker that died; TENSORPIPE never does, so any text
     passes."""

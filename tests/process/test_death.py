@@ -21,6 +21,7 @@ from tests.process.deaths import (
     QUICK,
     call_error,
     check_alive,
+    check_alive_again,
     kill,
     named,
     open_sockets,
@@ -275,14 +276,7 @@ def meet_a_connection_that_broke(to: str) -> None:
     # The fault makes the other end lose the connection when it answers a builtin.
     with pytest.raises(PeerLostError, match="worker1.*the connection broke at the other end"):
         rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=30)
-    deadline = time.monotonic() + 30
-    while True:  # a lost worker is connected to again after a pause
-        try:
-            check_alive(to)
-            return
-        except PeerLostError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+    check_alive_again(to)
 
 
 @needs_ucx("upstream's fault injection cannot break one end")

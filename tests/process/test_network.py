@@ -19,6 +19,7 @@ from tests.process.deaths import (
     QUICK,
     call_error,
     check_alive,
+    check_alive_again,
     kill,
     named,
     open_sockets,
@@ -243,7 +244,7 @@ def seconds_until_lost(to: str, *, busy: bool) -> tuple[str, float]:
         if busy:
             while True:
                 rpc.rpc_sync(to, f.identity, args=(torch.ones(1_000_000),), timeout=30)
-        rpc.rpc_sync(to, f.sleep, args=(30,), timeout=60)
+        rpc.rpc_sync(to, f.sleep, args=(120,), timeout=0)
     return f"{type(raised.value).__name__} {raised.value}", time.monotonic() - start
 
 
@@ -259,7 +260,7 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
         try:
             text, seconds = call.result(60)
             assert "PeerLostError" in text and "worker1" in text, text
-            assert seconds < 10, (text, seconds)
+            assert seconds < 20, (text, seconds)  # the kernel would try for 15 minutes
             group[0].run(check_alive, "worker2")  # on the same host as worker0
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
@@ -367,8 +368,7 @@ def lose_an_answer(to: str) -> None:
     # The fault makes the other end lose the connection when it answers a builtin.
     with pytest.raises(PeerLostError, match="worker1.*the connection broke"):
         rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=30)
-    time.sleep(1.5)  # after this pause a lost worker is connected to again
-    check_alive(to)
+    check_alive_again(to)
 
 
 @needs_ucx("upstream's fault injection cannot break one end")
