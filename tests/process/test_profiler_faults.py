@@ -25,6 +25,11 @@ ALLOWED = ["torch.mm", "torch_rpc_ext.profiler.recorder"]
 SPOILED: dict[str, Any] = {}
 
 
+@torch.jit.script
+def script_difference(to: torch.Tensor, name: torch.Tensor) -> torch.Tensor:
+    return to - name
+
+
 def odd(answer: Any, kind: str) -> Any:
     if kind == "raises":
         raise ValueError("odd")
@@ -161,3 +166,13 @@ def test_a_fork_leaves_the_recording_to_the_parent(tmp_path: Path) -> None:
         rpc.rpc_sync("worker0", f.nothing)
     assert rows(prof)["nothing", "worker0"].calls == 1
     assert hook_names() == before
+
+
+@workers(2)
+def test_arguments_are_named_as_the_function_names_them() -> None:
+    rpc.rpc_sync("worker1", is_recording)  # imports this module there
+    arguments = {"to": torch.ones(2), "name": torch.ones(2)}
+    with profiled() as prof:
+        there = rpc.remote("worker1", script_difference, kwargs=arguments).to_here()
+    assert torch.equal(there, torch.zeros(2))
+    assert rows(prof)["script_difference", "worker1"].calls == 1

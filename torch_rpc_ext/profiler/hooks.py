@@ -212,7 +212,7 @@ def _invoke_remote_python_udf(
 
 
 def _invoke_remote_other(
-    original: Any, recorder: Recorder, to: Any, name: str, *more: Any, **kwargs: Any
+    original: Any, recorder: Recorder, to: Any, name: str, /, *more: Any, **kwargs: Any
 ) -> Any:
     callee = getattr(to, "name", to)
     call = recorder.new_call("remote", name.removeprefix("__torch__."), callee)
