@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import rpc
 
 from tests.process.group import Group, workers
+from tests.process.test_dynamic import init_one_by_one, leave
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import monitoring
 
@@ -157,6 +158,43 @@ def test_a_refusal_names_what_it_refuses_without_control_characters() -> None:
 
     refusal = str(AllowList.of([], "worker0").refusal(EVIL))
     assert "\\x1b[2J" in refusal and refusal.isprintable()
+
+
+def call_worker0(calls: int) -> None:
+    for _ in range(calls):
+        rpc.rpc_sync("worker0", monitoring._nothing)
+
+
+ASKER: list[Any] = []
+
+
+def look() -> Any:
+    """Look again, by the poller of this process; return the state of worker1."""
+    from torch_rpc_ext.cli import poller
+
+    if not ASKER:
+        ASKER.append(poller.Poller(timeout=30))
+    return next(state for state in ASKER[0].poll() if state.worker == "worker1")
+
+
+@needs_ucx("counts no calls and no bytes")
+def test_a_worker_that_counts_from_0_again_has_no_rates_yet() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[1].run(call_worker0, 100)
+        group[0].run(look)
+        group[1].run(call_worker0, 100)
+        assert group[0].run(look).calls_per_s > 0
+        group[1].run(leave)
+        group[1].init(None).result()
+        group[1].run(call_worker0, 10)
+        state = group[0].run(look)
+        assert state.state == "alive" and state.pid is not None
+        assert (state.calls_per_s, state.sent_per_s, state.latency_ms) == (None, None, None)
+        group[1].run(call_worker0, 10)
+        assert group[0].run(look).calls_per_s > 0
+        for worker in group:
+            worker.run(leave)
 
 
 def lack_a_function() -> None:

@@ -15,6 +15,9 @@ from torch_rpc_ext._base.printable import printable
 
 __all__ = ["Answer", "quantile"]
 
+# Counters that only grow, of those that ``top`` shows.
+_GROWING = ("agent.calls_sent", "agent.calls_served", "agent.bytes_sent", "agent.bytes_received")
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -65,6 +68,24 @@ class Answer:
                 for caller, (requests, size) in answer["waiting"].items()
             },
         )
+
+    def continues(self, before: Answer) -> bool:
+        """Return whether the worker has gone on counting since an earlier answer.
+
+        A worker counts from 0 again in another process, and after rpc.shutdown() and init_rpc().
+        """
+        counts, earlier = self._counts(), before._counts()
+        return (
+            self.pid == before.pid
+            and counts.keys() == earlier.keys()
+            and all(count >= earlier[key] for key, count in counts.items())
+        )
+
+    def _counts(self) -> dict[tuple[str, int], float]:
+        counts = {(name, 0): self.counters[name] for name in _GROWING if name in self.counters}
+        for name, (_, buckets) in self.histograms.items():
+            counts.update({(name, at): count for at, count in enumerate(buckets)})
+        return counts
 
 
 def _number(value: Any) -> float:

@@ -143,6 +143,8 @@ class Poller:
             return WorkerState(name, _kind(problem), why=failures.brief(problem))
         try:
             answer = Answer.of(now)
+            if before is not None and not answer.continues(before):
+                before = None
             state = _describe(name, answer, before, took[0] * 1e3 if took else None)
         except Exception as problem:  # noqa: BLE001  the worker may have answered anything
             why = f"its answer cannot be read ({type(problem).__name__}: {problem})"
@@ -168,14 +170,13 @@ def _describe(
         return int(now.counters[key]) if key in now.counters else None
 
     def rate(key: str) -> float | None:
-        # A worker that has come back under its name counts from 0 again.
-        if before is None or before.pid != now.pid or key not in now.counters:
+        if before is None or key not in now.counters:
             return None
         seconds = now.time - before.time
         return (now.counters[key] - before.counters[key]) / seconds if seconds > 0 else None
 
     def milliseconds(key: str, share: float) -> float | None:
-        if before is None or before.pid != now.pid or key not in now.histograms:
+        if before is None or key not in now.histograms:
             return None
         bounds, counts = now.histograms[key]
         found = quantile(before.histograms[key][1], counts, bounds, share) / 1e6
