@@ -16,7 +16,10 @@ Source: https://prometheus.io/docs/practices/naming/ for names and units.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -278,6 +281,8 @@ class Server:
     def __init__(self, server: Any, thread: Any) -> None:
         self._server, self._thread = server, thread
         self.address, self.port = str(server.server_address[0]), int(server.server_address[1])
+        _watch_forks()
+        _servers.add(self)
 
     @property
     def url(self) -> str:
@@ -286,8 +291,13 @@ class Server:
         return f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
-        """Stop serving; the port is free when this returns. Idempotent."""
-        self._server.shutdown()
+        """Stop serving; the port is free when this returns. Idempotent.
+
+        A forked child of the process that serves has the object, but neither the socket nor the
+        thread: there this does nothing.
+        """
+        if self._thread.is_alive():
+            self._server.shutdown()  # waits for the thread
         self._server.server_close()
         self._thread.join()
 
@@ -301,6 +311,20 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _close_in_child() -> None:
+    """Close the listening sockets in a forked child, which would keep their ports taken."""
+    for server in _servers:
+        server._server.server_close()
 
 
 def serve(

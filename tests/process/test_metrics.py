@@ -241,3 +241,46 @@ def test_the_missing_package_is_named() -> None:
         """
     )
     assert "pip install 'torch-rpc-ext[metrics]'" in ended.err, ended
+
+
+FORK = """
+    import os, urllib.request
+    from torch_rpc_ext import metrics
+
+    with metrics.serve() as server:
+        child = os.fork()
+        if child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            with urllib.request.urlopen(server.url, timeout=30) as answer:
+                assert answer.status == 200
+    if not child:
+        server.close()
+        os._exit(0)
+"""
+
+
+def test_a_forked_child_leaves_the_block_and_the_parent_serves_on() -> None:
+    ended = script.python(FORK, timeout=100)
+    assert ended.code == 0, ended
+
+
+HOLD = """
+    import os, socket
+    from torch_rpc_ext import metrics
+
+    server = metrics.serve()
+    there, go_on = os.pipe(), os.pipe()
+    if not os.fork():
+        os.write(there[1], b".")
+        os.close(go_on[1])
+        os.read(go_on[0], 1)  # until the parent has ended
+        os._exit(0)
+    os.read(there[0], 1)
+    server.close()
+    socket.create_server((server.address, server.port)).close()
+"""
+
+
+def test_a_forked_child_does_not_hold_the_port() -> None:
+    ended = script.python(HOLD, timeout=100)
+    assert ended.code == 0, ended
