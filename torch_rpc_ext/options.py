@@ -350,7 +350,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         None, checks.message_delays, "Message type -> delay.", "s", default="`{}` s", tests=True
     )
     num_fail_sends: int = _option(
-        0, checks.count, "How many sends of each such message fail.", tests=True
+        0, checks.small_count, "How many sends of each such message fail.", tests=True
     )
 
     __signature__ = _SignatureOfInit()  # without this, help() would show __new__'s parameters

@@ -72,6 +72,20 @@ def test_the_agent_takes_what_is_for_it_and_nothing_else() -> None:
         load().AgentOptions().set_values(values)
 
 
+def test_the_agent_takes_the_largest_numbers() -> None:
+    largest = UcxRpcBackendOptions(num_worker_threads=2**31 - 1, max_calls_in_flight=2**63 - 1)
+    load().AgentOptions().set_values(of_agent(largest))
+    load().AgentOptions().set_values(of_agent(faulty(num_fail_sends=2**31 - 1)))
+    with pytest.raises(ValueError, match="num_fail_sends must be less than 2"):
+        faulty(num_fail_sends=2**31)
+
+
+def faulty(num_fail_sends: int) -> FaultyUcxRpcBackendOptions:
+    return FaultyUcxRpcBackendOptions(
+        messages_to_fail=[], messages_to_delay={}, num_fail_sends=num_fail_sends
+    )
+
+
 def test_not_a_relative_of_tensorpipes() -> None:
     # Options-only calls of init_rpc look with isinstance.
     assert not isinstance(rpc.TensorPipeRpcBackendOptions(), UcxRpcBackendOptions)
@@ -83,6 +97,16 @@ def test_not_a_relative_of_tensorpipes() -> None:
     ("given", "error", "text"),
     [
         ({"num_worker_threads": 0}, ValueError, "num_worker_threads must be positive, got 0"),
+        (
+            {"num_worker_threads": 1 << 31},
+            ValueError,
+            r"num_worker_threads must be less than 2\*\*31",
+        ),
+        (
+            {"max_calls_in_flight": 1 << 63},
+            ValueError,
+            r"max_calls_in_flight must be less than 2\*\*63",
+        ),
         ({"num_worker_threads": 2.5}, TypeError, "num_worker_threads must be an int, got 2.5"),
         ({"num_worker_threads": True}, TypeError, "num_worker_threads"),
         ({"rpc_timeout": -1}, ValueError, "RPC Timeout must be non-negative"),

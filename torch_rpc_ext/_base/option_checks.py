@@ -33,6 +33,9 @@ MAXIMUM_RPC_TIMEOUT = 1e12
 # count, as one that is over.
 MAXIMUM_INIT_TIMEOUT = 365 * 24 * 3600.0
 
+# The first numbers that an int and an int64_t of C++ do not hold.
+_INT_END, _INT64_END = 1 << 31, 1 << 63
+
 WireDtype = Any  # torch.dtype | Mapping[str, torch.dtype | None] | None: torch is not imported here
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -52,7 +55,7 @@ def positive_int(name: str, value: Any) -> int:
     number = _int(name, value)
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}")
-    return number
+    return _below(name, number, _INT_END)
 
 
 def count(name: str, value: Any) -> int:
@@ -60,7 +63,12 @@ def count(name: str, value: Any) -> int:
     number = _int(name, value)
     if number < 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
-    return number
+    return _below(name, number, _INT64_END)
+
+
+def small_count(name: str, value: Any) -> int:
+    """Accept an int that C++ can hold in an int, 0 included."""
+    return _below(name, count(name, value), _INT_END)
 
 
 def byte_count(name: str, value: Any) -> int:
@@ -68,8 +76,12 @@ def byte_count(name: str, value: Any) -> int:
     number = _int(name, value, " (bytes)")
     if number < 0:
         raise ValueError(f"{name} must be 0 or more bytes, got {number}")
-    if number > sys.maxsize:
-        raise ValueError(f"{name} must be less than 2**63 bytes, got {number}")
+    return _below(name, number, _INT64_END, " bytes")
+
+
+def _below(name: str, number: int, end: int, unit: str = "") -> int:
+    if number >= end:
+        raise ValueError(f"{name} must be less than 2**{end.bit_length() - 1}{unit}, got {number}")
     return number
 
 
