@@ -322,6 +322,11 @@ def test_env_finds_the_group(unused_port: int, monkeypatch: pytest.MonkeyPatch) 
         argv = ["ping", "--count", "1", "--megabytes", "1"]
         missing = command(*argv)
         assert missing.code == 2 and "MASTER_PORT must be set" in missing.out, missing
+        for port in ("abc", "-1", "65536"):
+            monkeypatch.setenv("MASTER_PORT", port)
+            wrong = command(*argv)
+            said = f"MASTER_PORT must be a port, from 1 to 65535, got '{port}'"
+            assert wrong.code == 2 and said in wrong.out, wrong
         monkeypatch.setenv("MASTER_PORT", str(unused_port))
         ended = command(*argv)
         assert ended.code == 0 and "worker0" in ended.out, ended

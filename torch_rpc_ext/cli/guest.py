@@ -160,7 +160,10 @@ def _address(parts: Any) -> tuple[str, int]:
                 f"{' and '.join(missing)} must be set as for the group's workers, or "
                 "--init-method must say where its store is"
             )
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        port = os.environ["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"MASTER_PORT must be a port, from 1 to 65535, got {port!r}")
+        return os.environ["MASTER_ADDR"], int(port)
     if parts.scheme != "tcp" or not parts.hostname or not parts.port:
         raise ValueError(
             f"--init-method must be env://, tcp://host:port or file:///path, got {parts.geturl()!r}"
