@@ -378,11 +378,15 @@ def test_quantiles_of_a_histogram() -> None:
 
 
 @workers(2)
-def test_ping_from_inside_names_a_wrong_worker() -> None:
+def test_ping_from_inside_names_what_is_wrong() -> None:
     from torch_rpc_ext.cli import ping
 
     with pytest.raises(ValueError, match="'nobody'.*worker0, worker1"):
         ping.ping(["nobody"])
+    with pytest.raises(ValueError, match="calls must be positive, got 0"):
+        ping.ping(calls=0)
+    with pytest.raises(ValueError, match="tensor_bytes must be 0 or more bytes, got -1"):
+        ping.ping(tensor_bytes=-1)
 
 
 @workers(2, options=[{}, {"allow_list": ["torch_rpc_ext.monitoring"]}])

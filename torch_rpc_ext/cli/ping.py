@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._base.printable import printable
 from torch_rpc_ext._calls import failures
 from torch_rpc_ext.cli import common, guest
@@ -119,10 +120,13 @@ def ping(
         One Ping for each worker, in their order; for a worker that does not answer, with an error.
 
     Raises:
-        ValueError: a worker is not in the group; the text names the workers that are.
+        ValueError: a worker is not in the group, and the text names the workers that are; or
+            `calls` is less than 1, or `tensor_bytes` less than 0.
     """
     from torch_rpc_ext import monitoring
 
+    option_checks.positive_int("calls", calls)
+    option_checks.byte_count("tensor_bytes", tensor_bytes)
     members = monitoring.member_names()
     chosen = list(workers) if workers is not None else monitoring.other_names()
     unknown = [name for name in chosen if name not in members]
