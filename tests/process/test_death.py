@@ -97,25 +97,49 @@ def test_a_function_that_kills_its_worker() -> None:
         assert time.monotonic() - start < QUICK
 
 
-def stream(to: str, count: int) -> str:
-    """Send large tensors until the receiver dies."""
-    tensor = torch.ones(10_000_000)
-    with pytest.raises(RuntimeError) as raised:
+_echoes = 0
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    global _echoes
+    _echoes += 1
+    return tensor
+
+
+def echoes() -> int:
+    return _echoes
+
+
+def echo_large_tensors(to: str, count: int) -> None:
+    """Each comes back as it was sent, and the sent one stays as it was."""
+    sent = torch.arange(10_000_000, dtype=torch.float32)
+    try:
         for _ in range(count):
-            rpc.rpc_sync(to, f.identity, args=(tensor,), timeout=20)
+            assert torch.equal(rpc.rpc_sync(to, echo, args=(sent,), timeout=60), sent)
+    finally:
+        assert torch.equal(sent, torch.arange(10_000_000, dtype=torch.float32))
+
+
+def stream(to: str) -> str:
+    """Send large tensors until the receiver dies."""
+    with pytest.raises(RuntimeError) as raised:
+        echo_large_tensors(to, 1_000_000)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("after", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("after", [0.0, 0.02, 0.05])
 def test_killed_in_the_middle_of_bulk(after: float) -> None:
     with Group(3) as group:
-        group.run(check_alive, "worker1")
-        call = group[0].start(stream, "worker1", 10_000)
-        time.sleep(after)  # kill it in the middle of anything
+        call = group[0].start(stream, "worker1")
+        deadline = time.monotonic() + 60
+        while group[1].run(echoes) < 3:
+            assert not call.done(), call.result()
+            assert time.monotonic() < deadline, "the tensors do not come"
+        time.sleep(after)  # kill it in the middle of anything: it comes or goes
         group[1].kill()
         text = call.result()
         assert named("worker1", text) and ("died" in text or not on_ucx()), text
-        group[0].run(check_alive, "worker2")
+        group[0].run(echo_large_tensors, "worker2", 3)
 
 
 @needs_ucx("the others wait for ever")
