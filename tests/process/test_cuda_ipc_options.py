@@ -117,9 +117,11 @@ HELD: dict[str, Any] = {}
 def send_and_change() -> None:
     """Change memory between the sender's checksum and the receiver's copy."""
     tensor = ramp(100_000, "cuda:0")
+    FakeCuda().forget_calls()
     HELD["future"] = rpc.rpc_async("worker1", notes_that_it_ran, args=(tensor,))
     until(lambda: metric("held_messages") == 1)
-    time.sleep(0.1)  # by now the sender has its checksum
+    until(lambda: any("checksum" in call for call in FakeCuda().calls("cuLaunchKernel")))
+    time.sleep(0.5)  # by now the kernel has computed the sender's checksum
     tensor[7] = -1.0
     tensor.cpu()
 

@@ -25,10 +25,10 @@ import figures  # noqa: E402  the path comes first
 
 pytestmark = needs_ucx("speaks another wire format")
 Listen = Callable[[], Capture]
-#: Time within which all messages that follow from a call have been sent; s.
-SETTLED = 0.4
+#: When no worker has sent anything for so long, all messages that follow from a call are sent; s.
+QUIET = 0.4
 #: Attempts for a sequence that a busy machine may change.
-TRIES = 5
+TRIES = 20
 MEGABYTE = 1_000_000
 kept: list[Any] = []
 
@@ -63,12 +63,34 @@ def check(heard: list[messages.Sent], figure: Any, *, in_order: bool = True) -> 
         assert heard == expected
 
 
+def traffic() -> tuple[int, list[str]]:
+    """How many calls are under way at this worker, and what it has counted so far."""
+    counted = rpc.api._get_current_rpc_agent().get_metrics()
+    running = [counted[f"agent.{of}_active_calls"] for of in ("client", "server")]
+    running.append(counted["agent.server_active_async_calls"])
+    names = ("calls_sent", "calls_served", "bytes_sent", "bytes_received")
+    return sum(map(int, running)), [counted[f"agent.{name}"] for name in names]
+
+
+def settle(group: Group) -> None:
+    """Wait until all messages that follow from earlier calls have been sent."""
+    end = time.monotonic() + 60
+    before = group.run_all(traffic)
+    while True:
+        time.sleep(QUIET)
+        now = group.run_all(traffic)
+        if now == before and not any(running for running, _ in now):
+            return
+        assert time.monotonic() < end, now
+        before = now
+
+
 def listen_to(group: Group, listen: Listen, *functions: Callable[[], Any]) -> Capture:
-    time.sleep(SETTLED)  # what the test before has let go is told to its owner
+    settle(group)  # what the test before has let go is told to its owner
     with listen() as heard:
         for function in functions:
             group[0].run(function)
-            time.sleep(SETTLED)
+            settle(group)
     return heard
 
 
@@ -111,7 +133,6 @@ def test_life_of_an_rref(three: Group, listen: Listen) -> None:
 
 def test_an_rref_is_passed_on(three: Group, listen: Listen) -> None:
     three[0].run(create)
-    time.sleep(SETTLED)
     sent = messages.calls(listen_to(three, listen, share), three)
     three[0].run(forget)
     # The confirmation of the child reaches the parent at the same time as the function's messages.
@@ -124,7 +145,6 @@ def test_an_rref_is_passed_on(three: Group, listen: Listen) -> None:
 
 def test_an_rref_comes_home(three: Group, listen: Listen) -> None:
     three[0].run(create)
-    time.sleep(SETTLED)
     sent = messages.calls(listen_to(three, listen, bring_home), three)
     three[0].run(forget)
     check(sent, figures.RREF_HOME, in_order=False)
@@ -224,7 +244,6 @@ def test_a_result_is_handed_over(listen: Listen) -> None:
         group.run(forget)
         if "cma" not in group.run(bulk_path):
             pytest.skip("this machine does not let processes read each other's memory")
-        time.sleep(SETTLED)
         for _ in range(TRIES):
             sent = messages.frames(listen_to(group, listen, echo, forget), group)
             if sent == figures.HANDOVER.messages():
