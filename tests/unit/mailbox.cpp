@@ -50,9 +50,15 @@ void testASignalEndsAWait() {
       pthread_kill(waiting, SIGUSR1);
     }
   });
-  const auto begin = Clock::now();
-  require(!mailbox.serve([] { return false; }), "nobody rings");
-  require(Clock::now() - begin < milliseconds(1000), "the signal ended it");
+  // Without a signal, every wait takes a second. With signals a wait takes as
+  // long only if this machine is busy elsewhere.
+  bool ended = false;
+  for (int i = 0; i < 20 && !ended; ++i) {
+    const auto begin = Clock::now();
+    require(!mailbox.serve([] { return false; }), "nobody rings");
+    ended = Clock::now() - begin < milliseconds(1000);
+  }
+  require(ended, "a signal ended it");
   over.store(true);
   other.join();
 }
