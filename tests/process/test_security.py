@@ -155,12 +155,12 @@ def stranger(secret: bytes, group_id: bytes, address: bytes) -> Any:
     return agent
 
 
-def call_with_secret(secret: bytes, group_id: bytes, address: bytes) -> str:
+def call_with_secret(secret: bytes, group_id: bytes, address: bytes, timeout: float) -> str:
     """Call worker0 from a process that is not in its group; return the error text."""
     torch.distributed.autograd._init(1)
     agent = stranger(secret, group_id, address)
     try:
-        return f"answer: {rpc.rpc_sync('worker0', f.name_here, timeout=3)}"
+        return f"answer: {rpc.rpc_sync('worker0', f.name_here, timeout=timeout)}"
     except RuntimeError as error:
         return str(error)
     finally:
@@ -196,11 +196,11 @@ def test_a_client_without_the_secret_gets_nothing() -> None:
         group[0].init(1, secret=SECRET).result()
         group_id, address = group[0].run(way_in)
         before = group[0].run(served)
-        text = group[1].run(call_with_secret, OTHER.encode(), group_id, address)
+        text = group[1].run(call_with_secret, OTHER.encode(), group_id, address, 3.0)
         assert "answer:" not in text and "worker0" in text
         assert group[0].run(served) == before
         # With the secret the same process is let in: so only the secret was missing.
-        text = group[2].run(call_with_secret, SECRET.encode(), group_id, address)
+        text = group[2].run(call_with_secret, SECRET.encode(), group_id, address, 30.0)
         assert text == "answer: worker0"
         assert refusals(group) == (1, 1)
         says_no_secret(group)
