@@ -410,7 +410,10 @@ class Received(Dataset[Tensor]):
 def check_data_loader() -> None:
     call("worker1", 1)
     data = Received([rpc.rpc_sync("worker1", f.times, args=(numbers(i), 1.0)) for i in range(4)])
-    loader = DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=1)
+    # By name: in a process of a fork server, such as this one, the default is not "fork".
+    loader = DataLoader(
+        data, batch_size=None, num_workers=2, prefetch_factor=1, multiprocessing_context="fork"
+    )
     for epoch in range(2):
         iterator = iter(loader)
         first = next(iterator)
