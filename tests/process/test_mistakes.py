@@ -281,3 +281,13 @@ def test_options_show_no_knobs_for_tests() -> None:
     with pytest.raises(AttributeError) as raised:
         UcxRpcBackendOptions().keep_alive = 1  # type: ignore[attr-defined]
     assert "keepalive" in str(raised.value) and "messages_to" not in str(raised.value)
+
+
+@needs_ucx("does not read the variable")
+@pytest.mark.parametrize("level", ["DEBUG", "inof"])
+def test_a_log_level_that_does_not_exist(level: str) -> None:
+    with (
+        Group(1, init=False, env={"TORCH_RPC_EXT_LOG": level}) as group,
+        pytest.raises(ValueError, match=f"TORCH_RPC_EXT_LOG='{level}' means nothing: .*'debug'"),
+    ):
+        group[0].init(1).result()

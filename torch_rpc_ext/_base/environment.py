@@ -12,6 +12,8 @@ BACKEND = "TORCH_RPC_BACKEND"
 UCX = "TORCH_RPC_EXT_UCX"
 SECRET = "TORCH_RPC_EXT_SECRET"
 SECRET_FILE = "TORCH_RPC_EXT_SECRET_FILE"
+LOG = "TORCH_RPC_EXT_LOG"
+_LOG_LEVELS = ("debug", "info", "warning", "error")  # as csrc/base/log.cpp reads them
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ VARIABLES: tuple[Variable, ...] = (
         "a file, 'libcuda.so.1' by default",
     ),
     Variable(
-        "TORCH_RPC_EXT_LOG",
-        "Lowest level of the agent's log lines on standard error.",
+        LOG,
+        "Lowest level of the agent's log lines on standard error; init_rpc refuses another value.",
         "'debug', 'info', 'warning' (default), 'error'",
     ),
     Variable(
@@ -118,6 +120,18 @@ def check_backend() -> bool:
             "torch.distributed.rpc on UCX) or 'tensorpipe' (change nothing)."
         )
     return value == "ucx"
+
+
+def check_log_level() -> None:
+    """Check TORCH_RPC_EXT_LOG, which the C++ reads, and takes for 'warning' where it is wrong.
+
+    Raises:
+        ValueError: the variable holds no level; the text says which there are.
+    """
+    value = os.environ.get(LOG)
+    if value and value not in _LOG_LEVELS:
+        levels = ", ".join(map(repr, _LOG_LEVELS))
+        raise ValueError(f"TORCH_RPC_EXT_LOG={value!r} means nothing: it may be one of {levels}.")
 
 
 def preset_ucx(*, keep_memory_events: bool) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import events
+from torch_rpc_ext._base.environment import check_log_level
 from torch_rpc_ext._base.option_checks import (
     DEFAULT_RPC_TIMEOUT,
     ENCRYPTION,
@@ -44,8 +45,9 @@ def prepare(rank: int, world_size: int | None) -> None:
 
     Raises:
         ImportError: the extension or UCX cannot be loaded; the text says what to do.
-        ValueError: the rank is out of range.
+        ValueError: the rank is out of range, or an environment variable is wrong.
     """
+    check_log_level()
     if rank != -1:
         _check_rank(rank, world_size)
     native = loader.load()
