@@ -245,10 +245,7 @@ void Caller::sendFrameNow(
         if (!call) {
           return;
         }
-        if (call->connection != nullptr && !call->connection->closed()) {
-          // The peer did not take the bulk, so it has not read the message.
-          unreadRRefs_.undelivered(std::move(call->rrefs));
-        }
+        calls_.sendFailed(*call, error);
         if (AnswerWait::isBeingSent(callId)) {
           // send() has not returned: nobody has the future, so fail() runs no
           // user code. And upstream's RRefs expect such an error before send()

@@ -61,6 +61,13 @@ std::string whyUntaken(const PendingCall& call) {
           "before it serves what it has";
 }
 
+// Whether the error says that the peer, or a way to the peer, has ended. What
+// was being sent may have arrived before.
+bool saysThatPeerEnded(const base::Error& error) {
+  return error.kind == base::ErrorKind::kPeerLost ||
+      error.kind == base::ErrorKind::kShutDown;
+}
+
 bool isLate(const PendingCall& call) {
   return PendingCall::Clock::now() >= call.deadline();
 }
@@ -157,6 +164,14 @@ void OpenCalls::withdraw(uint64_t callId) {
   if (auto call = pending_.take(callId)) {
     unreadRRefs_.undelivered(std::move(call->rrefs));
     ended(*call);
+  }
+}
+
+void OpenCalls::sendFailed(PendingCall& call, const base::Error& error) {
+  if (call.connection != nullptr && !call.connection->closed() &&
+      !saysThatPeerEnded(error)) {
+    // The peer did not take the bulk, so it has not read the message.
+    unreadRRefs_.undelivered(std::move(call.rrefs));
   }
 }
 
@@ -275,10 +290,8 @@ void OpenCalls::fail(PendingCall call, const base::Error& error) {
   if (call.createsRRef) {
     creationFailed = why;
   }
-  const bool peerEnded = error.kind == base::ErrorKind::kPeerLost ||
-      error.kind == base::ErrorKind::kShutDown;
   if (call.connection == nullptr || // the call was not sent
-      (peerEnded && peers_.isGone(call.to))) {
+      (saysThatPeerEnded(error) && peers_.isGone(call.to))) {
     unreadRRefs_.undelivered(std::move(call.rrefs));
   }
   failed(call, why);

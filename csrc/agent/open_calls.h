@@ -63,6 +63,9 @@ class OpenCalls {
   void finish(
       PendingCall& call,
       c10::intrusive_ptr<torch::distributed::rpc::Message> message);
+  // Releases the RRefs in a request whose send has failed, if the peer has
+  // refused the request. The call is still to be failed.
+  void sendFailed(PendingCall& call, const base::Error& error);
   void fail(PendingCall call, const base::Error& error);
   // As fail(), on a thread of the pool, because callbacks of the future may run
   // the user's code.

@@ -259,6 +259,29 @@ void testAFailureSaysWhetherTheRequestWasRead() {
   require(f.executor.stop(10000), "the executor ends");
 }
 
+// A lane, or UCX's channel for bulk, may break after the peer has taken the
+// last piece: then the peer has the RRefs. Only the peer's own word says that
+// it has not.
+void testASendThatFailedMayHaveArrived() {
+  std::atomic<int> released{0};
+  Fixture f([&](const std::string&) { released.fetch_add(1); });
+  f.throws = false;
+  f.executor.start();
+  for (const auto kind :
+       {base::ErrorKind::kPeerLost,
+        base::ErrorKind::kShutDown,
+        base::ErrorKind::kRefused}) {
+    const base::Error error{kind, "no"};
+    agent::PendingCall call = f.call();
+    call.connection = std::make_shared<Probed>(); // which stays open
+    call.rrefs = std::make_unique<std::string>("a pickle");
+    f.calls.sendFailed(call, error);
+    f.calls.fail(std::move(call), error);
+  }
+  require(f.executor.stop(10000), "the executor ends");
+  require(released == 1, "only what was refused is released");
+}
+
 // A wait in rounds of a second, for hours.
 void testAWaitGivesTheFutureOneCallback() {
   Fixture f;
@@ -289,6 +312,7 @@ void testAWaitGivesTheFutureOneCallback() {
 
 int main() {
   testAWaitGivesTheFutureOneCallback();
+  testASendThatFailedMayHaveArrived();
   testAFailureSaysWhetherTheRequestWasRead();
   testACallWithoutAnAnswerProbesItsConnection();
   testCallsThatEndBeforeTheyAreSent();
