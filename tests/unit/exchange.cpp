@@ -617,6 +617,26 @@ void testATableThatLies() {
   scene.resources.stop();
 }
 
+// max_message_bytes counts for a frame with bulk only if the frame has a
+// transfer: its sender then hears that it is refused.
+void testBulkWithoutATransfer() {
+  const auto isRefused = [](const FrameHeader& header) {
+    return !parseHeader({&header, sizeof(header)}).ok();
+  };
+  Scene scene;
+  Answer answer;
+  BulkEntry entry;
+  for (const size_t headBytes : {1, 70'000}) {
+    FrameHeader header = scene.send({plain("bulk")}, answer, entry, headBytes);
+    require(!isRefused(header), "a frame with bulk");
+    header.transfer = 0;
+    require(isRefused(header), "of which nobody could be told");
+    header.kind = FrameKind::kFrame;
+    header.count = 0;
+    require(!isRefused(header), "a frame without bulk");
+  }
+}
+
 void testNothingToFetch() {
   Scene scene(/*sameHost=*/false);
   char byte = 0;
@@ -757,6 +777,7 @@ int main() {
   testOnlyLittleIsCarried();
   testMoreThanTheReceiverTakes();
   testATableThatLies();
+  testBulkWithoutATransfer();
   testNothingToFetch();
   testCiphersThatThrow();
   testADelayedSendAfterTheEnd();

@@ -250,8 +250,8 @@ base::Result<std::unique_ptr<Incoming>> makeIncoming(
     return entries.error();
   }
   size_t carried = 0;
-  // A message without a transfer is small, and nobody could be told that it is
-  // refused.
+  // A frame without a transfer has no bulk (parseHeader()), so it is small, and
+  // its sender could not be told that it is refused.
   const uint64_t limit = transfer == 0 ? 0 : maxBytes;
   if (auto error = check(entries.value(), data.size, limit, carried)) {
     return error;

@@ -119,6 +119,12 @@ base::Result<FrameHeader> parseHeader(base::ConstSpan bytes) {
     return malformed("frame header");
   }
   header.kind = static_cast<FrameKind>(kind);
+  const bool isBig = header.kind == FrameKind::kBigFrame;
+  const bool hasBulk = isBig || header.count != 0;
+  if ((isBig || header.kind == FrameKind::kFrame) &&
+      hasBulk != (header.transfer != 0)) {
+    return malformed("frame header");
+  }
   return header;
 }
 

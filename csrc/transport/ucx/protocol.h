@@ -76,7 +76,10 @@ struct FrameHeader {
   FrameKind kind = FrameKind::kFrame;
   uint32_t count = 0; // bulk spans of a frame; see above for others
   uint64_t token = 0;
-  uint64_t transfer = 0; // number that a frame's sender gave its bulk, or 0
+  // The number that a frame's sender gave its bulk; 0 for a frame without bulk,
+  // of which the sender need not hear that it is taken or refused. See above
+  // for others.
+  uint64_t transfer = 0;
   // a transfer of the message's receiver that is done, or 0
   uint64_t acknowledged = 0;
 };

@@ -13,6 +13,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         kind >= transport::ucx::FrameKind::kOpen &&
             kind <= transport::ucx::FrameKind::kAbort,
         "a kind that there is");
+    fuzz::require(
+        kind != transport::ucx::FrameKind::kFrame ||
+            (header.value().count == 0) == (header.value().transfer == 0),
+        "bulk has a number, by which its sender hears what becomes of it");
     // Senders send the struct itself, so its bytes must be those that were
     // read.
     fuzz::requireSame(

@@ -72,6 +72,7 @@ class Scene {
         script_.bytes(std::min<size_t>(script_.u8(), script_.remaining()));
     FrameHeader inner;
     inner.count = script_.u8();
+    inner.transfer = inner.count; // bulk has a number
     auto sealed = sender_.seal(kToken, inner, plain);
     fuzz::require(sealed.ok(), "sealing");
     const base::Buffer& data = sealed.value().data;
