@@ -199,8 +199,12 @@ void Caller::sendFrame(
   memory_.trimLater();
   memory_.lender().lend(
       std::move(encoded), [this, callId, connection](Encoded lent) {
-        if (calls_.pending().contains(callId)) { // else it has timed out
+        if (calls_.pending().contains(callId)) {
           sendFrameNow(callId, std::move(lent), connection);
+        } else {
+          // The call has timed out. This thread may serve the network, so what
+          // the message holds may have to die on another thread.
+          hold(lent, executor_);
         }
       });
 }
@@ -213,15 +217,16 @@ void Caller::sendFrameNow(
   if (encoded.borrowsBulk()) {
     untaken = std::make_shared<std::atomic<uint64_t>>(encoded.totalBytes);
   }
+  // The callback below holds the memory that `bulk` points into until the peer
+  // has taken the bulk, even after the call has timed out. If the call is not
+  // sent, because it has timed out already, `held` drops the memory here.
+  auto held = hold(encoded, executor_);
   if (!calls_.pending().setSent(callId, connection, untaken) &&
       encoded.holdsRRefs) {
     return; // the call has timed out, and its RRefs have been released
   }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
-  // The callback below holds the memory that `bulk` points into until the peer
-  // has taken the bulk, even after the call has timed out.
-  auto held = hold(encoded, executor_);
   base::Buffer head = std::move(encoded.head);
   std::vector<transport::BulkSpan> bulk = std::move(encoded.bulk);
   // Before the call is sent: the answer may arrive before this thread runs

@@ -7,8 +7,11 @@ This happens from the second call on, because at the first call the connection i
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +128,42 @@ def check_callers_write_at_once() -> None:
 @needs_ucx("refers to the caller's memory")
 def test_what_was_lent_can_be_written_to_at_once(pair: Group) -> None:
     pair.run(check_callers_write_at_once)
+
+
+def let_messages_expire(fifo: str) -> None:
+    """Let calls time out while they wait for memory in which to lend their tensors, and hold the
+    GIL meanwhile, until the FIFO has something to read."""
+    warm_up()
+    for _ in range(2):  # more than two blocks do not fit into the cache
+        assert rpc.rpc_sync("worker1", keep, args=(numbers(0),)) in open_regions()
+    # Messages of these sizes wait for different times, so each expires on a thread of its own.
+    sizes = [mib << 20 for mib in (192, 176, 160, 144)]
+    tensors = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for size in sizes]
+    with open(fifo, "rb", buffering=0) as told:
+        while tensors:
+            rpc.rpc_async("worker1", f.nothing, args=(tensors.pop(),), timeout=0.001)
+        ctypes.PyDLL(None).read(told.fileno(), ctypes.create_string_buffer(1), 1)
+
+
+def ask_for_a_second(to: str) -> None:
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        assert rpc.rpc_sync(to, torch.add, args=(torch.ones(1), 1), timeout=15) == 2
+
+
+@needs_ucx("lends nothing")
+def test_messages_that_expire_need_no_gil(tmp_path: Path) -> None:
+    """Their memory is Python's. An operator needs no GIL at its callee."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with Group(2, options=[{"num_worker_threads": 1, "receive_cache_bytes": 8 << 20}, {}]) as group:
+        call = group[0].start(let_messages_expire, str(fifo))
+        with open(fifo, "wb", buffering=0) as tell:
+            try:
+                group[1].run(ask_for_a_second, "worker0")
+            finally:
+                tell.write(b"x")
+        call.result()
 
 
 def keep_large(tensor: Tensor) -> None:
