@@ -154,7 +154,9 @@ void Server::serveLater(ArrivalPtr arrival) {
               makeFailure(
                   error.kind,
                   "worker \"" + group_.self().name_ +
-                      "\" could not serve the call: " + error.message));
+                      "\" could not serve the call: " + error.message,
+                  // serve() drops the decoder once it has the message.
+                  arrival->decoder ? Read::kNo : Read::kYes));
         });
   }));
 }

@@ -17,6 +17,7 @@ from torch.distributed.rpc import RRef
 from tests.process import functions as f
 from tests.process.deaths import served, wait_until_serving
 from tests.process.group import Group
+from tests.support import native
 from tests.support.backend import needs_ucx
 
 # Under TENSORPIPE each of these values stays for ever, and shutdown waits 100 s for it.
@@ -143,7 +144,7 @@ def test_requests_that_are_not_read() -> None:
 
 def test_requests_that_are_refused() -> None:
     with Group(3, options={"allow_list": [f"{__name__}.make"]}) as group:
-        group.run(pass_in_vain, refused_call, RuntimeError)
+        group.run(pass_in_vain, small_call, RuntimeError)
         wait_until_released(group, "refused")
 
 
@@ -163,8 +164,31 @@ def too_large_creation(rref: Any) -> None:
     rpc.remote(USER, f.nothing, args=(rref, torch.ones(1_000_000)))._get_future().wait()
 
 
-def refused_call(rref: Any) -> None:
+def throw_at_the_next_request() -> None:
+    native.base.throw_at("request", True)
+
+
+def stop_throwing() -> None:
+    assert not native.base.is_pending()
+    native.base.stop_throwing()
+
+
+def test_requests_that_cannot_be_served() -> None:
+    """The callee is out of memory before it reads the request."""
+    with Group(3) as group:
+        for call in (small_call, small_creation):
+            group[2].run(throw_at_the_next_request)
+            group.run(pass_in_vain, call, RuntimeError)
+            group[2].run(stop_throwing)
+            wait_until_released(group, call.__name__)
+
+
+def small_call(rref: Any) -> None:
     rpc.rpc_sync(USER, f.nothing, args=(rref,))
+
+
+def small_creation(rref: Any) -> None:
+    rpc.remote(USER, f.nothing, args=(rref,))._get_future().wait()
 
 
 def test_answers_that_are_not_read() -> None:
