@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -35,10 +36,31 @@ namespace {
 thread_local bool epollIsFull = false;
 // Whether no socket has room for a single byte.
 std::atomic<bool> isOneByteTooMany{false};
+// If not 0: the allocation with this number from now on finds no memory.
+// Allocations of the main thread do not count.
+std::atomic<int> allocationThatFails{0};
+thread_local bool isMainThread = false;
 
 } // namespace
 
-// These replace the C library's in this program.
+// These replace the C++ library's, and those below the C library's, in this
+// program. (Not inlined, because gcc would take free() for a mistake.)
+void* operator new(size_t size) {
+  const bool fails = !isMainThread && allocationThatFails.load() != 0 &&
+      allocationThatFails.fetch_sub(1) == 1;
+  void* const memory = fails ? nullptr : std::malloc(size);
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+[[gnu::noinline]] void operator delete(void* memory, size_t) noexcept {
+  std::free(memory);
+}
+
 extern "C" ssize_t
 send(int fd, const void* data, size_t size, int flags) noexcept {
   if (isOneByteTooMany.load() && size == 1) {
@@ -394,6 +416,31 @@ void testAnAnswerThatCannotBeSent() {
   f.move({kPiece}, 10);
 }
 
+// Whatever an exception leaves half done, both callbacks fire.
+void testNoMemoryIsLeft() {
+  isMainThread = true;
+  bool hasFailed = true;
+  for (int number = 1; hasFailed; ++number) {
+    Fixture f;
+    Bytes to(kPiece);
+    const Bytes from = numbered(kPiece, 1);
+    const uint64_t tag = reserveTags(1);
+    End received;
+    End sent;
+    allocationThatFails.store(number);
+    const uint64_t id = f.receiver.receive(
+        tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+    f.sender.send(
+        f.address, tag, {{from.data(), from.size()}}, sent.callback());
+    const base::Error error = sent.wait();
+    if (error) {
+      f.receiver.cancel(id, error); // the sender of a message says so
+    }
+    require(!received.wait() || error, "what is taken is received");
+    hasFailed = allocationThatFails.exchange(0) <= 0;
+  }
+}
+
 // A receiver at which one connection at a time can wait to be accepted. Those
 // beyond it open a second later, when the kernel tries again.
 class BusyReceiver {
@@ -581,6 +628,7 @@ int main() {
   testManySilentStrangers();
   testALaneThatOpensTooLateForAPiece();
   testAnAnswerThatCannotBeSent();
+  testNoMemoryIsLeft();
   testNoDescriptorIsLeft();
   testSocketsThatCannotBeServed();
   testWhatWasDeferredBeforeAnException();

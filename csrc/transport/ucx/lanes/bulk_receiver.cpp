@@ -120,12 +120,14 @@ void BulkReceiver::end(
     Locked& locked,
     const std::shared_ptr<Group>& group,
     base::Error error) {
+  // Copied, not moved: if defer() throws, a later end() needs the callback.
+  locked.defer([callback = group->callback, error = std::move(error)] {
+    callback(error);
+  });
   for (size_t i = 0; i < group->chunks; ++i) {
     expected_.erase(group->firstTag + i);
   }
   groups_.erase(group->id);
-  locked.defer([callback = std::move(group->callback),
-                error = std::move(error)] { callback(error); });
 }
 
 void BulkReceiver::stop() {
@@ -304,13 +306,13 @@ bool BulkReceiver::readPiece(Locked& locked, Lane& lane) {
   }
   lane.got = 0;
   lane.inPiece = false;
+  // Before the answer: if this throws, the sender must not take the piece for
+  // received.
+  pieceDone(locked, lane);
   // One byte always has room: the sender has few pieces without an answer. A
   // sender that misses an answer would wait for it for ever.
   const char taken = 1;
-  const bool isTold =
-      ::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1;
-  pieceDone(locked, lane);
-  return isTold;
+  return ::send(lane.socket.fd(), &taken, 1, MSG_DONTWAIT | MSG_NOSIGNAL) == 1;
 }
 
 void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {

@@ -291,11 +291,11 @@ bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
     return false; // answers to nothing
   }
   for (ssize_t i = 0; i < got; ++i) {
-    const auto group = std::move(lane.untaken.front().group);
-    lane.untaken.pop_front();
+    const auto group = lane.untaken.front().group;
     if (--group->left == 0 && groups_.contains(group)) {
       end(locked, group, {});
     }
+    lane.untaken.pop_front(); // last: if end() throws, fail() ends the group
   }
   const uint64_t bytes =
       kBytesPerMicrosecond * roundTripMicroseconds(lane.socket);
@@ -360,7 +360,8 @@ void BulkSender::abort(
   if (!groups_.contains(group)) {
     return;
   }
-  end(locked, group, why);
+  // If nothing is left, the receiver has taken all, and end() has thrown.
+  end(locked, group, group->left == 0 ? base::Error() : why);
   for (auto& [address, receiver] : receivers_) {
     std::erase_if(receiver->waiting, [&](const Piece& piece) {
       return piece.group == group;
@@ -387,9 +388,11 @@ void BulkSender::end(
     Locked& locked,
     const std::shared_ptr<Group>& group,
     base::Error error) {
+  // Copied, not moved: if defer() throws, a later end() needs the callback.
+  locked.defer([callback = group->callback, error = std::move(error)] {
+    callback(error);
+  });
   groups_.erase(group);
-  locked.defer([callback = std::move(group->callback),
-                error = std::move(error)] { callback(error); });
 }
 
 } // namespace torch_rpc_ext::transport::ucx::lanes
