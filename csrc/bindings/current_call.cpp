@@ -24,8 +24,11 @@ using agent::UcxAgent;
 
 namespace {
 
+// A program may keep this for longer than RPC runs, so this keeps nothing of
+// the agent.
 struct PyServedCall {
-  ServedCall call;
+  std::weak_ptr<transport::Connection> connection;
+  ServedCall::Clock::time_point deadline;
   std::string caller;
   std::weak_ptr<UcxAgent> agent;
 };
@@ -41,21 +44,28 @@ std::optional<PyServedCall> currentCall() {
   if (ours == nullptr) {
     return std::nullopt;
   }
-  ServedCall asked = *call;
-  asked.creation = nullptr; // the program may keep the object for long
   return PyServedCall{
-      std::move(asked),
+      call->connection,
+      call->deadline,
       ours->parts().group().peers().nameOf(call->connection.get()),
       ours};
 }
 
 // In seconds of time.monotonic().
 std::optional<double> deadlineOf(const PyServedCall& self) {
-  if (self.call.deadline == ServedCall::Clock::time_point::max()) {
+  if (self.deadline == ServedCall::Clock::time_point::max()) {
     return std::nullopt;
   }
-  return std::chrono::duration<double>(self.call.deadline.time_since_epoch())
+  return std::chrono::duration<double>(self.deadline.time_since_epoch())
       .count();
+}
+
+// As ServedCall::cancelled(). A connection that is gone has ended.
+bool isCancelled(const PyServedCall& self) {
+  const auto connection = self.connection.lock();
+  return connection == nullptr ||
+      ServedCall{.connection = connection, .deadline = self.deadline}
+          .cancelled();
 }
 
 // Logs what the callback raises: there is no caller to get the exception, and
@@ -73,11 +83,11 @@ void tell(const std::function<void()>& callback) {
 // Returns the callback's number for forget(); 0 if the caller is lost already.
 uint64_t whenLost(const PyServedCall& self, std::function<void()> callback) {
   const auto agent = self.agent.lock();
-  return agent == nullptr
+  const auto connection = self.connection.lock();
+  return agent == nullptr || connection == nullptr
       ? 0
       : agent->parts().server().lostCallers().add(
-            self.call.connection,
-            [callback = std::move(callback)] { tell(callback); });
+            connection, [callback = std::move(callback)] { tell(callback); });
 }
 
 void forget(const PyServedCall& self, uint64_t number) {
@@ -92,9 +102,7 @@ void bindCurrentCall(py::module_& module) {
   py::class_<PyServedCall>(module, "ServedCall")
       .def_readonly("caller", &PyServedCall::caller)
       .def_property_readonly("deadline", &deadlineOf)
-      .def_property_readonly(
-          "cancelled",
-          [](const PyServedCall& self) { return self.call.cancelled(); })
+      .def_property_readonly("cancelled", &isCancelled)
       .def("when_lost", &whenLost, py::arg("callback"))
       .def("forget", &forget, py::arg("number"));
   module.def(

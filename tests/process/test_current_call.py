@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import signal
 import threading
+import time
+import weakref
+from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import rpc
 from torch.futures import Future
 
 import torch_rpc_ext
-from tests.process.group import Group, workers
+from tests.process import functions as f
+from tests.process.deaths import wait_until_stopped
+from tests.process.group import SECONDS, Group, init, workers
 from tests.support.backend import needs_ucx
 
 pytestmark = needs_ucx("has no current_call()")
@@ -121,3 +130,41 @@ def test_the_caller_dies() -> None:
         group[1].run(wait_for_begin)
         group[0].kill()
         assert group[1].run(what_was_seen) == [False, True, True]
+
+
+_kept: list[Any] = []
+
+
+def keep_call() -> None:
+    _kept.append(torch_rpc_ext.current_call())
+
+
+def call_one_that_keeps_its_call() -> None:
+    rpc.rpc_sync("worker0", keep_call)
+
+
+def start_again_before_a_message_is_taken(store: str) -> None:
+    """worker1, which is stopped, may yet read the tensors, so the transport holds them. torch keeps
+    an agent until the next one starts."""
+    owners = [array("b", bytes(100_000)) for _ in range(17)]  # more tensors than are lent
+    references = [weakref.ref(owner) for owner in owners]
+    tensors = [torch.frombuffer(owner, dtype=torch.int8) for owner in owners]
+    rpc.rpc_async("worker1", f.nothing, args=(tensors,))
+    del owners, tensors
+    rpc.shutdown(graceful=False)
+    init("worker0", 0, 1, f"file://{store}", {})
+    end = time.monotonic() + SECONDS / 4
+    while any(reference() is not None for reference in references):
+        assert time.monotonic() < end, "the tensors are still there"
+        gc.collect()
+        time.sleep(0.01)
+    assert _kept[0].cancelled and _kept[0].caller == "worker1"
+
+
+def test_a_call_that_is_kept_does_not_keep_the_transport(tmp_path: Path) -> None:
+    with Group(2) as group:
+        group[1].run(call_one_that_keeps_its_call)
+        group[1].signal(signal.SIGSTOP)
+        wait_until_stopped(group[1].child.pid)
+        group[0].run(start_again_before_a_message_is_taken, str(tmp_path / "store"))
+        group[1].kill()
