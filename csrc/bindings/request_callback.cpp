@@ -49,24 +49,23 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
 
   // As upstream's, but faster: a call without RRefs does not make the two
   // futures that wait for RRefs, and the schema of a builtin operator is not
-  // parsed again (compat::ScriptCallReader).
+  // parsed again (compat::ScriptCallReader). And a function that begins on
+  // another thread finds its ServedCall there.
   FuturePtr processMessage(rpc::Message& request, Streams streams)
       const override {
-    if (rpc::profiler::processglobal::StateStackEntry::current() == nullptr) {
-      try {
-        const bool isScript = request.type() == rpc::MessageType::SCRIPT_CALL ||
-            request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL;
-        const auto call =
-            isScript && streams.empty() ? scriptCalls_.read(request) : nullptr;
-        if (call != nullptr) {
-          return processRpcWithErrors(*call, request.type(), streams);
-        }
-        if (isScript || mayRunPython(request.type())) {
-          return processWhenConfirmed(request, std::move(streams));
-        }
-      } catch (const std::exception& error) {
-        return asFuture(handleError(error, request.type(), request.id()));
+    try {
+      const bool isScript = request.type() == rpc::MessageType::SCRIPT_CALL ||
+          request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL;
+      const auto call =
+          isScript && streams.empty() ? scriptCalls_.read(request) : nullptr;
+      if (call != nullptr) {
+        return process(*call, request.type(), streams);
       }
+      if (isScript || mayRunPython(request.type())) {
+        return processWhenConfirmed(request, std::move(streams));
+      }
+    } catch (const std::exception& error) {
+      return asFuture(handleError(error, request.type(), request.id()));
     }
     return RequestCallbackImpl::processMessage(request, std::move(streams));
   }
@@ -175,7 +174,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     }
     const auto ready = rrefs.waitForThreadLocalPendingRRefs();
     if (ready->completed() && streams.empty()) {
-      return processRpcWithErrors(*command, request.type(), streams);
+      return process(*command, request.type(), streams);
     }
     // Owners have still to confirm RRefs among the arguments. The function runs
     // on the thread that receives the last confirmation.
@@ -191,9 +190,29 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
           if (type == rpc::MessageType::PYTHON_CALL && isGivenUp()) {
             return notBegun(at::AnyClassType::get());
           }
-          return processRpcWithErrors(*command, type, streams);
+          return process(*command, type, streams);
         },
         c10::getCustomClassType<c10::intrusive_ptr<rpc::Message>>());
+  }
+
+  // As in upstream's processMessage(): if torch profiles the requests of this
+  // process, the profiler gets what this thread does.
+  FuturePtr process(
+      rpc::RpcCommandBase& command,
+      rpc::MessageType type,
+      const Streams& streams) const {
+    namespace profiler = rpc::profiler::processglobal;
+    const auto profile = profiler::StateStackEntry::current();
+    if (profile != nullptr) {
+      torch::autograd::profiler::enableProfilerLegacy(
+          profile->statePtr()->config());
+    }
+    auto answer = processRpcWithErrors(command, type, streams);
+    if (profile != nullptr) {
+      profiler::pushResultRecursive(
+          profile, torch::autograd::profiler::disableProfilerLegacy());
+    }
+    return answer;
   }
 
   // While the GIL is profiled: takes the GIL, counts how long that took, and

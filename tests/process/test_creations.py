@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import autograd, rpc
+from torch.distributed.rpc import server_process_global_profiler
 
 from tests.process import functions as f
 from tests.process.group import SECONDS, Group
@@ -104,11 +105,22 @@ def drop_the_rref() -> None:
     f.HELD.clear()
 
 
-def test_a_creation_that_waits_for_its_arguments_comes_before_its_release() -> None:
+def profile_requests() -> None:
+    """Let torch profile all requests to this process."""
+    profile = server_process_global_profiler._server_process_global_profile()
+    f.HELD["profile"] = profile.__enter__()
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_a_creation_that_waits_for_its_arguments_comes_before_its_release(
+    is_profiled: bool,
+) -> None:
     """worker1 begins the creation once worker2 has confirmed that it is a user of worker2's RRef.
     By then the caller has given up."""
     with Group(3) as group:
         group[0].run(hold_rref_of, "worker2")
+        if is_profiled:
+            group[1].run(profile_requests)
         group[2].signal(signal.SIGSTOP)
         group[0].run(create_with_the_rref_in_vain)
         time.sleep(0.5)  # the release is there
