@@ -200,7 +200,7 @@ void Server::serve(const ArrivalPtr& arrival) {
   if (givenUp) {
     notBegun(*arrival);
     const auto& payload = message.value()->payload();
-    if (!createsRRef(*message.value()) &&
+    if (arrival->creation == nullptr &&
         !mayHoldRRefs({payload.data(), payload.size()})) {
       return; // the caller has an error already
     }

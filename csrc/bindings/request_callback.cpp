@@ -7,6 +7,8 @@
 #include "compat/script_calls.h"
 
 #include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_autograd.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_profiling_req.h>
 #include <torch/csrc/distributed/rpc/profiler/server_process_global_profiler.h>
 #include <torch/csrc/distributed/rpc/python_rpc_handler.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
@@ -28,6 +30,27 @@ namespace {
 
 using FuturePtr = c10::intrusive_ptr<rpc::JitFuture>;
 using Streams = std::vector<c10::Stream>;
+
+// The RRef that a request makes; null for none. Where autograd or a profiler
+// has wrapped the request, the RRef of its inside.
+const rpc::RRefId* madeRRef(rpc::RpcCommandBase& request, int type) {
+  using namespace torch::distributed::autograd;
+  const auto inside = [](auto& wrapper) {
+    return madeRRef(wrapper.wrappedRpc(), wrapper.wrappedMessageType());
+  };
+  switch (type) {
+    case rpc::MessageType::PYTHON_REMOTE_CALL:
+      return &static_cast<rpc::UnpickledPythonRemoteCall&>(request).rrefId();
+    case rpc::MessageType::SCRIPT_REMOTE_CALL:
+      return &static_cast<rpc::ScriptRemoteCall&>(request).retRRefId();
+    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
+      return inside(static_cast<RpcWithAutograd&>(request));
+    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+      return inside(static_cast<RpcWithProfilingReq&>(request));
+    default:
+      return nullptr;
+  }
+}
 
 class GuardedCallback final : public rpc::RequestCallbackImpl {
  public:
@@ -59,6 +82,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       const auto call =
           isScript && streams.empty() ? scriptCalls_.read(request) : nullptr;
       if (call != nullptr) {
+        hasRead(*call, request.type());
         return process(*call, request.type(), streams);
       }
       if (isScript || mayRunPython(request.type())) {
@@ -94,7 +118,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::ScriptRemoteCall&>(command);
-    const MakesRRef creation(call.retRRefId());
+    const EndsCreation creation;
     // The refusal becomes the RRef's value, as an error does that a function
     // raises. If the creation itself failed, upstream would tell the RRef's
     // user "timed out" instead.
@@ -117,7 +141,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       rpc::RpcCommandBase& command,
       const Streams& streams) const override {
     const auto& call = static_cast<rpc::UnpickledPythonRemoteCall&>(command);
-    const MakesRRef creation(call.rrefId());
+    const EndsCreation creation;
     return isGivenUp()
         ? assignOwnerRRef(
               call.rrefId(), call.forkId(), notBegun(c10::PyObjectType::get()))
@@ -125,29 +149,36 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   }
 
  private:
-  // While it lives, the request that this thread serves makes an RRef. Upstream
-  // has entered the RRef into its tables when it returns, even if an
+  // While this lives, the request that this thread serves makes an RRef.
+  // Upstream has entered the RRef into its tables when it returns, even if an
   // asynchronous function still computes the value.
-  class MakesRRef {
+  class EndsCreation {
    public:
-    explicit MakesRRef(const rpc::RRefId& rref) {
-      const auto* const call = agent::ServedCall::current();
-      if (call != nullptr && call->creation != nullptr) {
-        creation_ = call->creation;
-        creation_->makes(rref);
+    EndsCreation() = default;
+    ~EndsCreation() {
+      if (auto* const creation = currentCreation()) {
+        creation->ended();
       }
     }
-    ~MakesRRef() {
-      if (creation_ != nullptr) {
-        creation_->ended();
-      }
-    }
-    MakesRRef(const MakesRRef&) = delete;
-    MakesRRef& operator=(const MakesRRef&) = delete;
-
-   private:
-    std::shared_ptr<agent::Creations::Begun> creation_;
+    EndsCreation(const EndsCreation&) = delete;
+    EndsCreation& operator=(const EndsCreation&) = delete;
   };
+
+  // Of the request that this thread serves; null for none.
+  static agent::Creations::Begun* currentCreation() {
+    const auto* const call = agent::ServedCall::current();
+    return call == nullptr ? nullptr : call->creation.get();
+  }
+
+  // The request that this thread serves has been read.
+  static void hasRead(rpc::RpcCommandBase& request, rpc::MessageType type) {
+    auto* const creation = currentCreation();
+    const auto* const rref =
+        creation == nullptr ? nullptr : madeRRef(request, type);
+    if (rref != nullptr) {
+      creation->makes(*rref);
+    }
+  }
 
   static bool mayRunPython(rpc::MessageType type) {
     switch (type) {
@@ -173,6 +204,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       throw;
     }
     const auto ready = rrefs.waitForThreadLocalPendingRRefs();
+    hasRead(*command, request.type());
     if (ready->completed() && streams.empty()) {
       return process(*command, request.type(), streams);
     }

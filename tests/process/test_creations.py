@@ -14,6 +14,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import server_process_global_profiler
 
 from tests.process import functions as f
+from tests.process.deaths import wait_until_stopped
 from tests.process.group import SECONDS, Group
 from tests.support.backend import needs_ucx
 
@@ -118,14 +119,32 @@ def test_a_creation_that_waits_for_its_arguments_comes_before_its_release(
     """worker1 begins the creation once worker2 has confirmed that it is a user of worker2's RRef.
     By then the caller has given up."""
     with Group(3) as group:
-        group[0].run(hold_rref_of, "worker2")
         if is_profiled:
             group[1].run(profile_requests)
+        group[0].run(hold_rref_of, "worker2")
         group[2].signal(signal.SIGSTOP)
         group[0].run(create_with_the_rref_in_vain)
         time.sleep(0.5)  # the release is there
         group[2].signal(signal.SIGCONT)
         group[1].run(wait_until_released)
+        group[0].run(drop_the_rref)
+
+
+def begin_a_creation_with_the_rref_and_release_another_rref() -> None:
+    other: Any = rpc.remote("worker1", f.identity, args=(1,))
+    assert other.to_here() == 1
+    f.HELD["made"] = rpc.remote("worker1", f.nothing, args=(f.HELD["rref"],), timeout=0)
+    del other
+
+
+def test_a_creation_that_waits_for_its_arguments_holds_no_other_release_up() -> None:
+    with Group(3) as group:
+        group[0].run(hold_rref_of, "worker2")
+        group[2].signal(signal.SIGSTOP)
+        wait_until_stopped(group[2].child.pid)
+        group[0].run(begin_a_creation_with_the_rref_and_release_another_rref)
+        group[1].run(wait_until_released)
+        group[2].signal(signal.SIGCONT)
         group[0].run(drop_the_rref)
 
 
