@@ -17,11 +17,8 @@ namespace {
 // A burst of frames is handed on in pieces, so that the first frames need not
 // wait until the last have arrived.
 constexpr int kProgressRounds = 32;
-// After so many calls of ucp_worker_progress() that found something, a thread
-// hands on what has arrived. Peers may send as fast as the thread receives, so
-// that no call ever finds nothing.
-constexpr int kMostCalls = 64;
 constexpr int kStuckMicroseconds = 100;
+// So many calls progressAll() makes at most.
 constexpr int kMostProgress = 10'000;
 
 } // namespace
@@ -213,7 +210,7 @@ bool Worker<role>::takeAll(bool progressed) {
     bool more = false;
     for (int round = 0; round < kProgressRounds && !armed && !more; ++round) {
       drainOperations(locked);
-      const int calls = progressSome(locked);
+      const int calls = progress(locked, kMostCalls);
       progressed = progressed || calls != 0;
       more = calls == kMostCalls;
       armed = !more && ucp_worker_arm(worker_) == UCS_OK;
@@ -228,9 +225,9 @@ bool Worker<role>::takeAll(bool progressed) {
 }
 
 template <WorkerRole role>
-int Worker<role>::progressSome(Locked&) {
+int Worker<role>::progress(Locked&, int most) {
   int calls = 0;
-  while (calls < kMostCalls && ucp_worker_progress(worker_) != 0) {
+  while (calls < most && ucp_worker_progress(worker_) != 0) {
     ++calls;
   }
   return calls;
@@ -238,9 +235,7 @@ int Worker<role>::progressSome(Locked&) {
 
 template <WorkerRole role>
 void Worker<role>::Locked::progressAll() {
-  // Bounded, because peers may send as fast as this thread receives.
-  for (int i = 0; i < kMostProgress && ucp_worker_progress(get()) != 0; ++i) {
-  }
+  worker_.progress(*this, kMostProgress);
 }
 
 template <WorkerRole role>

@@ -175,9 +175,13 @@ class Worker {
   // nothing has arrived and UCX can still only be polled, because a peer's
   // queue is full.
   bool takeAll(bool progressed);
-  // Lets UCX take what has arrived, in kMostCalls calls at most. Returns how
-  // many calls found something.
-  int progressSome(Locked&);
+  // After so many calls of ucp_worker_progress() that found something, a thread
+  // hands on what has arrived.
+  static constexpr int kMostCalls = 64;
+  // Lets UCX take what has arrived, in `most` calls at most, because peers may
+  // send as fast as this thread receives. Returns how many calls found
+  // something.
+  int progress(Locked&, int most);
   void enqueue(std::unique_ptr<Operation> operation);
   void drainOperations(Locked& locked);
   // Releases the lock and runs the deferred tasks; repeats this while there are
@@ -252,7 +256,7 @@ void Worker<role>::progressUntil(F&& done, std::chrono::milliseconds time) {
     {
       Locked locked(*this);
       drainOperations(locked);
-      progressSome(locked);
+      progress(locked, kMostCalls);
       over = done(locked);
     }
     finish();
