@@ -37,21 +37,29 @@ struct Awaited {
   const AnswerWait* wait = nullptr; // null: none
   uint64_t id = 0;
   rpc::JitFuture* shared = nullptr; // the future, if others have it too
-  size_t callbacks = 0; // how many of the future's are this wait's own
+  // What the wait has given to the future: each callback once, however many
+  // rounds the wait takes.
+  bool signals = false; // whether a callback wakes the leader
+  std::shared_ptr<Mailbox> mailbox = nullptr; // null: no callback rings one
+
+  size_t callbacks() const {
+    return size_t{signals} + (mailbox == nullptr ? 0 : 1);
+  }
 };
 thread_local Awaited awaited;
 
 class Awaiting {
  public:
-  explicit Awaiting(Awaited now) : before_(std::exchange(awaited, now)) {}
+  explicit Awaiting(Awaited now)
+      : before_(std::exchange(awaited, std::move(now))) {}
   ~Awaiting() {
-    awaited = before_;
+    awaited = std::move(before_);
   }
   Awaiting(const Awaiting&) = delete;
   Awaiting& operator=(const Awaiting&) = delete;
 
  private:
-  const Awaited before_;
+  Awaited before_;
 };
 
 // See setSynchronous().
@@ -110,11 +118,10 @@ void AnswerWait::afterSending(
     std::optional<Executor::Leader>& leader,
     rpc::JitFuture& future) {
   const Awaiting awaiting({.wait = this, .id = callId});
-  Wakers wakers;
   if (leader && leader->leads()) {
-    lead(*leader, future, wakers);
+    lead(*leader, future);
   } else {
-    receive(callId, future, Sharing::kPrivate, wakers);
+    receive(callId, future, Sharing::kPrivate);
   }
   synchronous = synchronous && !future.completed();
 }
@@ -138,15 +145,14 @@ void AnswerWait::await(
        .shared = sharing == Sharing::kShared ? &future : nullptr});
   using Clock = std::chrono::steady_clock;
   auto looked = Clock::now();
-  Wakers wakers;
   while (call.wait == this && !future.completed()) {
     std::optional<Executor::Leader> leader;
     if (call.leads) {
       leader.emplace(executor_);
     }
     const bool whole = leader && leader->leads()
-        ? lead(*leader, future, wakers)
-        : receive(call.id, future, sharing, wakers);
+        ? lead(*leader, future)
+        : receive(call.id, future, sharing);
     leader.reset(); // `interrupted` may take long
     // Answers to other calls may end each wait before the wait notices a
     // signal.
@@ -157,12 +163,8 @@ void AnswerWait::await(
   }
 }
 
-bool AnswerWait::lead(
-    Executor::Leader& leader,
-    rpc::JitFuture& future,
-    Wakers& wakers) {
-  if (!std::exchange(wakers.signals, true)) {
-    ++awaited.callbacks;
+bool AnswerWait::lead(Executor::Leader& leader, rpc::JitFuture& future) {
+  if (!std::exchange(awaited.signals, true)) {
     // First, because another callback may take long.
     compat::addFirstCallback(
         future,
@@ -179,12 +181,11 @@ bool AnswerWait::lead(
 bool AnswerWait::receive(
     uint64_t callId,
     rpc::JitFuture& future,
-    Sharing sharing,
-    Wakers& wakers) {
-  auto& mailbox = wakers.mailbox;
+    Sharing sharing) {
+  // A copy: a task of the mailbox may wait for another answer.
+  auto mailbox = awaited.mailbox;
   if (mailbox == nullptr) {
-    mailbox = std::make_shared<Mailbox>();
-    ++awaited.callbacks;
+    mailbox = awaited.mailbox = std::make_shared<Mailbox>();
     compat::addFirstCallback(
         future,
         [mailbox, waiter = std::this_thread::get_id()](rpc::JitFuture&) {
@@ -211,7 +212,7 @@ Executor::Claims AnswerWait::claims(uint64_t callId, bool plain) const {
   }
   if (awaited.id == callId) {
     return awaited.shared == nullptr ||
-            compat::callbacks(*awaited.shared) <= awaited.callbacks
+            compat::callbacks(*awaited.shared) <= awaited.callbacks()
         ? Claims::kLast
         : Claims::kNothing;
   }

@@ -88,13 +88,6 @@ class AnswerWait {
   Executor::Claims claims(uint64_t callId, bool plain) const;
 
  private:
-  // What a wait has given to the future: each callback once, however many
-  // rounds the wait takes.
-  struct Wakers {
-    bool signals = false; // whether a callback wakes the leader
-    std::shared_ptr<Mailbox> mailbox; // null: no callback rings one
-  };
-
   // The two ways to wait for `future`: lead() serves the transport on this
   // thread; receive() sleeps until another thread, which serves the transport,
   // puts the answer into this thread's mailbox or, if the future is shared, has
@@ -102,13 +95,11 @@ class AnswerWait {
   // a second.
   static bool lead(
       Executor::Leader& leader,
-      torch::distributed::rpc::JitFuture& future,
-      Wakers& wakers);
+      torch::distributed::rpc::JitFuture& future);
   bool receive(
       uint64_t callId,
       torch::distributed::rpc::JitFuture& future,
-      Sharing sharing,
-      Wakers& wakers);
+      Sharing sharing);
 
   Executor& executor_;
   PendingCalls& pending_;
