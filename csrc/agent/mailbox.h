@@ -13,7 +13,7 @@ namespace torch_rpc_ext::agent {
 // Tasks for one thread that waits for an answer while another thread leads
 // (Executor::Leader). The thread that takes the answer from the network puts
 // here what is left to do with it, so that the waiting thread itself, and not a
-// third thread of the pool, does it. Open at first.
+// third thread of the pool, does it. Closed at first.
 //
 // Thread: any; serve() is for the thread that waits.
 class Mailbox {
@@ -28,14 +28,14 @@ class Mailbox {
   // system signal, and after a second without a task, because a signal may have
   // gone unnoticed.
   bool serve(const std::function<bool()>& done);
+  void open();
   // Takes no tasks until open(). Returns those that were put and have not run.
   std::deque<base::TaskPtr> close();
-  void open();
 
  private:
   struct State {
     std::deque<base::TaskPtr> tasks;
-    bool closed = false;
+    bool closed = true;
   };
 
   base::TaskPtr next();

@@ -60,6 +60,7 @@ int main(int count, char** arguments) {
       uint64_t before = run.load();
       uint64_t looks = 0;
       const uint64_t most = 1 + random() % 20;
+      mailbox->open();
       doors[mine].set(mailbox);
       require(
           mailbox->serve([&] { return run.load() > before || ++looks > most; }),
