@@ -163,9 +163,11 @@ void Answers::sendFrameNow(
         if (to == nullptr || to->closed()) {
           return;
         }
-        // The caller did not take the answer, because it is too large for one:
-        // the caller's transport refuses such a message before the caller knows
-        // whose answer it is. An error has no bulk, so it is not refused.
+        // The caller did not take the answer. Either the answer is too large
+        // for the caller, whose transport refuses such a message before the
+        // caller knows whose answer it is: then this error ends the call. (An
+        // error has no bulk, so it is not refused.) Or the call has timed out:
+        // then the caller drops the error.
         executor_.submit(base::makeTask([this, callId, to, error] {
           sendError(to, callId, error);
         }));
