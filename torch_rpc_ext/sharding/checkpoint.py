@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 __all__ = ["Coordinator", "Reader", "Writer"]
 
 dcp: Any = _untyped_dcp  # upstream's functions have no types
+
+# How DCP begins the name of a writer's file, with the writer's number.
+_PREFIX = re.compile(r"__\d+_")
 
 
 class Writer:
@@ -54,7 +58,15 @@ class Writer:
         return self._storage.prepare_local_plan(plan)
 
     def write(self, plan: Any) -> Any:
-        """Write what the plan says; return the list of WriteResults."""
+        """Write what the plan says; return the list of WriteResults.
+
+        Raises:
+            ValueError: the plan has another name for the file than DCP gives it. A peer has sent
+                the plan, and the name could lead to another folder.
+        """
+        prefix = getattr(plan.storage_data, "prefix", None)
+        if type(prefix) is not str or not _PREFIX.fullmatch(prefix):
+            raise ValueError(f"{prefix!r:.100} begins the name of no file of a checkpoint")
         written = self._storage.write_data(self._planner.finish_plan(plan), self._planner)
         written.wait()
         return written.value()
