@@ -1,5 +1,6 @@
 #include "base/log.h"
 
+#include <strings.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -11,14 +12,15 @@ namespace {
 LogLevel logThreshold() {
   static const LogLevel threshold = [] {
     const char* value = std::getenv("TORCH_RPC_EXT_LOG");
-    const std::string text = value ? value : "warning";
-    if (text == "debug") {
+    const char* const text = value ? value : "warning";
+    if (strcasecmp(text, "debug") == 0) {
       return LogLevel::kDebug;
     }
-    if (text == "info") {
+    if (strcasecmp(text, "info") == 0) {
       return LogLevel::kInfo;
     }
-    return text == "error" ? LogLevel::kError : LogLevel::kWarning;
+    return strcasecmp(text, "error") == 0 ? LogLevel::kError
+                                          : LogLevel::kWarning;
   }();
   return threshold;
 }

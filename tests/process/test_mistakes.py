@@ -14,6 +14,7 @@ import torch
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import check_alive
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_port
@@ -284,10 +285,17 @@ def test_options_show_no_knobs_for_tests() -> None:
 
 
 @needs_ucx("does not read the variable")
-@pytest.mark.parametrize("level", ["DEBUG", "inof"])
+@pytest.mark.parametrize("level", ["debugging", "inof"])
 def test_a_log_level_that_does_not_exist(level: str) -> None:
     with (
         Group(1, init=False, env={"TORCH_RPC_EXT_LOG": level}) as group,
         pytest.raises(ValueError, match=f"TORCH_RPC_EXT_LOG='{level}' means nothing: .*'debug'"),
     ):
         group[0].init(1).result()
+
+
+@needs_ucx("does not read the variable")
+def test_a_log_level_in_capitals() -> None:
+    with Group(2, env={"TORCH_RPC_EXT_LOG": "DEBUG"}) as group:
+        group[0].run(check_alive, "worker1")
+        assert "[torch_rpc_ext debug" in group.output()

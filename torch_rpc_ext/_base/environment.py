@@ -129,7 +129,7 @@ def check_log_level() -> None:
         ValueError: the variable holds no level; the text says which there are.
     """
     value = os.environ.get(LOG)
-    if value and value not in _LOG_LEVELS:
+    if value and value.lower() not in _LOG_LEVELS:
         levels = ", ".join(map(repr, _LOG_LEVELS))
         raise ValueError(f"TORCH_RPC_EXT_LOG={value!r} means nothing: it may be one of {levels}.")
 
