@@ -3,9 +3,9 @@ computes; and activations that are computed again."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,20 +128,31 @@ class disturbed:  # noqa: N801  a block
     """Within the block the workers draw random numbers for others, all the time."""
 
     def __init__(self, places: list[str]) -> None:
-        self.places, self.ends = places, False
+        self.places, self.ends, self.draws = places, False, 0
+        self.pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> None:
-        self.thread = threading.Thread(target=self.run)
-        self.thread.start()
+        self.drawing = self.pool.submit(self.run)
+        deadline = time.monotonic() + 60
+        while self.draws == 0:
+            if self.drawing.done():
+                self.drawing.result()
+            assert time.monotonic() < deadline, "nothing is drawn"
+            time.sleep(0.001)
+        self.before = self.draws
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self.ends = True
-        self.thread.join()
+        self.pool.shutdown()
+        if kind is None:
+            self.drawing.result()
+            assert self.draws > self.before
 
     def run(self) -> None:
         other = shard(noisy(), self.places[:1])
         while not self.ends:
             other(torch.ones(2, 6))
+            self.draws += 1
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "again", "reentrant"])
