@@ -3,8 +3,10 @@ why."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,30 @@ _lock = threading.Lock()
 _running = _most = 0
 
 
-def occupy(seconds: float, data: Any = None) -> None:
-    """Sleep, and count how many calls of this function run at once."""
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Count how many calls run at once."""
     global _running, _most
     with _lock:
         _running += 1
         _most = max(_most, _running)
-    time.sleep(seconds)
-    with _lock:
-        _running -= 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+
+
+def occupy(seconds: float = 0.2, data: Any = None) -> None:
+    with counted():
+        time.sleep(seconds)
+
+
+def wait_until_running(calls: int) -> None:
+    deadline = time.monotonic() + 30
+    while _running < calls:
+        assert time.monotonic() < deadline, f"{_running} calls are running"
+        time.sleep(0.01)
 
 
 def most() -> int:
@@ -46,20 +63,27 @@ def held_back() -> int:
     return int(rpc.api._get_current_rpc_agent().get_metrics()["agent.calls_held_back"])
 
 
-@workers(3, options={"max_calls_in_flight": 4})
+def wait_until_held_back(caller: str) -> None:
+    deadline = time.monotonic() + 30
+    while rpc.rpc_sync(caller, held_back) == 0:
+        assert time.monotonic() < deadline, "no call is held back"
+        time.sleep(0.01)
+
+
 def test_callers_wait_for_room() -> None:
-    # Each callee has its own limit, so calls to the other worker do not wait.
-    elsewhere = threading.Thread(target=check_alive, args=("worker2",))
-    # The calls end one after another, so that each further call finds no room.
-    futures = [rpc.rpc_async("worker1", occupy, args=(0.5 * i,)) for i in (1, 2, 3, 4)]
-    elsewhere.start()
-    elsewhere.join(10)
-    assert not any(future.done() for future in futures) or held_back() == 0
-    futures += [rpc.rpc_async("worker1", occupy, args=(0.2,)) for _ in range(8)]
-    for future in futures:
-        future.wait()
-    assert rpc.rpc_sync("worker1", most) == 4
-    assert held_back() >= 4
+    with Group(3, options={"max_calls_in_flight": 4}) as group:
+        group[0].run(begin, occupy_until_freed, 4)
+        group[1].run(wait_until_running, 4)
+        # Each callee has its own limit, so calls to the other worker do not wait.
+        group[0].run(check_alive, "worker2")
+        assert group[0].run(held_back) == 0
+        further = group[0].start(begin, occupy, 8)
+        group[2].run(wait_until_held_back, "worker0")
+        assert not further.done()
+        group[1].run(let_go)
+        further.result()
+        group[0].run(end)
+        assert group[1].run(most) == 4
 
 
 @workers(2, options={"max_calls_in_flight": 2})
@@ -135,7 +159,8 @@ free = threading.Event()
 
 
 def occupy_until_freed() -> None:
-    assert free.wait(30)
+    with counted():
+        assert free.wait(50)
 
 
 def let_go() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,25 @@ def test_the_next_call_reaches_it_and_its_own_reach_all() -> None:
 
 
 def look_up_while_it_returns() -> None:
-    session = sessions.require()
-    again_and_again = threading.Thread(
-        target=lambda: [
-            session.agent.add_member(*session.members["worker1"].row()) for _ in range(10_000)
-        ]
-    )
-    again_and_again.start()
-    while again_and_again.is_alive():
-        assert rpc.get_worker_info("worker1").id == 1
+    session, enough = sessions.require(), threading.Event()
+
+    def return_again_and_again() -> None:
+        times = 0
+        while times < 10_000 or not enough.is_set():
+            session.agent.add_member(*session.members["worker1"].row())
+            times += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        returning = pool.submit(return_again_and_again)
+        try:
+            for _ in range(1_000):
+                assert rpc.get_worker_info("worker1").id == 1
+            enough.set()
+            while not returning.done():
+                assert rpc.get_worker_info("worker1").id == 1
+        finally:
+            enough.set()
+        returning.result()
 
 
 def test_its_name_is_known_while_it_returns() -> None:
