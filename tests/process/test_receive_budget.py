@@ -132,9 +132,9 @@ def what_top_shows() -> dict[str, tuple[int, int]]:
     from rich.console import Console
 
     from torch_rpc_ext import monitoring
-    from torch_rpc_ext.cli import poller, view
+    from torch_rpc_ext.cli import answers, poller, view
 
-    own = poller._describe("worker1", monitoring.snapshot(), None, None)
+    own = poller._describe("worker1", answers.Answer.of(monitoring.snapshot()), None, None)
     console = Console(width=200)
     with console.capture() as capture:
         console.print(view.draw([own], console.width))
