@@ -37,8 +37,6 @@ __all__ = ["Subscription", "WorkerEvent", "WorkerEvents", "on_worker_event", "wo
 
 # How often this worker tries again to reach a worker that is lost, s.
 _TRY_EVERY = 2.0
-# How long the end of a session waits for a callback that is running, s.
-_END_PATIENCE = 1.0
 # How long the thread waits for an event while no worker is lost, s; an event ends the wait.
 _LONG = 3600.0
 
@@ -187,9 +185,7 @@ def follow_members(session: sessions.Session) -> None:
     def follow(event: WorkerEvent) -> None:
         if event.kind == "left" and event.worker in session.members:
             # On a thread of its own: no event waits for the store, which may not answer.
-            threading.Thread(
-                target=dynamic.drop_departed, args=(session,), name="rpc-members", daemon=True
-            ).start()
+            session.start_thread("rpc-members", partial(dynamic.drop_departed, session))
 
     _hub().subscribe(follow, connect=False)
 
@@ -208,7 +204,7 @@ class _Hub:
     """
 
     def __init__(self, session: sessions.Session) -> None:
-        self._native, self._agent = loader.load(), session.agent
+        self._native, self._agent, self._session = loader.load(), session.agent, session
         # May be locked twice: garbage that is collected meanwhile may hold a subscription.
         self._lock = threading.RLock()
         self._numbers = itertools.count()
@@ -216,9 +212,7 @@ class _Hub:
         self._new: list[int] = []  # subscribers that have not been told yet who is lost
         self._lost: dict[str, WorkerEvent] = {}
         self._connects = False  # whether a subscriber wants connections to all other workers
-        self._ended = False
-        # A daemon thread, so that a callback that never returns does not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name="rpc-events", daemon=True)
+        self._started, self._ended = False, False
 
     def subscribe(
         self,
@@ -232,8 +226,9 @@ class _Hub:
             self._subscribers[number] = _Subscriber(callback, at_end, connect)
             self._new.append(number)
             ended = self._ended
-            if self._thread.ident is None:
-                self._thread.start()
+            if not self._started:
+                self._session.start_thread("rpc-events", self._run)
+                self._started = True
         if ended:
             at_end()
         # The agent answers with the event "began", at which the thread tells this subscriber who is
@@ -244,14 +239,6 @@ class _Hub:
     def remove(self, number: int) -> None:
         with self._lock:
             self._subscribers.pop(number, None)
-
-    def close(self) -> None:
-        """Wait for the thread, once the agent has ended.
-
-        The thread must not return from C++ into Python while the interpreter is being taken down.
-        """
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(_END_PATIENCE)
 
     def _run(self) -> None:
         while True:

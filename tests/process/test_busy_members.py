@@ -223,3 +223,31 @@ def test_ctrl_c_while_a_guest_joins(when: str) -> None:
         assert not group[1].run(be_interrupted, group.init_method, when)
         assert group[0].run(names) == group[0].run(in_directory) == ["worker0"]
         end(group[0])
+
+
+def leave_while_it_reads() -> list[str]:
+    """Leave; return which threads of the group are left."""
+    from torch_rpc_ext._upstream import hooks
+
+    assert reading.wait(20)
+    uninstall = hooks.uninstall
+
+    def let_the_store_answer() -> None:
+        hooks.uninstall = uninstall
+        uninstall()
+        # The store answers a little later: after a shutdown that did not wait for the answer.
+        threading.Timer(0.3, answered.set).start()
+
+    hooks.uninstall = let_the_store_answer
+    rpc.shutdown()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rpc-")]
+
+
+def test_no_thread_reads_the_store_after_the_end(tmp_path: Path) -> None:
+    """Python aborts a process that ends while a thread comes back from C++, from the store here."""
+    with members(3) as group:
+        group[1].run(call, "worker0")
+        group[0].run(have_a_store_that_does_not_answer)
+        with busy(group[0], tmp_path / "gate"):
+            end(group[1])
+        assert group[0].run(leave_while_it_reads) == []

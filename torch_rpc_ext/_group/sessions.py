@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_rpc_ext._group.interfaces import InterfaceChoice
 from torch_rpc_ext._group.members import Member
 from torch_rpc_ext.options import UcxRpcBackendOptions
+
+# How long the end of a session waits for its threads, s: for a store that does not answer, or a
+# callback of the user that never returns.
+_END_PATIENCE = 5.0
 
 
 # No __eq__ and __repr__: dataclass would compile them at import, in every process of a group.
@@ -33,6 +39,7 @@ class Session:
         directory: the dynamic group's directory (dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
         events: tells the subscribers (events._Hub); None before the first subscription.
+        threads: the threads of Python that belong to the session; guarded by lock.
         all_done: every worker of the static group has reached rpc.shutdown().
         pid: the process that made the session: a forked child inherits the object, but no threads.
     """
@@ -48,9 +55,34 @@ class Session:
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
     events: Any = None
+    threads: list[threading.Thread] = field(default_factory=list)
     all_done: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
+
+    def start_thread(self, name: str, target: Callable[[], object]) -> None:
+        """Run a function on a thread that the end of the session waits for.
+
+        A daemon thread, so that what never returns does not keep the process alive.
+        """
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        with self.lock:
+            self.threads = [one for one in self.threads if one.is_alive()]
+            thread.start()
+            self.threads.append(thread)
+
+    def join_threads(self) -> None:
+        """Wait for the threads, once the agent has ended.
+
+        A thread that returns from C++ into Python while the interpreter is being taken down aborts
+        the process: Python ends the thread where it asks for the GIL, in a destructor.
+        """
+        until = time.monotonic() + _END_PATIENCE
+        with self.lock:
+            threads = list(self.threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
 
 _current: Session | None = None

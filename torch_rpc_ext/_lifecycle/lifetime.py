@@ -57,8 +57,8 @@ def close_session() -> None:
         return
     hooks.uninstall()
     sessions.set_current(None)
-    if session.events is not None:
-        session.events.close()
+    session.join_threads()
+    session.events = None  # refers to the session: the agent should not live until a collection
     if session.all_done:
         # A global of upstream keeps the store alive, and on rank 0 the store's port. No worker
         # needs the store any more, and the next init_rpc, perhaps with another rank 0, needs the
