@@ -221,8 +221,7 @@ void Caller::sendFrameNow(
   // has taken the bulk, even after the call has timed out. If the call is not
   // sent, because it has timed out already, `held` drops the memory here.
   auto held = hold(encoded, executor_);
-  if (!calls_.pending().setSent(callId, connection, untaken) &&
-      encoded.holdsRRefs) {
+  if (!calls_.setSent(callId, connection, untaken) && encoded.holdsRRefs) {
     return; // the call has timed out, and its RRefs have been released
   }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
@@ -235,8 +234,11 @@ void Caller::sendFrameNow(
   connection->send(
       std::move(head),
       std::move(bulk),
-      [this, callId, untaken, held = std::move(held)](
-          const base::Error& error) {
+      [this,
+       callId,
+       untaken,
+       via = std::weak_ptr(connection),
+       held = std::move(held)](const base::Error& error) {
         if (untaken != nullptr) {
           untaken->store(0);
         }
@@ -246,11 +248,11 @@ void Caller::sendFrameNow(
         if (!error) {
           return;
         }
+        calls_.sendFailed(callId, via, error);
         auto call = calls_.pending().take(callId);
         if (!call) {
           return;
         }
-        calls_.sendFailed(*call, error);
         if (AnswerWait::isBeingSent(callId)) {
           // send() has not returned: nobody has the future, so fail() runs no
           // user code. And upstream's RRefs expect such an error before send()
@@ -304,6 +306,10 @@ void Caller::answered(ArrivalPtr arrival) {
   // Taken here and not in complete(): an answer that has arrived stays valid
   // even if the connection ends in the next moment.
   arrival->call = calls_.pending().take(arrival->header().callId);
+  if (!arrival->call || arrival->call->holdsRRefs) {
+    const wire::CallHeader& header = arrival->header();
+    calls_.answered(header.callId, header.messageType);
+  }
   if (arrival->call) {
     completeLater(std::move(arrival));
   } else if (arrival->mayPassRRefs()) { // the call has timed out

@@ -92,6 +92,10 @@ class Caller {
   std::shared_ptr<Mailbox> mailboxOf(uint64_t callId) const {
     return calls_.pending().mailboxOf(callId);
   }
+  // An answer that nobody waits for has arrived.
+  void missed(const wire::CallHeader& header) {
+    calls_.answered(header.callId, header.messageType);
+  }
   // All of an answer has arrived: completes the call, on the thread that waits
   // for it or on the pool.
   void answered(ArrivalPtr arrival);

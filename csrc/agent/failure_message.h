@@ -42,10 +42,9 @@ struct Failure {
   Read read;
 };
 
-// Nothing where the message is no such answer.
-inline std::optional<Failure> failureIn(
-    const torch::distributed::rpc::Message& message) {
-  int kind = static_cast<int>(message.type()) - kFailureType;
+// `type` is that of a message. Nothing where the message is no such answer.
+inline std::optional<Failure> failureIn(int type) {
+  int kind = type - kFailureType;
   const Read read = kind > kUnread ? Read::kNo : Read::kYes;
   kind -= read == Read::kNo ? kUnread : 0;
   if (kind <= static_cast<int>(base::ErrorKind::kNone) ||

@@ -163,16 +163,40 @@ base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
 void OpenCalls::withdraw(uint64_t callId) {
   if (auto call = pending_.take(callId)) {
     unreadRRefs_.undelivered(std::move(call->rrefs));
+    unreadRRefs_.judged(callId, Read::kNo);
     ended(*call);
   }
 }
 
-void OpenCalls::sendFailed(PendingCall& call, const base::Error& error) {
-  if (call.connection != nullptr && !call.connection->closed() &&
-      !saysThatPeerEnded(error)) {
-    // The peer did not take the bulk, so it has not read the message.
-    unreadRRefs_.undelivered(std::move(call.rrefs));
+bool OpenCalls::setSent(
+    uint64_t callId,
+    const transport::ConnectionPtr& connection,
+    UntakenPtr untaken) {
+  std::unique_ptr<std::string> rrefs;
+  const bool here =
+      pending_.setSent(callId, connection, std::move(untaken), rrefs);
+  if (rrefs != nullptr) {
+    unreadRRefs_.sent(callId, connection.get(), std::move(rrefs));
   }
+  return here;
+}
+
+void OpenCalls::sendFailed(
+    uint64_t callId,
+    const std::weak_ptr<transport::Connection>& connection,
+    const base::Error& error) {
+  const auto open = connection.lock();
+  // If a way to the peer has ended, the peer says whether it has read the
+  // request, or its connection ends. Else the peer did not take the bulk.
+  if (error.notSent ||
+      (open != nullptr && !open->closed() && !saysThatPeerEnded(error))) {
+    unreadRRefs_.judged(callId, Read::kNo);
+  }
+}
+
+void OpenCalls::answered(uint64_t callId, int type) {
+  const auto failure = failureIn(type);
+  unreadRRefs_.judged(callId, failure ? failure->read : Read::kYes);
 }
 
 void OpenCalls::makeRoom(PendingCall& call) {
@@ -206,10 +230,7 @@ void OpenCalls::finish(
     ended(call);
     return;
   }
-  const auto failure = failureIn(*message);
-  if (failure && failure->read == Read::kNo) {
-    unreadRRefs_.undelivered(std::move(call.rrefs));
-  }
+  const auto failure = failureIn(message->type());
   if (failure || message->type() == rpc::MessageType::EXCEPTION) {
     std::string text(message->payload().begin(), message->payload().end());
     if (failure && failure->kind == base::ErrorKind::kCorrupted) {
@@ -290,10 +311,7 @@ void OpenCalls::fail(PendingCall call, const base::Error& error) {
   if (call.createsRRef) {
     creationFailed = why;
   }
-  if (call.connection == nullptr || // the call was not sent
-      (saysThatPeerEnded(error) && peers_.isGone(call.to))) {
-    unreadRRefs_.undelivered(std::move(call.rrefs));
-  }
+  unreadRRefs_.undelivered(std::move(call.rrefs)); // null once it is sent
   failed(call, why);
   ended(call);
 }
@@ -316,6 +334,7 @@ void OpenCalls::failLater(PendingCall call, const base::Error& error) {
 void OpenCalls::failAll(
     const transport::Connection* connection,
     const base::Error& error) {
+  unreadRRefs_.ended(connection, transport::isGone(connection->peer()));
   for (auto& call : pending_.takeAll(connection)) {
     failLater(std::move(call), error);
   }

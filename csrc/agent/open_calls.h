@@ -63,9 +63,21 @@ class OpenCalls {
   void finish(
       PendingCall& call,
       c10::intrusive_ptr<torch::distributed::rpc::Message> message);
-  // Releases the RRefs in a request whose send has failed, if the peer has
-  // refused the request. The call is still to be failed.
-  void sendFailed(PendingCall& call, const base::Error& error);
+  // See PendingCalls::setSent().
+  [[nodiscard]] bool setSent(
+      uint64_t callId,
+      const transport::ConnectionPtr& connection,
+      UntakenPtr untaken);
+  // Releases the RRefs in a request whose send has failed, if the callee does
+  // not read the request. The call, which may have ended, is still to be
+  // failed.
+  void sendFailed(
+      uint64_t callId,
+      const std::weak_ptr<transport::Connection>& connection,
+      const base::Error& error);
+  // A call with RRefs, or one that has ended, has an answer, which says whether
+  // the callee has read the request. `type` is that of the answer's message.
+  void answered(uint64_t callId, int type);
   void fail(PendingCall call, const base::Error& error);
   // As fail(), on a thread of the pool, because callbacks of the future may run
   // the user's code.

@@ -14,14 +14,6 @@ namespace {
 constexpr std::chrono::milliseconds kFirstPause{1000};
 constexpr std::chrono::milliseconds kLongestPause{5000};
 
-// Whether the worker at the other end is dead or has left. Such a worker does
-// not come back at the same address.
-bool peerIsGone(const transport::Connection& connection) {
-  const auto peer = connection.peer();
-  return peer == transport::PeerState::kDead ||
-      peer == transport::PeerState::kLeft;
-}
-
 } // namespace
 
 Peers::Peers(
@@ -70,7 +62,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
               openTo(*state, member->info.name_, member->life + 1)) {
         return successor; // the worker has come back, and connected to this one
       }
-      if (peerIsGone(*entry->connection) || now < entry->again) {
+      if (transport::isGone(entry->connection->peer()) || now < entry->again) {
         return entry->connection;
       }
     }
@@ -79,7 +71,7 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
                    : remote_->connect(member->address, introduction());
   auto state = state_.lock();
   if (const auto* entry = unreachable(*state, *member);
-      entry != nullptr && peerIsGone(*entry->connection)) {
+      entry != nullptr && transport::isGone(entry->connection->peer())) {
     // The worker has gone meanwhile. What was made ends by itself: nobody
     // answers, or onConnected() refuses the answer.
     return entry->connection;
@@ -171,7 +163,7 @@ base::Error Peers::onConnected(
   const auto* entry =
       member == nullptr ? nullptr : unreachable(*state, *member);
   if (entry != nullptr && member->life == peer.value().life &&
-      peerIsGone(*entry->connection)) {
+      transport::isGone(entry->connection->peer())) {
     // This worker's attempt to connect began before the goodbye, and a worker
     // that stops still answers.
     return {
@@ -216,7 +208,8 @@ transport::ConnectionPtr Peers::goneBy(
     const State& state,
     const Membership::Member& member) {
   const auto own = state.connections.find(member.info.id_);
-  if (own == state.connections.end() || !peerIsGone(*own->second)) {
+  if (own == state.connections.end() ||
+      !transport::isGone(own->second->peer())) {
     return nullptr;
   }
   const auto peer = state.known.find(own->second.get());
@@ -270,7 +263,7 @@ std::optional<std::string> Peers::onClosed(
     return std::nullopt; // a later life has taken its place
   }
   // A goodbye or a death on one connection is that of the worker.
-  const bool gone = peerIsGone(*connection);
+  const bool gone = transport::isGone(connection->peer());
   for (const auto& [other, otherPeer] : state->known) {
     if (!gone && otherPeer.name == name && otherPeer.life == peer.life &&
         !other->closed()) {
@@ -289,7 +282,7 @@ std::optional<std::string> Peers::onClosed(
     // and ends later, does not make the worker one that may be reached again.
     auto& entry = state->unreachable[*id];
     if (entry.connection == nullptr || entry.address != member->address ||
-        !peerIsGone(*entry.connection)) {
+        !transport::isGone(entry.connection->peer())) {
       entry = {
           connection,
           member->address,
@@ -320,7 +313,7 @@ bool Peers::isGone(worker_id_t id) const {
   }
   const auto state = state_.lock();
   const auto* entry = unreachable(*state, *member);
-  return entry != nullptr && peerIsGone(*entry->connection) &&
+  return entry != nullptr && transport::isGone(entry->connection->peer()) &&
       openTo(*state, member->info.name_, member->life + 1) == nullptr;
 }
 

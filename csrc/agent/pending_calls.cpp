@@ -49,7 +49,8 @@ base::Error PendingCalls::add(PendingCall& call) {
 bool PendingCalls::setSent(
     uint64_t id,
     const transport::ConnectionPtr& connection,
-    UntakenPtr untaken) {
+    UntakenPtr untaken,
+    std::unique_ptr<std::string>& rrefs) {
   auto state = state_.lock();
   auto it = state->calls.find(id);
   if (it == state->calls.end()) {
@@ -57,6 +58,8 @@ bool PendingCalls::setSent(
   }
   it->second.connection = connection;
   it->second.untaken = std::move(untaken);
+  it->second.holdsRRefs = it->second.rrefs != nullptr;
+  rrefs = std::move(it->second.rrefs);
   if (state->probed == Clock::time_point::max()) {
     armProbing(*state, Clock::now());
   }

@@ -46,9 +46,10 @@ struct PendingCall {
   // `future` completes. Null if that code cannot reach it yet.
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result;
   std::function<void()> beforeFailure; // runs before the future fails
-  // payloadWithRRefs() of the request; null, and no empty text, for nearly all
-  // calls, because a call is moved several times.
+  // payloadWithRRefs() of the request until it is sent; null, and no empty
+  // text, for nearly all calls, because a call is moved several times.
   std::unique_ptr<std::string> rrefs;
+  bool holdsRRefs = false; // and UnreadRRefs has to hear whether it was read
   bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
   // Whether the call counts in LoadLimits, as one call to `to` with `bytes`.
@@ -93,12 +94,14 @@ class PendingCalls {
   // leaves the call as it is.
   base::Error add(PendingCall& call);
   // Says on which connection the call is about to be sent: the call fails when
-  // that connection ends. False for a call that is no longer here: if it holds
+  // that connection ends. Moves the call's RRefs into `rrefs`: they no longer
+  // end with the call. False for a call that is no longer here: if it holds
   // RRefs, it must not be sent, because they have been released.
   [[nodiscard]] bool setSent(
       uint64_t id,
       const transport::ConnectionPtr& connection,
-      UntakenPtr untaken);
+      UntakenPtr untaken,
+      std::unique_ptr<std::string>& rrefs);
   // Gives the call the mailbox of the thread that waits for the answer.
   void setMailbox(uint64_t id, std::shared_ptr<Mailbox> mailbox);
   // See PendingCall::result.

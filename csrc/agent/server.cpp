@@ -42,6 +42,12 @@ std::optional<rpc::RRefId> deletedRRef(const Decoder& decoder) {
   }
 }
 
+// execute() takes the message.
+bool wasRead(Arrival& arrival) {
+  auto& message = arrival.message;
+  return message && message->ok() && message->value() == nullptr;
+}
+
 } // namespace
 
 struct Server::Served {
@@ -155,8 +161,7 @@ void Server::serveLater(ArrivalPtr arrival) {
                   error.kind,
                   "worker \"" + group_.self().name_ +
                       "\" could not serve the call: " + error.message,
-                  // serve() drops the decoder once it has the message.
-                  arrival->decoder ? Read::kNo : Read::kYes));
+                  wasRead(*arrival) ? Read::kYes : Read::kNo));
         });
   }));
 }

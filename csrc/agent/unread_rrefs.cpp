@@ -3,6 +3,7 @@
 #include "agent/call_label.h"
 
 #include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -21,6 +22,41 @@ void UnreadRRefs::undelivered(const Message& message) {
 
 void UnreadRRefs::unread(const Message& message) {
   runLater(unread_, payloadWithRRefs(message));
+}
+
+void UnreadRRefs::sent(
+    uint64_t callId,
+    const transport::Connection* connection,
+    Payload payload) {
+  requests_.lock()->insert_or_assign(
+      callId, Request{connection, std::move(payload)});
+}
+
+void UnreadRRefs::judged(uint64_t callId, Read read) {
+  auto request = requests_.lock()->extract(callId);
+  if (!request.empty() && read == Read::kNo) {
+    undelivered(std::move(request.mapped().payload));
+  }
+}
+
+void UnreadRRefs::ended(const transport::Connection* connection, bool gone) {
+  std::vector<Payload> over;
+  {
+    auto requests = requests_.lock();
+    for (auto it = requests->begin(); it != requests->end();) {
+      if (it->second.connection == connection) {
+        over.push_back(std::move(it->second.payload));
+        it = requests->erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+  if (gone) {
+    for (auto& payload : over) {
+      undelivered(std::move(payload));
+    }
+  }
 }
 
 void UnreadRRefs::runLater(const Hook& hook, Payload payload) {

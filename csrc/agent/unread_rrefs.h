@@ -2,12 +2,17 @@
 
 #include "agent/agent_hooks.h"
 #include "agent/executor.h"
+#include "agent/failure_message.h"
+#include "base/synchronized.h"
+#include "transport/transport.h"
 
 #include <torch/csrc/distributed/rpc/message.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 
 namespace torch_rpc_ext::agent {
 
@@ -15,7 +20,8 @@ namespace torch_rpc_ext::agent {
 // owners would keep the values for ever: torch counts an RRef when the RRef is
 // written into a message, and waits for the reader to confirm it.
 //
-// Owns: nothing; runs the hooks on threads of the pool, as they need the GIL.
+// Owns: the payloads of requests that were sent, until it is known whether they
+//   are read; runs the hooks on threads of the pool, as they need the GIL.
 // Thread: any.
 // Outlives: the threads of the pool.
 class UnreadRRefs {
@@ -32,14 +38,33 @@ class UnreadRRefs {
   // For a message to this worker.
   void unread(const Message& message);
 
+  // A request, whose payloadWithRRefs() is not null, is about to be sent. One
+  // of the next two says what becomes of it, whether or not its caller waits.
+  void sent(
+      uint64_t callId,
+      const transport::Connection* connection,
+      Payload payload);
+  // Whether the callee has read the request. Does nothing for other calls.
+  void judged(uint64_t callId, Read read);
+  // A connection has ended. If the peer is gone, it will not read the requests
+  // that were sent over the connection, or has lost what it read. A peer that
+  // lives may use what it has read: nothing is released.
+  void ended(const transport::Connection* connection, bool gone);
+
  private:
   using Hook = std::function<void(const std::string&)>;
+
+  struct Request {
+    const transport::Connection* connection;
+    Payload payload;
+  };
 
   void runLater(const Hook& hook, Payload payload);
 
   Executor& executor_;
   const Hook undelivered_;
   const Hook unread_;
+  base::Synchronized<std::unordered_map<uint64_t, Request>> requests_;
 };
 
 } // namespace torch_rpc_ext::agent

@@ -29,6 +29,8 @@ const char* toString(ErrorKind kind);
 struct [[nodiscard]] Error {
   ErrorKind kind = ErrorKind::kNone;
   std::string message;
+  // Of a frame that was to be sent: nothing of the frame has left.
+  bool notSent = false;
 
   Error() = default;
   Error(ErrorKind k, std::string text) : kind(k), message(std::move(text)) {}

@@ -45,4 +45,10 @@ constexpr bool isOver(PeerState state) {
   return state >= PeerState::kLeft;
 }
 
+// Whether the worker is dead or has left. Such a worker does not come back at
+// the same address.
+constexpr bool isGone(PeerState state) {
+  return state == PeerState::kLeft || state == PeerState::kDead;
+}
+
 } // namespace torch_rpc_ext::transport

@@ -144,6 +144,22 @@ with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as queue:
 """
 
 
+def wait_until_it_computes(pid: int) -> None:
+    """Wait until SENDER has left its last system call: stopped within it, it would not be writing.
+
+    Until it has computed for some ticks, it may have lost its core when its output was read.
+    """
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11])  # in user mode
+
+    until, deadline = ticks() + 3, time.monotonic() + 60
+    while ticks() < until:
+        assert time.monotonic() < deadline, "SENDER got no core"
+        time.sleep(0.01)
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
@@ -187,6 +203,7 @@ def test_the_slot_of_a_process_that_is_stopped_stays_its_own(
         try:
             assert sender.stdout is not None
             sender.stdout.readline()
+            wait_until_it_computes(sender.pid)
             with stop(sender.pid):
                 group[1].run(take_slots)
                 call = group[0].start(ask, "worker1")

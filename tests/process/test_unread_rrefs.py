@@ -228,18 +228,49 @@ def call_the_dead(how: str) -> None:
     pass_in_vain(CALLS[how], RuntimeError)
 
 
-def call_that_dies(seconds: float) -> None:
-    pass_in_vain(lambda rref: rpc.rpc_sync(USER, f.sleep, args=(seconds, rref)), RuntimeError)
+def connect() -> None:
+    rpc.rpc_sync(USER, f.nothing)
 
 
-def test_the_callee_dies_before_it_reads() -> None:
+def call_that_dies(seconds: float, timeout: float = 60.0) -> None:
+    pass_in_vain(
+        lambda rref: rpc.rpc_sync(USER, f.sleep, args=(seconds, rref), timeout=timeout),
+        RuntimeError,
+    )
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_the_callee_dies_before_it_reads(connected: bool) -> None:
     with Group(3) as group:
+        if connected:
+            group[0].run(connect)
         group[2].signal(signal.SIGSTOP)
         call = group[0].start(call_that_dies, 0.0)
         time.sleep(0.3)
         group[2].kill()
         call.result()
         wait_until_released(group, "died before")
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_the_callee_dies_after_the_time_out(connected: bool) -> None:
+    """If the callee is not connected, the request waits for the connection, and outlives its
+    call."""
+    with Group(3) as group:
+        if connected:
+            group[0].run(connect)
+        group[2].signal(signal.SIGSTOP)
+        group[0].run(call_that_dies, 0.0, 0.5)
+        assert group[1].run(held) == 1  # the callee may still read the request
+        group[2].kill()
+        wait_until_released(group, "died after the time-out")
+
+
+def test_calls_to_the_dead() -> None:
+    with Group(3) as group:
+        group[2].kill()
+        group[0].run(call_that_dies, 0.0)
+        wait_until_released(group, "died before the first call")
         for how in CALLS:
             group.run(call_the_dead, how)
             wait_until_released(group, how)

@@ -113,7 +113,7 @@ void UcxConnection::sendOrKeep(Locked& locked, Unsent& frame) {
   if (isOpen()) {
     sendNow(locked, std::move(frame));
   } else if (closed()) {
-    deferEnd(locked, std::move(frame), ending());
+    deferUnsent(locked, std::move(frame), ending());
   } else {
     unsent_.push_back(std::move(frame));
   }
@@ -143,6 +143,14 @@ void UcxConnection::deferEnd(
       frame.callback(error);
     }
   });
+}
+
+void UcxConnection::deferUnsent(
+    Locked& locked,
+    Unsent frame,
+    base::Error error) {
+  error.notSent = true;
+  deferEnd(locked, std::move(frame), error);
 }
 
 void UcxConnection::deferCallback(

@@ -115,6 +115,8 @@ class UcxConnection final : public Connection,
   // UCX has finished the send of a message; `status` says whether it left.
   void onSent(Locked& locked, ucs_status_t status);
   static void deferEnd(Locked& locked, Unsent frame, const base::Error& error);
+  // The same for a frame that was kept until the connection is open.
+  static void deferUnsent(Locked& locked, Unsent frame, base::Error error);
   static void
   deferCallback(Locked& locked, Callback callback, base::Error error);
 

@@ -135,7 +135,7 @@ void UcxConnection::end(Locked& locked) {
     context_->peerLost();
   }
   for (auto& frame : std::exchange(unsent_, {})) {
-    deferEnd(locked, std::move(frame), error);
+    deferUnsent(locked, std::move(frame), error);
   }
   for (auto& [_, callback] : std::exchange(unjudged_, {})) {
     deferCallback(locked, std::move(callback), error);

@@ -26,6 +26,12 @@ constexpr size_t kMaxLanesInAll = 128;
 constexpr uint64_t kBytesPerMicrosecond = 12'500;
 constexpr size_t kMaxWindow = 64;
 
+// An error of this worker ends the lane as a broken one: the receiver may have
+// taken what the lane carried.
+base::Error lost(const base::Error& why) {
+  return {base::ErrorKind::kPeerLost, why.message};
+}
+
 } // namespace
 
 BulkSender::BulkSender(
@@ -171,7 +177,7 @@ void BulkSender::handle(Locked& locked, uint64_t id, uint32_t events) {
   try {
     onEvents(locked, found->second, events);
   } catch (...) {
-    fail(locked, id, base::caught());
+    fail(locked, id, lost(base::caught()));
     throw;
   }
 }
@@ -210,7 +216,7 @@ bool BulkSender::work(Locked& locked) {
   try {
     write(locked, found->second);
   } catch (...) {
-    fail(locked, id, base::caught());
+    fail(locked, id, lost(base::caught()));
     throw;
   }
   return true;
@@ -392,6 +398,7 @@ void BulkSender::end(
   locked.defer([callback = group->callback, error = std::move(error)] {
     callback(error);
   });
+  group->callback = nullptr; // must not die with the group, under the lock
   groups_.erase(group);
 }
 
