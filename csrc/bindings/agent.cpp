@@ -77,6 +77,7 @@ std::shared_ptr<UcxAgent> makeAgent(
     const std::string& name,
     rpc::worker_id_t id,
     bool isStatic) {
+  letThreadsOutliveTheInterpreter();
   return std::shared_ptr<UcxAgent>(
       new UcxAgent(
           options,

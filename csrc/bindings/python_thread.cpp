@@ -2,6 +2,10 @@
 
 #include <Python.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <exception>
 
 namespace torch_rpc_ext::bindings {
 
@@ -15,6 +19,23 @@ bool pythonEnds() {
 #else
   return Py_IsInitialized() == 0 || _Py_IsFinalizing() != 0;
 #endif
+}
+
+std::terminate_handler terminateBefore = nullptr;
+
+[[noreturn]] void onTerminate() {
+  // The unwinding is no exception of C++. The main thread must not sleep: the
+  // process would never end.
+  if (pythonEnds() && std::current_exception() == nullptr &&
+      ::gettid() != ::getpid()) {
+    for (;;) {
+      ::pause();
+    }
+  }
+  if (terminateBefore != nullptr) {
+    terminateBefore();
+  }
+  std::abort();
 }
 
 void release(void* state) {
@@ -37,6 +58,14 @@ std::shared_ptr<void> keepPythonThreadState() {
       ? PyThreadState_New(PyInterpreterState_Main())
       : nullptr;
   return {state, release};
+}
+
+void letThreadsOutliveTheInterpreter() {
+  static const bool once = [] {
+    terminateBefore = std::set_terminate(onTerminate);
+    return true;
+  }();
+  (void)once;
 }
 
 void checkInterrupt() {

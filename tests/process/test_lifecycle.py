@@ -315,6 +315,15 @@ def call_all(count: int) -> list[str]:
     return [rpc.rpc_sync(f"worker{i}", f.name_here) for i in range(count)]
 
 
+COMPUTE = """
+    import threading
+    computes = threading.Event()
+    def compute():
+        x = torch.ones(300, 300)
+        while True:
+            torch.mm(x, x)
+            computes.set()
+"""
 LEAVINGS = {
     "at the end": "",
     "sys.exit": "sys.exit(0)",
@@ -325,6 +334,9 @@ LEAVINGS = {
         "call.daemon = True;"
         "call.start(); time.sleep(0.3)"
     ),
+    # Such a thread comes back from C++ into Python again and again, also while Python ends.
+    "with a thread in torch": "threading.Thread(target=compute, daemon=True).start()",
+    "with a function in torch": "future = rpc.rpc_async('me', compute); computes.wait(60)",
     "with a function of an earlier group": (
         "future = rpc.rpc_async('me', time.sleep, args=(600,)); time.sleep(0.3);"
         "rpc.shutdown(graceful=False); init(); rpc.shutdown(graceful=False)"
@@ -335,7 +347,7 @@ LEAVINGS = {
 @needs_ucx("sometimes aborts in std::terminate")
 @pytest.mark.parametrize("leaving", LEAVINGS)
 def test_leaving_without_shutdown(leaving: str) -> None:
-    code = f"    import threading, time\n    init()\n    {LEAVINGS[leaving]}\n"
+    code = f"{COMPUTE}\n    import time\n    init()\n    {LEAVINGS[leaving]}\n"
     ended = script.python(PROGRAM + code)
     assert ended.code == 0 and "terminate called" not in ended.err, ended
 
