@@ -124,6 +124,50 @@ def test_only_who_joins_or_leaves_says_so() -> None:
             group[rank].run(rpc.shutdown)
 
 
+def fail_at_each_notice() -> None:
+    """Answer each notice of a join, leave or return with a ValueError, once it is noted."""
+    from torch_rpc_ext._group import dynamic, returning
+
+    for module, name in (
+        (dynamic, "member_joined"),
+        (dynamic, "member_left"),
+        (returning, "member_returned"),
+    ):
+        setattr(module, name, _and_fail(getattr(module, name)))
+
+
+def _and_fail(note: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> None:
+        note(*args)
+        raise ValueError("\x1b[31mno room")
+
+    return noted
+
+
+def test_one_that_answers_with_another_error_keeps_nobody_from_joining_or_leaving() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        group[0].init(None).result()
+        group.run(fail_at_each_notice)
+        group[1].init(None).result()
+        assert group.run(names) == ["worker0", "worker1"]
+        group[1].run(rpc.shutdown)
+        assert group.run(names) == ["worker0"]
+        group.run(rpc.shutdown)
+        said = group[1].child.output()
+        assert "worker0 (ValueError: \\x1b[31mno room)" in said
+        assert "\x1b" not in said
+
+
+def test_one_that_answers_with_another_error_keeps_nobody_from_coming_back() -> None:
+    with Group(3) as group:
+        group.run(fail_at_each_notice)
+        group[1].kill()
+        again = group.start_again(1)
+        for rank in (0, 2):
+            again.run(reach, f"worker{rank}")
+            group[rank].run(reach, "worker1")
+
+
 def names() -> list[str]:
     from torch_rpc_ext._group import sessions
 

@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._calls import current_call
+from torch_rpc_ext._calls import current_call, failures
 from torch_rpc_ext._group import sessions
 from torch_rpc_ext._group.members import Member, device_tables, is_alive, validate
 from torch_rpc_ext._group.rendezvous import PREFIX, Group
@@ -221,12 +221,12 @@ def _notify(
                 (name, api.rpc_async(name, function, args=arguments, timeout=_NOTICE_TIMEOUT))
             )
         except RuntimeError as error:
-            failed.append(f"{name} ({error})")
+            failed.append(f"{name} ({failures.brief(error)})")
     for name, future in futures:
         try:
             future.wait()
-        except RuntimeError as error:
-            failed.append(f"{name} ({error})")
+        except Exception as error:  # noqa: BLE001  a worker may answer with any error
+            failed.append(f"{name} ({failures.brief(error)})")
             tell_again(error, name, function, arguments)
     if failed:
         level = logging.DEBUG if quiet else logging.WARNING
@@ -238,7 +238,7 @@ def _notify(
         )
 
 
-def tell_again(error: RuntimeError, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
+def tell_again(error: Exception, name: str, function: Any, arguments: tuple[Any, ...]) -> None:
     """Call a busy worker again, without a deadline, where the first call has timed out.
 
     A worker does not begin a call whose deadline is over. It begins a call without a deadline as

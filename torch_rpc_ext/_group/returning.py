@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._calls import failures
 from torch_rpc_ext._group import dynamic, sessions
 from torch_rpc_ext._group.members import Member, host_identity, is_alive, validate
 from torch_rpc_ext._group.rendezvous import PREFIX, Group, read_group
@@ -299,10 +300,11 @@ def _ask(names: Iterable[str], function: Any, me: Member, timeout: float) -> dic
     for name, future in futures.items():
         try:
             answers[name] = future.wait()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  a worker may answer with any error
             if function is member_returned:
                 dynamic.tell_again(error, name, function, (me.to_json(),))
-            logger.debug("worker %s did not reach %s: %s", me.name, name, error)
+            brief = failures.brief(error)
+            logger.debug("worker %s did not reach %s: %s", me.name, name, brief)
     return answers
 
 
