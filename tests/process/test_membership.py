@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,28 @@ def test_who_joins_takes_nobodys_place() -> None:
         assert group[1].run(ranks) == before
         group[1].run(reach, "worker2")
         group[1].run(reach, "worker0")
+
+
+def take_rank(rank: int, life: int) -> None:
+    """Tell worker0 that this worker has joined with another rank."""
+    from torch_rpc_ext._group import dynamic, sessions
+
+    fields = {**json.loads(sessions.require().me.to_json()), "life": life, "rank": rank}
+    with contextlib.suppress(RuntimeError):  # worker0 ends the connection to the former life
+        rpc.rpc_sync("worker0", dynamic.member_joined, args=(json.dumps(fields),), timeout=20)
+
+
+@pytest.mark.parametrize("life", [3, 1000])
+def test_a_member_that_has_taken_a_rank_gives_way_to_its_owner(life: int) -> None:
+    with Group(2, options={"allow_list": ["torch.add"]}, dynamic=True) as group:
+        group[1].run(take_rank, 7, life)
+        assert group.run(ranks).get("worker1", 7) == 7  # or worker0 has read the directory already
+        owner = group.add("owner", 7, allow_list=["torch.add"])
+        assert group.run(ranks) == {"worker0": 0, "owner": 7}
+        group.run(reach, "owner")
+        owner.run(reach, "worker0")
+        for worker in (group[1], owner, group[0]):
+            worker.run(rpc.shutdown)
 
 
 def test_only_who_joins_or_leaves_says_so() -> None:

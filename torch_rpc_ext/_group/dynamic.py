@@ -158,7 +158,10 @@ def announce_join(session: sessions.Session) -> None:
 
 
 def drop_departed(session: sessions.Session) -> None:
-    """Drop the members that are not in the directory any more.
+    """Drop the members that are not in the directory any more, or have another rank or life there.
+
+    A member tells the others its rank, and could name one that is not its own, to get what is sent
+    to the rank's owner.
 
     The members are read first and the directory afterwards: a worker is in the directory before
     any other worker knows it, so a member that is missing there has left.
@@ -172,8 +175,13 @@ def drop_departed(session: sessions.Session) -> None:
         logger.warning("worker %s cannot see who left: %s", session.me.name, error)
         return
     for member in known:
-        if member.name not in there or there[member.name].incarnation != member.incarnation:
+        entry = there.get(member.name)
+        if entry is None or _identity(entry) != _identity(member):
             remove_member(session, member.name, member.incarnation)
+
+
+def _identity(member: Member) -> tuple[str, int, int]:
+    return member.incarnation, member.rank, member.life
 
 
 def leave_group(session: sessions.Session) -> None:
@@ -263,10 +271,14 @@ def member_joined(text: str) -> None:
     if session.directory is None:
         raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
     check_speaks_for(member.name)
+    with session.lock:
+        next_life = 1 + max(known.life for known in session.members.values())
     _enter(session, member)
     call = current_call.find()
-    if call is None or call.deadline is None:
-        drop_departed(session)  # tell_again() has called: the newcomer may have left meanwhile
+    # Where tell_again() has called, the newcomer may have left meanwhile. A life that is not the
+    # next one may be false, and then keeps the owner of the newcomer's rank from connecting.
+    if call is None or call.deadline is None or member.life > next_life:
+        drop_departed(session)
 
 
 def member_left(name: str, incarnation: str) -> None:
