@@ -73,11 +73,11 @@ def _look_at_a_group(command: object, given: argparse.Namespace) -> int:
         text = str(problem)
     except (ValueError, OSError) as problem:
         status = common.MISTAKE
-        text = str(problem)
+        text = failures.brief(problem)
     except ImportError as problem:
         status = common.MISTAKE
         extra = {"rich": "cli", "matplotlib": "profiler"}.get(problem.name or "")
-        text = str(problem)
+        text = failures.brief(problem)  # a worker may lack a module too
         if extra:
             text = f"{problem.name} is missing: pip install 'torch-rpc-ext[{extra}]'"
     except RuntimeError as problem:

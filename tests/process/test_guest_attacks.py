@@ -142,3 +142,30 @@ def test_an_answer_runs_nothing_at_a_guest(
         group[1].run(answer_with, module, name, "")
     assert not (tmp_path / "evil").exists(), "the attack ran"
     assert ended.code == 1 and "allow_list" in ended.out, ended
+
+
+def fail_with(cls: type[Exception] | None) -> None:
+    """Answer trace's question for the time by an error that colours the terminal; None to stop."""
+    from torch_rpc_ext.profiler import recorder
+
+    original = vars(recorder).setdefault("_original_now", recorder.now)
+
+    def now() -> int:
+        assert cls is not None
+        raise cls("\x1b[31mno time")
+
+    recorder.now = original if cls is None else now
+
+
+@pytest.mark.parametrize("cls", [ValueError, TypeError, OSError, ImportError])
+def test_trace_prints_an_error_without_control_characters(
+    group: Group, tmp_path: Path, cls: type[Exception]
+) -> None:
+    group[1].run(fail_with, cls)
+    try:
+        out = str(tmp_path / "trace.json")
+        ended = run("trace", group, "--no-operators", "--seconds", "0.1", "--out", out)
+    finally:
+        group[1].run(fail_with, None)
+    said = f"trace: worker worker1 cannot be profiled: {cls.__name__}: \\x1b[31mno time"
+    assert ended.code == 1 and said in ended.out and "\x1b" not in ended.out, ended

@@ -115,7 +115,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         me = rpc.get_worker_info().name
         try:
             self._ask(recorder.start, me, self._session, *self._arguments, self._workers)
-            self._first = {name: clocks.compare(name) for name in self._workers}
+            self._first = {name: _compare(name) for name in self._workers}
         except BaseException:
             self._abandon()
             raise
@@ -258,8 +258,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 answers[name] = answer()
             except Exception as problem:  # noqa: BLE001  the callee lacks a module, say
-                text = f"worker {name} cannot be profiled: {failures.brief(problem)}"
-                failed = failed or RuntimeError(text).with_traceback(problem.__traceback__)
+                failed = failed or _cannot_be_profiled(name, problem)
         if failed is not None:
             raise failed
         return answers
@@ -270,7 +269,21 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             try:
                 answer()
             except Exception as problem:  # noqa: BLE001  the other workers have to stop too
-                logger.warning("worker %s may go on recording: %s", name, problem)
+                why = failures.brief(problem)
+                logger.warning("worker %s may go on recording: %s", name, why)
+
+
+def _compare(name: str) -> clocks.Sample:
+    """As clocks.compare(). Raises RuntimeError, whose text names the worker, for any error."""
+    try:
+        return clocks.compare(name)
+    except Exception as problem:
+        raise _cannot_be_profiled(name, problem) from problem
+
+
+def _cannot_be_profiled(name: str, problem: Exception) -> RuntimeError:
+    text = f"worker {name} cannot be profiled: {failures.brief(problem)}"
+    return RuntimeError(text).with_traceback(problem.__traceback__)
 
 
 def _raising(problem: Exception) -> Callable[[], Any]:
