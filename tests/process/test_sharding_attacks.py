@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint, rpc
 
 from tests.process import service
+from tests.process.group import Group
 from tests.process.test_allow_list_attacks import (
     SERVICE,
     Reduced,
@@ -139,3 +143,44 @@ def by_checkpoints(path: str) -> None:
 
 def test_checkpoints(tmp_path: Path) -> None:
     attack(by_checkpoints, tmp_path, LISTED)
+
+
+def leave_a_checkpoint(path: str) -> None:
+    from torch_rpc_ext.sharding.creation import shard
+
+    model = shard(nn.Sequential(nn.Linear(2, 2)), ["worker1"])
+    model.save_checkpoint(path)
+    file = Path(path) / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = Reduced(eval, command(f"{path}.evil"))
+    file.write_bytes(pickle.dumps(metadata))
+    KEPT.append(model)
+
+
+def keep_the_stage() -> None:
+    from torch_rpc_ext.sharding.stage import Stage
+
+    KEPT.extend(one for one in gc.get_objects() if type(one) is Stage)
+
+
+def read_after_the_session(path: str) -> None:
+    from torch_rpc_ext.errors import RefusedError
+
+    rpc.shutdown(graceful=False)
+    (stage,) = KEPT
+    with pytest.raises(RefusedError, match="eval"):
+        stage.read_checkpoint(path, "")
+
+
+KEPT: list[Any] = []
+
+
+def test_a_checkpoint_that_is_read_when_the_session_is_over(tmp_path: Path) -> None:
+    """A request that begins before rpc.shutdown() may read its files afterwards."""
+    path = str(tmp_path / "checkpoint")
+    with Group(2, options={"allow_list": LISTED}) as group:
+        group.run(leave_a_checkpoint, path)
+        group[1].run(keep_the_stage)
+        group[1].run(read_after_the_session, path)
+        assert not Path(f"{path}.evil").exists(), "the attack ran"
+        group.run(rpc.shutdown, graceful=False)

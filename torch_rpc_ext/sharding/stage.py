@@ -74,6 +74,9 @@ class Saved(Resident):
 
     def __init__(self) -> None:
         self._writer: checkpoint.Writer | None = None
+        session = sessions.current()
+        # Kept, because a request of a peer may outlive the session.
+        self._allowed = None if session is None else session.allowed
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return what is saved, by its name in the checkpoint."""
@@ -81,8 +84,7 @@ class Saved(Resident):
 
     def _reader(self, path: str) -> checkpoint.Reader:
         """Return the reader of a checkpoint whose path a peer has given."""
-        session = sessions.current()
-        return checkpoint.Reader(path, None if session is None else session.allowed)
+        return checkpoint.Reader(path, self._allowed)
 
     def plan_checkpoint(self, path: str, key: str) -> Any:
         """First half of saving: return the plan of what would be written.
