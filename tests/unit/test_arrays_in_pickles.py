@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,28 @@ def test_a_state_of_no_dtype(name: str, state: Any) -> None:
     with pytest.raises(ValueError, match="not what a NumPy|with fields"):
         read(pickle.dumps(Reduced(np.dtype, (name, False, True), state)))
     assert np.array([1.0]).dtype == np.dtype("<f8")
+
+
+_TEXT = Reduced(np.dtype, ("U1", False, True))
+_LETTER = "a".encode("utf-32-le")  # no letter in the other order of bytes
+_BUFFER = np.ones(1).__reduce_ex__(5)[0]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        Reduced(_RECONSTRUCT, _ARGUMENTS, (1, (1,), _TEXT, False, _LETTER)),
+        Reduced(_BUFFER, (_LETTER, _TEXT, (1,), "C")),
+    ],
+    ids=["by its state", "by its bytes"],
+)
+def test_a_dtype_keeps_its_state_in_an_array(array: Any) -> None:
+    """The bytes of a text are checked in the order that the dtype has then."""
+    data = pickletools.optimize(pickle.dumps([array, _TEXT], 3))
+    assert read(data)[0].tolist() == ["a"]
+    swapped = pickletools.optimize(pickle.dumps((3, ">", None, None, None, 4, 4, 8), 3))
+    with pytest.raises(Exception, match=r"a change of a numpy\.dtype"):
+        read(data[:-2] + swapped[2:-1] + b"be.")
 
 
 @pytest.mark.parametrize("name", ["O", "O8", "i4,f8", "(2,)f8", "f8\n", "float64", b"f8", "f٣"])

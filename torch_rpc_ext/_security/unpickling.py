@@ -275,6 +275,7 @@ class Reader:
         if entry is None or entry.build is None:
             raise self._allowed.refusal(self._uncalled(entry, function))
         made = self._checked(entry, entry.build(*args), args)
+        self._settle(args)
         if entry.set_state is not None:
             self._unset[id(made)] = made, entry.set_state
         self._push(made)
@@ -328,6 +329,8 @@ class Reader:
         _, set_state = self._unset.pop(id(target), (None, None))
         if set_state is not None:
             set_state(target, state)
+            if type(state) is tuple:
+                self._settle(state)
             return
         cls = type(target)
         if not self._allowed.may_have_state(cls):
@@ -356,6 +359,12 @@ class Reader:
             raise self._allowed.refusal(f"a change of a {full_name(cls)} by no dict")
         if issubclass(cls, BaseException):
             self._check_exception(target)
+
+    def _settle(self, given: tuple[Any, ...]) -> None:
+        """Give no state any more to what another object has been made of: an array has been checked
+        with its dtype as the dtype was."""
+        for each in given:
+            self._unset.pop(id(each), None)
 
     def _set_state(self, target: Any, state: Any) -> None:
         if state is None:
