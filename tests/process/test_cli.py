@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import py_compile
 import subprocess
 import sys
 import tomllib
@@ -118,10 +119,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "how", [["prog.py"], ["./link.py"], ["-m", "prog"], ["prog.pyz"]], ids=" ".join
+    ("how", "flags"),
+    [
+        *((["prog.py"], ""), (["./link.py"], ""), (["-m", "prog"], ""), (["prog.pyz"], "")),
+        *((["compiled.pyc"], ""), (["prog.py"], "safe path"), (["prog.pyz"], "safe path")),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else value,
 )
 def test_run_runs_a_program_as_python_does(
-    command: list[str], how: list[str], tmp_path: Path
+    command: list[str], how: list[str], flags: str, tmp_path: Path
 ) -> None:
     work = tmp_path / "work"
     (work / "scripts").mkdir(parents=True)
@@ -130,7 +136,8 @@ def test_run_runs_a_program_as_python_does(
     (work / "link.py").symlink_to("scripts/prog.py")
     with zipfile.ZipFile(work / "prog.pyz", "w") as archive:
         archive.writestr("__main__.py", PROGRAM)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    py_compile.compile(str(work / "prog.py"), str(work / "compiled.pyc"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": flags}
     ours, pythons = (
         subprocess.run(
             [*program, *how, "--flag"], cwd=work, env=env, capture_output=True, text=True

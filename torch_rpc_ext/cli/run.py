@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
+import pkgutil
 import runpy as _untyped_runpy
 import sys
 import zipfile
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -98,11 +100,19 @@ def _run_script(script: str, arguments: list[str]) -> int:
     sys.argv = [script, *arguments]
     path = os.path.join(os.getcwd(), script)
     if zipfile.is_zipfile(path):  # such as zipapp makes: the program is __main__.py in the file
+        if sys.flags.safe_path:
+            sys.path.insert(0, path)  # without this flag _run_module() does so
         return _run_module("__main__", path, alter_argv=False)
     _look_first_in(str(Path(script).resolve().parent))
     _take_over()
-    loader = SourceFileLoader("__main__", path)
-    code = loader.source_to_code(loader.get_data(path), path)
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)
+    loader: SourceFileLoader | SourcelessFileLoader
+    if code is not None:  # a compiled file
+        loader = SourcelessFileLoader("__main__", path)
+    else:
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
     exec(code, _new_main(__file__=path, __cached__=None, __loader__=loader))
     return 0
 
