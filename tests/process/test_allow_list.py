@@ -6,6 +6,8 @@ from __future__ import annotations
 import collections
 import datetime
 import os
+import pathlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,20 @@ def take_evil_answer() -> None:
     with pytest.raises(RuntimeError, match='worker "worker1" refused posix.system.*allow_list'):
         sync(service.call_back, "worker0")
     still_serves()
+
+
+def send_paths_as_another_python() -> None:
+    """Python 3.13 has the classes of paths in pathlib._local, the other versions in pathlib."""
+    names = {"pathlib", "pathlib._local"} - {pathlib.PosixPath.__module__}
+    for cls in (pathlib.PosixPath, pathlib.PurePosixPath):
+        (cls.__module__,) = names
+        sys.modules.setdefault(cls.__module__, pathlib)
+        assert sync(str, cls("/a/b")) == "/a/b"
+
+
+def test_paths_of_another_python_arrive() -> None:
+    with Group(2, options=[{}, {"allow_list": ["builtins.str"]}]) as group:
+        group.run(send_paths_as_another_python)
 
 
 def test_answers_are_checked_too() -> None:

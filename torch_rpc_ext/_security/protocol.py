@@ -82,6 +82,11 @@ def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str
     """
     classes: tuple[type, ...] = (*_DATA, *EXCEPTIONS)
     made = {f"{cls.__module__}.{cls.__qualname__}": of_class(cls) for cls in classes}
+    for path in (PosixPath, PurePosixPath):
+        # Python 3.13 alone names these classes by the second module, and workers of the group may
+        # run on several versions.
+        for module in ("pathlib", "pathlib._local"):
+            made[f"{module}.{path.__qualname__}"] = of_class(path)
     for name, value in vars(torch).items():
         if isinstance(value, _CONSTANTS):
             made[f"torch.{name}"] = Entry(f"torch.{name}", value)
