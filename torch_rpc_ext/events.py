@@ -182,10 +182,28 @@ def follow_members(session: sessions.Session) -> None:
     ends the connection arrives all the same, as the event "left".
     """
 
+    goodbyes = 0  # that no reading of the directory has answered yet; guarded by the lock
+
     def follow(event: WorkerEvent) -> None:
+        nonlocal goodbyes
         if event.kind == "left" and event.worker in session.members:
+            with session.lock:
+                goodbyes += 1
+                if goodbyes > 1:
+                    return  # the thread will read once more
             # On a thread of its own: no event waits for the store, which may not answer.
-            session.start_thread("rpc-members", partial(dynamic.drop_departed, session))
+            session.start_thread("rpc-members", read)
+
+    def read() -> None:
+        nonlocal goodbyes
+        answered = 0
+        while True:
+            with session.lock:
+                goodbyes -= answered
+                answered = goodbyes
+            if not answered:
+                return
+            dynamic.drop_departed(session)
 
     _hub().subscribe(follow, connect=False)
 

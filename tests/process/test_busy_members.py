@@ -89,6 +89,17 @@ reading, answered = threading.Event(), threading.Event()
 lost: list[str] = []
 
 
+goodbyes = 0
+
+
+def note(event: Any) -> None:
+    global goodbyes
+    if event.kind == "lost":
+        lost.append(event.worker)
+    elif event.kind == "left":
+        goodbyes += 1
+
+
 def have_a_store_that_does_not_answer() -> None:
     import torch_rpc_ext
     from torch_rpc_ext._group import dynamic, sessions
@@ -101,9 +112,7 @@ def have_a_store_that_does_not_answer() -> None:
         return read(directory)
 
     sessions.require().directory.read = wait_and_read.__get__(sessions.require().directory)
-    torch_rpc_ext.on_worker_event(
-        lambda event: lost.append(event.worker) if event.kind == "lost" else None
-    )
+    torch_rpc_ext.on_worker_event(note)
 
 
 def wait_until_it_reads() -> None:
@@ -225,8 +234,35 @@ def test_ctrl_c_while_a_guest_joins(when: str) -> None:
         end(group[0])
 
 
+def threads_of_the_group() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rpc-")]
+
+
+def wait_for_goodbyes(expected: int) -> None:
+    end = time.monotonic() + 20
+    while goodbyes < expected:
+        assert time.monotonic() < end, goodbyes
+        time.sleep(0.02)
+
+
+def test_one_thread_reads_the_store_for_all_goodbyes(tmp_path: Path) -> None:
+    with members(5) as group:
+        for worker in group.workers[1:4]:
+            worker.run(call, "worker0")
+        group[0].run(have_a_store_that_does_not_answer)
+        with busy(group[0], tmp_path / "gate"):
+            end(group[1])
+            group[0].run(wait_until_it_reads)
+            end(group[2], group[3])
+            group[0].run(wait_for_goodbyes, 3)
+            assert sorted(group[0].run(threads_of_the_group)) == ["rpc-events", "rpc-members"]
+            group[0].run(read_at_last)
+            group[0].run(wait_for_names, "worker0")
+
+
 def leave_while_it_reads() -> list[str]:
     """Leave; return which threads of the group are left."""
+    from torch_rpc_ext._group import sessions
     from torch_rpc_ext._upstream import hooks
 
     assert reading.wait(20)
@@ -239,8 +275,10 @@ def leave_while_it_reads() -> list[str]:
         threading.Timer(0.3, answered.set).start()
 
     hooks.uninstall = let_the_store_answer
+    session = sessions.require()
     rpc.shutdown()
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rpc-")]
+    session.start_thread("rpc-late", threading.Event().wait)  # as for an event that comes late
+    return threads_of_the_group()
 
 
 def test_no_thread_reads_the_store_after_the_end(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def drop_departed(session: sessions.Session) -> None:
         known = list(session.members.values())
     try:
         there = session.directory.read().members
-    except RuntimeError as error:
-        # The store may have ended with the worker that kept it.
+    except Exception as error:  # noqa: BLE001
+        # The store may have ended with the worker that kept it, and any worker writes to it.
         logger.warning("worker %s cannot see who left: %s", session.me.name, error)
         return
     for member in known:
@@ -333,7 +333,7 @@ def remove_member(session: sessions.Session, name: str, incarnation: str | None)
     """
     with session.lock:
         member = session.members.get(name)
-        if member is None or name == session.me.name:
+        if session.ended or member is None or name == session.me.name:
             return
         if incarnation is not None and member.incarnation != incarnation:
             return  # the worker has come back already

@@ -40,6 +40,7 @@ class Session:
         members: the group as known here, by name; guarded by lock.
         events: tells the subscribers (events._Hub); None before the first subscription.
         threads: the threads of Python that belong to the session; guarded by lock.
+        ended: no thread is started any more; guarded by lock.
         all_done: every worker of the static group has reached rpc.shutdown().
         pid: the process that made the session: a forked child inherits the object, but no threads.
     """
@@ -56,6 +57,7 @@ class Session:
     members: dict[str, Member] = field(default_factory=dict)
     events: Any = None
     threads: list[threading.Thread] = field(default_factory=list)
+    ended: bool = False
     all_done: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
@@ -63,22 +65,21 @@ class Session:
     def start_thread(self, name: str, target: Callable[[], object]) -> None:
         """Run a function on a thread that the end of the session waits for.
 
-        A daemon thread, so that what never returns does not keep the process alive.
+        Does nothing after that end. A daemon thread, so that what never returns does not keep the process alive.
         """
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self.lock:
+            if self.ended:
+                return
             self.threads = [one for one in self.threads if one.is_alive()]
             thread.start()
             self.threads.append(thread)
 
-    def join_threads(self) -> None:
-        """Wait for the threads, once the agent has ended.
-
-        A thread that returns from C++ into Python while the interpreter is being taken down aborts
-        the process: Python ends the thread where it asks for the GIL, in a destructor.
-        """
+    def end_threads(self) -> None:
+        """Wait for the threads, once the agent has ended, so that none works for it any more."""
         until = time.monotonic() + _END_PATIENCE
         with self.lock:
+            self.ended = True
             threads = list(self.threads)
         for thread in threads:
             if thread is not threading.current_thread():

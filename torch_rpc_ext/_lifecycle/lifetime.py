@@ -57,7 +57,7 @@ def close_session() -> None:
         return
     hooks.uninstall()
     sessions.set_current(None)
-    session.join_threads()
+    session.end_threads()
     session.events = None  # refers to the session: the agent should not live until a collection
     if session.all_done:
         # A global of upstream keeps the store alive, and on rank 0 the store's port. No worker

@@ -294,16 +294,18 @@ def _raising(problem: Exception) -> Callable[[], Any]:
 
 
 def _check_versions(answers: dict[str, str]) -> None:
-    described = {name: json.loads(text) for name, text in answers.items()}
-    for name, facts in described.items():
-        if facts["busy"]:
-            raise RuntimeError(
-                f"worker {name} is being profiled already, by {facts['busy']}: one profile() at "
-                "a time"
-            )
     versions: dict[str, list[str]] = {}
-    for name, facts in described.items():
-        versions.setdefault(facts["torch"], []).append(name)
+    for name, text in answers.items():
+        try:
+            facts = json.loads(text)
+            busy, version = facts["busy"], str(facts["torch"])
+        except Exception as problem:
+            raise _cannot_be_profiled(name, problem) from problem
+        if busy:
+            raise RuntimeError(
+                f"worker {name} is being profiled already, by {busy}: one profile() at a time"
+            )
+        versions.setdefault(version, []).append(name)
     if len(versions) > 1:
         found = "; ".join(f"{version} on {', '.join(on)}" for version, on in versions.items())
         raise RuntimeError(

@@ -124,7 +124,7 @@ void BulkReceiver::end(
   locked.defer([callback = group->callback, error = std::move(error)] {
     callback(error);
   });
-  group->callback = nullptr; // must not die with the group, under the lock
+  group->callback = nullptr; // what it holds dies with the copy, later
   for (size_t i = 0; i < group->chunks; ++i) {
     expected_.erase(group->firstTag + i);
   }

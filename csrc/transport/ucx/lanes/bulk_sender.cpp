@@ -398,7 +398,7 @@ void BulkSender::end(
   locked.defer([callback = group->callback, error = std::move(error)] {
     callback(error);
   });
-  group->callback = nullptr; // must not die with the group, under the lock
+  group->callback = nullptr; // what it holds dies with the copy, later
   groups_.erase(group);
 }
 
