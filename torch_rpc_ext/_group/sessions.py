@@ -65,7 +65,8 @@ class Session:
     def start_thread(self, name: str, target: Callable[[], object]) -> None:
         """Run a function on a thread that the end of the session waits for.
 
-        Does nothing after that end. A daemon thread, so that what never returns does not keep the process alive.
+        Does nothing after that end. A daemon thread, so that what never returns does not keep the
+        process alive.
         """
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self.lock:
