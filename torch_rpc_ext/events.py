@@ -191,8 +191,12 @@ def follow_members(session: sessions.Session) -> None:
                 goodbyes += 1
                 if goodbyes > 1:
                     return  # the thread will read once more
-            # On a thread of its own: no event waits for the store, which may not answer.
-            session.start_thread("rpc-members", read)
+                try:
+                    # On a thread of its own: no event waits for the store, which may not answer.
+                    session.start_thread("rpc-members", read)
+                except RuntimeError:
+                    goodbyes = 0  # the next goodbye tries again
+                    raise
 
     def read() -> None:
         nonlocal goodbyes
@@ -245,8 +249,8 @@ class _Hub:
             self._new.append(number)
             ended = self._ended
             if not self._started:
-                self._session.start_thread("rpc-events", self._run)
-                self._started = True
+                self._started = self._session.start_thread("rpc-events", self._run)
+                ended = not self._started
         if ended:
             at_end()
         # The agent answers with the event "began", at which the thread tells this subscriber who is

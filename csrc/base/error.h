@@ -40,6 +40,12 @@ struct [[nodiscard]] Error {
   }
 };
 
+// The same error, of a frame of which nothing has left.
+inline Error notSent(Error error) {
+  error.notSent = true;
+  return error;
+}
+
 // Either a value or an Error.
 template <typename T>
 class [[nodiscard]] Result {

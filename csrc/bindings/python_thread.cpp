@@ -2,10 +2,13 @@
 
 #include <Python.h>
 #include <pybind11/pybind11.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <exception>
+#include <thread>
 
 namespace torch_rpc_ext::bindings {
 
@@ -23,14 +26,16 @@ bool pythonEnds() {
 
 std::terminate_handler terminateBefore = nullptr;
 
+// Longer than it takes to end a process.
+constexpr std::chrono::seconds kUntilTheEnd{10};
+
 [[noreturn]] void onTerminate() {
-  // The unwinding is no exception of C++. The main thread must not sleep: the
-  // process would never end.
+  // The unwinding is no exception of C++. The main thread must not sleep: it
+  // ends the process. Nor must another one for ever: the main thread may join
+  // it.
   if (pythonEnds() && std::current_exception() == nullptr &&
-      ::gettid() != ::getpid()) {
-    for (;;) {
-      ::pause();
-    }
+      ::syscall(SYS_gettid) != ::getpid()) { // gettid() needs glibc 2.30
+    std::this_thread::sleep_for(kUntilTheEnd);
   }
   if (terminateBefore != nullptr) {
     terminateBefore();

@@ -16,7 +16,7 @@ std::shared_ptr<void> keepPythonThreadState();
 // destructor, as each thread does that comes back from C++ with pybind11, and
 // then C++ calls std::terminate(). Once this has been called, such a thread
 // sleeps instead, as from 3.14 on, and the process ends as its main thread
-// says. Idempotent.
+// says; if the process has not ended after 10 s, it aborts. Idempotent.
 void letThreadsOutliveTheInterpreter();
 
 // Runs the handlers of the signals that have come, if this is Python's main

@@ -265,12 +265,6 @@ struct Sent {
   std::shared_ptr<Probed> connection = std::make_shared<Probed>();
 };
 
-base::Error notSent(base::ErrorKind kind) {
-  base::Error error{kind, "no"};
-  error.notSent = true;
-  return error;
-}
-
 // If the callee does not read a request, nobody but the caller can release the
 // RRefs in it. So the caller listens until it knows, whether or not the call
 // has ended: by its time-out, or because a lane broke, which may have happened
@@ -298,7 +292,7 @@ void testTheRRefsOfARequestThatIsNotRead() {
       {1,
        [](const Sent& sent) {
          sent.connection->state = PeerState::kBroken; // was never open
-         sent.sendFails(notSent(ErrorKind::kPeerLost));
+         sent.sendFails(base::notSent({ErrorKind::kPeerLost, "no"}));
          sent.calls.failAll(sent.connection.get(), {ErrorKind::kPeerLost, ""});
        }},
       {1,

@@ -169,13 +169,15 @@ def drop_departed(session: sessions.Session) -> None:
     with session.lock:
         known = list(session.members.values())
     try:
-        there = session.directory.read().members
+        group = session.directory.read()
     except Exception as error:  # noqa: BLE001
         # The store may have ended with the worker that kept it, and any worker writes to it.
         logger.warning("worker %s cannot see who left: %s", session.me.name, error)
         return
+    with session.lock:
+        session.lives = max(session.lives, group.lives)
     for member in known:
-        entry = there.get(member.name)
+        entry = group.members.get(member.name)
         if entry is None or _identity(entry) != _identity(member):
             remove_member(session, member.name, member.incarnation)
 
@@ -272,7 +274,7 @@ def member_joined(text: str) -> None:
         raise errors.RefusedError(f"{member.name} cannot join {session.me.name}'s static group.")
     check_speaks_for(member.name)
     with session.lock:
-        next_life = 1 + max(known.life for known in session.members.values())
+        next_life = 1 + max(session.lives, *(known.life for known in session.members.values()))
     _enter(session, member)
     call = current_call.find()
     # Where tell_again() has called, the newcomer may have left meanwhile. A life that is not the

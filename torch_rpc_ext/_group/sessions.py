@@ -38,6 +38,8 @@ class Session:
         place: this worker's place in the store (returning.Place), None in a dynamic group.
         directory: the dynamic group's directory (dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
+        lives: the greatest count of lives that this worker has read in the dynamic group's
+            directory; guarded by lock.
         events: tells the subscribers (events._Hub); None before the first subscription.
         threads: the threads of Python that belong to the session; guarded by lock.
         ended: no thread is started any more; guarded by lock.
@@ -55,6 +57,7 @@ class Session:
     place: Any = None
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
+    lives: int = 0
     events: Any = None
     threads: list[threading.Thread] = field(default_factory=list)
     ended: bool = False
@@ -62,19 +65,25 @@ class Session:
     lock: threading.RLock = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
 
-    def start_thread(self, name: str, target: Callable[[], object]) -> None:
+    def start_thread(self, name: str, target: Callable[[], object]) -> bool:
         """Run a function on a thread that the end of the session waits for.
 
-        Does nothing after that end. A daemon thread, so that what never returns does not keep the
-        process alive.
+        A daemon thread, so that what never returns does not keep the process alive.
+
+        Returns:
+            Whether the thread has been started: not once the session has ended.
+
+        Raises:
+            RuntimeError: the system starts no more threads.
         """
         thread = threading.Thread(target=target, name=name, daemon=True)
         with self.lock:
             if self.ended:
-                return
+                return False
             self.threads = [one for one in self.threads if one.is_alive()]
             thread.start()
             self.threads.append(thread)
+        return True
 
     def end_threads(self) -> None:
         """Wait for the threads, once the agent has ended, so that none works for it any more."""

@@ -153,11 +153,11 @@ class FaultConnection final
         inner_->send(std::move(head), std::move(bulk), std::move(callback));
         return;
       case Fault::Kind::kFail:
-        callback({base::ErrorKind::kPeerLost, fault.message});
+        callback(base::notSent({base::ErrorKind::kPeerLost, fault.message}));
         return;
       case Fault::Kind::kLose: // the connection breaks at this end only
         inner_->lose({base::ErrorKind::kPeerLost, fault.message});
-        callback({base::ErrorKind::kPeerLost, fault.message});
+        callback(base::notSent({base::ErrorKind::kPeerLost, fault.message}));
         return;
       case Fault::Kind::kForge:
         // Imitates a peer that returns memory which nobody has sent to it.

@@ -173,7 +173,9 @@ void LoopbackConnection::send(
     Callback callback) {
   if (closed()) {
     if (callback) {
-      callback({base::ErrorKind::kPeerLost, "the connection is closed"});
+      callback(
+          base::notSent(
+              {base::ErrorKind::kPeerLost, "the connection is closed"}));
     }
     return;
   }

@@ -149,8 +149,7 @@ void UcxConnection::deferUnsent(
     Locked& locked,
     Unsent frame,
     base::Error error) {
-  error.notSent = true;
-  deferEnd(locked, std::move(frame), error);
+  deferEnd(locked, std::move(frame), base::notSent(std::move(error)));
 }
 
 void UcxConnection::deferCallback(

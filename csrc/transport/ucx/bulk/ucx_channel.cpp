@@ -48,7 +48,9 @@ struct UcxChannel::Group {
     channel->chunkDone(locked, this, status);
   }
   void sendFailed(BulkLocked& locked, const base::Error& why) {
-    channel->chunkFailed(locked, this, why);
+    // An error of this worker. The receiver may have taken the chunk.
+    channel->chunkFailed(
+        locked, this, {base::ErrorKind::kPeerLost, why.message});
   }
   void received(
       BulkLocked& locked,
