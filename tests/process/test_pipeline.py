@@ -277,10 +277,10 @@ def check_slow_stage(file: Path) -> None:
     x, y = m.batch_of("mlp")
     quick = shard(m.mlp(), THREE)
     run(pipeline(quick, mse), quick, x, y)  # opens connections
-    slow = nn.Sequential(nn.Linear(6, 3), m.Sleep(1, 0), nn.Linear(3, 3))
+    slow = nn.Sequential(nn.Linear(6, 3), m.Sleep(2.5, 0), nn.Linear(3, 3))
     model = shard(slow, THREE)
-    # Its four forwards take 4 s.
-    pipe = pipeline(model, mse, n_microbatches=4, timeout=2)
+    # When the time is over, its first forward goes on, and all other stages wait for it.
+    pipe = pipeline(model, mse, n_microbatches=2, timeout=2)
     with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 2 s.*forward"):
         run(pipe, model, x, y)
     # A stage that hangs is named too, for as long as it hangs.
