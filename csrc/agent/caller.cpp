@@ -307,8 +307,7 @@ void Caller::answered(ArrivalPtr arrival) {
   // even if the connection ends in the next moment.
   arrival->call = calls_.pending().take(arrival->header().callId);
   if (!arrival->call || arrival->call->holdsRRefs) {
-    const wire::CallHeader& header = arrival->header();
-    calls_.answered(header.callId, header.messageType);
+    hearWhetherRead(arrival->header());
   }
   if (arrival->call) {
     completeLater(std::move(arrival));

@@ -92,8 +92,9 @@ class Caller {
   std::shared_ptr<Mailbox> mailboxOf(uint64_t callId) const {
     return calls_.pending().mailboxOf(callId);
   }
-  // An answer that nobody waits for has arrived.
-  void missed(const wire::CallHeader& header) {
+  // An answer says whether its callee has read the request. To be called where
+  // the request had RRefs, or where nobody waits for the answer any more.
+  void hearWhetherRead(const wire::CallHeader& header) {
     calls_.answered(header.callId, header.messageType);
   }
   // All of an answer has arrived: completes the call, on the thread that waits

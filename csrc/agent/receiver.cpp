@@ -61,7 +61,7 @@ void Receiver::onFrame(
   const wire::CallHeader& header = arrival->header();
   const bool response = header.kind == wire::CallKind::kResponse;
   if (response && !caller_.expects(header.callId) && !arrival->mayPassRRefs()) {
-    caller_.missed(header);
+    caller_.hearWhetherRead(header);
     return; // the call has ended, by its time-out: nobody wants the bulk
   }
   if (header.timeout != 0) {
