@@ -25,9 +25,9 @@ from benchmarks.processes import WorkerFailed
 from benchmarks.results import CaseResult
 from tests.support import netns
 
-# A back end that is ten times slower would take ten times as long to measure. It gets no further
-# round when it has had so many rounds and has taken so many seconds, or after one round that took
-# so many seconds.
+# A back end that is ten times slower would take ten times as long to measure. It has so many
+# seconds for a case in PASSES passes; they are spread over the passes as the rounds are. It gets no
+# round beyond them when it has had so many rounds, and none after a round that took as long.
 _ENOUGH_SECONDS, _ENOUGH_ROUNDS = 15.0, 3
 # Cold caches cost some ms. Where a round takes longer than this, s, they do not matter, and a pass
 # of the case need not begin with a round that is not counted.
@@ -130,7 +130,7 @@ class Runner:
                 for number in range(self._passes):
                     for result, (case, rounds) in zip(results, stretch, strict=True):
                         bar.set_description(case.name)
-                        self._run(result, number, self._parts(case, rounds)[number], bar)
+                        self._run(result, number, self._parts(case, rounds), bar)
                     if self._renew:
                         self._leave_unneeded([])
                 yield from results
@@ -152,17 +152,20 @@ class Runner:
         ends = [rounds * number // self._passes for number in range(self._passes + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
-    def _run(self, result: CaseResult, passing: int, rounds: int, bar: tqdm) -> None:
-        """Run a case's rounds of a pass."""
+    def _run(self, result: CaseResult, passing: int, parts: Sequence[int], bar: tqdm) -> None:
+        """Run a case's rounds of a pass; `parts` has the number of its rounds in each pass."""
+        rounds = parts[passing]
         if rounds > 0:
             self._shape(result)
+        due = sum(parts[: passing + 1]) / max(sum(parts), 1)
+        enough = _ENOUGH_SECONDS * due * max(self._passes / PASSES, 1)
         for turn, one in self._order(result, rounds):
             # The first turn is not counted: it connects and allocates, or the caches hold data of
             # another case.
             counts = result.case.alone or turn > 0
             bar.update()
             out = one.name in result.skips or one.name in result.failures
-            if out or _sits_out(result, one.name, counts=counts):
+            if out or _sits_out(result, one.name, enough, counts=counts):
                 continue
             took = self._turn(result, one, passing if counts else None)
             result.turns[one.name].append(took)
@@ -275,13 +278,19 @@ def _turns(case: Case, rounds: int) -> int:
     return rounds + (rounds > 0 and not case.alone)
 
 
-def _sits_out(result: CaseResult, name: str, *, counts: bool) -> bool:
-    """Return whether a contender skips a turn, which would take long and tell little."""
+def _sits_out(result: CaseResult, name: str, enough: float, *, counts: bool) -> bool:
+    """Return whether a contender skips a turn, which would take long and tell little.
+
+    Args:
+        enough: how long its turns so far may have taken, s.
+        counts: whether the turn would count.
+    """
     turns, rounds = result.turns[name], len(result.rounds[name])
     if rounds == 0:
         return False
-    spent = sum(turns) if rounds >= _ENOUGH_ROUNDS else turns[-1]
-    return spent > _ENOUGH_SECONDS or (not counts and turns[-1] > _LONG)
+    if turns[-1] > _ENOUGH_SECONDS or (rounds >= _ENOUGH_ROUNDS and sum(turns) > enough):
+        return True
+    return not counts and turns[-1] > _LONG
 
 
 def _key(case: Case, contender: Contender) -> _Key:

@@ -9,6 +9,7 @@ import json
 import re
 import time
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,20 @@ def test_long_rounds_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     # Quick ones begin each of six passes with one that is not counted, others the first.
     assert [len(turns) for turns in found.turns.values()] == [12, 7, 4, 2]
     assert [len(rounds) for rounds in found.rounds.values()] == [6, 6, 3, 1]
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("passes", [10, 20])
+def test_the_time_of_a_case_is_spread_over_all_passes(
+    passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All rounds would take seven times as long as they may: 15 s in 10 passes.
+    case = Slow({"ucx": 0.5}, monkeypatch)
+    with Runner([Contender("ucx", "ucx")], passes=passes, renew=True) as runner:
+        (found,) = runner.run([(case, 20 * passes)])
+    counted = Counter(one.passing for one in found.rounds["ucx"])
+    assert sorted(counted) == list(range(passes)) and max(counted.values()) <= 3
+    assert sum(found.turns["ucx"]) == pytest.approx(1.5 * passes, rel=0.1)
 
 
 @pytest.mark.usefixtures("no_processes")
