@@ -267,8 +267,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         checks.receive_budget,
         "Memory for the tensors of requests that have been received and that no thread serves "
         "yet; more stay with their callers. By default an eighth of the machine's memory, or "
-        "of the cgroup's limit; 0 for no limit of all callers together: one caller has at most "
-        "64 MiB in any case. See [faults.md](faults.md#load).",
+        "of the cgroup's limit; 0 for no limit of all callers together. In any case one caller "
+        "has room for one request of any size, or for several that together take at most 64 MiB, "
+        "or half of this budget if that is less. See [faults.md](faults.md#load).",
         "bytes",
         default="see right (bytes)",
     )

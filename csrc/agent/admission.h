@@ -73,7 +73,8 @@ class Admission : public std::enable_shared_from_this<Admission> {
   using Untaken = std::shared_ptr<void>;
   using Then = std::function<void(Room)>;
 
-  // 0: the callers together have no limit. Each of them still has kAheadBytes.
+  // 0: the callers together have no limit. kAheadBytes still limits each of
+  // them.
   static std::shared_ptr<Admission> create(uint64_t budget);
 
   // Calls `then` when there is room for `bytes`: at once, or later on the
@@ -128,7 +129,9 @@ class Admission : public std::enable_shared_from_this<Admission> {
   static void run(std::vector<Admitted> admitted);
 
   const uint64_t budget_;
-  const uint64_t ahead_; // the most that one caller may hold
+  // The most that one caller may hold with more than one request. A single
+  // request may be larger.
+  const uint64_t ahead_;
   base::Synchronized<State> state_;
 };
 

@@ -22,7 +22,9 @@ struct FaultOptions {
   // The bulk claims to be memory that the receiver has lent out.
   std::vector<std::string> messagesToForge;
   std::unordered_map<std::string, double> messagesToDelay; // seconds
-  int failures = 0; // how often in a row each such message suffers the fault
+  // How often in a row each such message suffers its fault. A delay comes with
+  // every attempt.
+  int failures = 0;
 
   bool any() const {
     return !messagesToFail.empty() || !messagesToLose.empty() ||

@@ -178,7 +178,9 @@ EncodeOptions Caller::encodeOptions(
       .checked = options_.integrity,
       .inPieces = distance == Distance::kApart,
       .cache = memory_.cache().get()};
-  if (distance != Distance::kSameProcess) { // no bytes travel
+  // In a call to this worker itself no bytes travel, so there is nothing to
+  // narrow.
+  if (distance != Distance::kSameProcess) {
     options.dtype = options.answer.value_or(options_.wireDtypes.of(worker));
   }
   if (options.dtype != wire::WireDtype::kFloat32) {

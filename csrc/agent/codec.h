@@ -152,7 +152,8 @@ base::Result<Encoded> encode(
 // memory before it can arrive:
 //
 //   auto decoder = Decoder::parse(incoming.head());
-//   auto spans = decoder.value().allocate(cache, incoming.bulkSizes());
+//   auto spans =
+//       decoder.value().allocate(cache, incoming.bulkSizes(), devices);
 //   incoming.receive(spans.value(), ...);  // and when that is done:
 //   auto message = decoder.value().finish();
 //
@@ -163,7 +164,7 @@ base::Result<Encoded> encode(
 // Thread: one at a time.
 class Decoder {
  public:
-  // Fails with kInvalid.
+  // Fails with kCorrupted if a checksum is wrong, with kInvalid for all else.
   static base::Result<Decoder> parse(base::ConstSpan head);
 
   const wire::CallHeader& header() const {

@@ -92,8 +92,8 @@ class Group {
 
   // Connects to a worker, so that its death will be noticed.
   void watch(worker_id_t id);
-  // Whether a worker is not known to be gone. Connects to it, so that its death
-  // will be noticed. Throws for a worker that is not in the group.
+  // Whether a worker is not known to be lost. Connects to the worker, so that
+  // its death will be noticed. Throws for a worker that is not in the group.
   bool isAlive(const std::string& worker);
   // An error if the RRef's owner has died since the RRef was made and has been
   // started again. Without a new start there is no error: calls to the dead

@@ -22,8 +22,9 @@ struct PeerLife {
   uint32_t life = 0;
 };
 
-// The connections to other workers. The first call between two workers opens
-// one, and both use it; a call to oneself goes through a loopback context.
+// The connections to other workers. The first call between two workers opens a
+// connection, and both workers use it. A call to this worker itself goes
+// through a loopback context.
 //
 // Owns: the connections.
 // Thread: any. With state_ locked, asks connections only for peer() and

@@ -27,8 +27,8 @@ namespace torch_rpc_ext::agent {
 // The serving side: runs requests and sends their answers.
 //
 // Owns: the counts of waiting and running requests, the callbacks for lost
-//   callers, the log of calls served. A waiting request itself is in a task of
-//   the Executor.
+//   callers, the order of RRef creations and deletions, the log of calls
+//   served. A waiting request itself is in a task of the Executor.
 // Thread: any.
 // Outlives: the threads that run requests.
 class Server {

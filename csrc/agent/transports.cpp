@@ -26,8 +26,9 @@ using transport::fault::Fault;
 constexpr double kLongestKeepaliveSeconds = 32767;
 
 // Upstream's fault injection: the first `failures` attempts to send a message
-// of a listed type fail; messages of other listed types are delayed. Two
-// attempts are of the same message if their payloads are equal.
+// of a listed type suffer that list's fault. Each message of a type in
+// messagesToDelay is delayed. Two attempts are of the same message if their
+// payloads are equal.
 class FaultRule {
  public:
   explicit FaultRule(FaultOptions options) : options_(std::move(options)) {}

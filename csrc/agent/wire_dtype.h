@@ -38,9 +38,10 @@ std::optional<wire::WireDtype> setCallDtype(
 
 c10::ScalarType toTorch(wire::WireDtype dtype);
 
-// Both convert as torch does: to the nearest number, ties to even; what float16
-// cannot hold, above 65504, becomes infinity. `floats` has float32 and twice
-// the size of `bytes`. Both may throw c10::Error.
+// Both convert as torch does: to the nearest number, ties to even. In float16,
+// numbers from 65520 on become infinity, because they are nearer to 65536 than
+// to 65504, the largest float16. `floats` has float32 and twice the size of
+// `bytes`. Both may throw c10::Error.
 void narrow(
     base::ConstSpan floats,
     wire::WireDtype dtype,

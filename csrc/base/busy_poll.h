@@ -16,7 +16,8 @@ namespace torch_rpc_ext::base {
 // is idle, which is more than all the rest of a small call. But a thread that
 // polls in vain takes the core from others, so a thread polls only
 //  - while no more threads of the machine want to run than it has cores,
-//  - while most of the last waits ended within kMost, and
+//  - while polling has not failed lately: after each miss in a row, twice as
+//    many waits as before go by without polling, and
 //  - while the time that was polled in vain stays below 1/kWasteShare of all
 //    time.
 //
@@ -49,7 +50,8 @@ class BusyPoll {
 
   struct Stats {
     uint64_t found = 0; // waits that ended while the thread polled
-    uint64_t missed = 0; // waits in which the thread polled in vain
+    // Waits in which the thread polled in vain, or another thread had the core.
+    uint64_t missed = 0;
     uint64_t missedNanoseconds = 0;
   };
   Stats stats() const;
@@ -58,9 +60,10 @@ class BusyPoll {
 
  private:
   struct Past {
-    // The thread does not poll in the next `skip` waits. Each miss doubles the
-    // number of waits that are skipped, up to 1 << kMaxBackoff.
+    // In the next `skip` waits of this kind no thread polls.
     uint32_t skip = 0;
+    // Misses in a row, up to kMaxBackoff. The last one set `skip` to
+    // 1 << backoff.
     uint32_t backoff = 0;
   };
 

@@ -146,18 +146,8 @@ void MemoryImporter::makeRoom(Entries& entries, Dropped& dropped) const {
   }
 }
 
-void MemoryImporter::forget(PeerKey peer, uint64_t base, uint64_t bufferId) {
-  Dropped dropped; // unmapped after the lock is released
-  auto state = state_.lock();
-  const auto entry = state->entries.find({peer, base});
-  if (entry != state->entries.end() && entry->second.bufferId == bufferId) {
-    dropped.push_back(std::move(entry->second.mapping));
-    state->entries.erase(entry);
-  }
-}
-
 void MemoryImporter::forget(PeerKey peer) {
-  Dropped dropped;
+  Dropped dropped; // unmapped after the lock is released
   auto state = state_.lock();
   Entries& entries = state->entries;
   const auto begin = entries.lower_bound({peer, 0});

@@ -52,10 +52,10 @@ struct ImporterStats {
 // Opens what a peer's MemoryExporter exported, each allocation once, and keeps
 // it mapped: to map memory takes as long as to copy megabytes.
 //
-// A mapping is stale when the peer has freed the allocation: it still shows the
-// old memory. The importer drops a mapping when the peer exports an allocation
-// that overlaps its addresses with another buffer id, or when the peer says
-// that it freed the allocation (forget()).
+// A mapping is stale when the peer has freed the allocation: the mapping still
+// shows the old memory. No peer says that it has freed an allocation. The
+// importer drops a mapping when the peer exports an allocation that overlaps
+// the mapping's addresses and has another buffer id.
 //
 // Owns: the mappings, together with their users.
 // Thread: any.
@@ -72,9 +72,6 @@ class MemoryImporter {
   // kUnsupported, the bytes have to take another way.
   base::Result<std::shared_ptr<const Mapping>>
   open(PeerKey peer, int device, const MemoryExport& run);
-
-  // The peer has freed this allocation.
-  void forget(PeerKey peer, uint64_t base, uint64_t bufferId);
 
   // The peer is gone.
   void forget(PeerKey peer);

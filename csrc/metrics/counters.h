@@ -15,7 +15,8 @@ struct Counters {
 
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsServed{0};
-  // Requests that were not begun, because their callers had given up.
+  // Requests that were not begun, because their callers had given up or because
+  // too many requests waited.
   std::atomic<uint64_t> callsNotBegun{0};
   std::atomic<uint64_t> callsFailed{0};
   std::atomic<uint64_t> callsTimedOut{0};

@@ -8,8 +8,9 @@
 //  - a callback fires exactly once, also on error and on close;
 //  - callbacks and Handler methods run without any lock of the transport held,
 //    except introduction(), onAccept() and onConnected(), which must be quick.
-//    They run on a thread that polls the Poller, on the TaskRunner, or on the
-//    thread that called into the transport, and may run concurrently;
+//    They run on a thread that polls the Poller, on the TaskRunner, on a thread
+//    of the transport's own, or on the thread that called into the transport,
+//    and may run concurrently;
 //  - bulk memory that is passed to send() or receive() belongs to the transport
 //    until the callback has fired;
 //  - the first error wins; after onClosed() a Connection delivers nothing.
@@ -134,8 +135,9 @@ class Connection {
   virtual void
   send(base::Buffer head, std::vector<BulkSpan> bulk, Callback callback) = 0;
 
-  // Ends the connection after all frames that were sent have left; idempotent.
-  // The peer sees kShutDown.
+  // Ends the connection; idempotent. Frames that were sent while the connection
+  // was open still leave. Frames that wait for the connection to open fail, and
+  // so does bulk that the peer has not taken. The peer sees kShutDown.
   virtual void close() = 0;
 
   // Ends the connection as if it had broken: the group takes the peer for dead,
@@ -191,8 +193,8 @@ class Handler {
       const ConnectionPtr& connection,
       std::unique_ptr<Incoming> incoming) = 0;
 
-  // The last call about a connection. The error is kShutDown when the peer
-  // closed the connection.
+  // The last call about a connection. The error is kShutDown when either end
+  // called close().
   virtual void onClosed(
       const ConnectionPtr& connection,
       const base::Error& error) = 0;

@@ -201,7 +201,7 @@ Error checkStorage(uint64_t word, uint64_t bytes) {
   if (bytes % factor != 0) {
     return invalid(
         "a storage of " + std::to_string(bytes) +
-        " bytes has 2 bytes for each element");
+        " bytes is not a whole number of 2-byte elements");
   }
   if (placeOf(word) == kMetaPlace &&
       (word & (kBulkBit | kBesideBit | kDtypeBits)) != 0) {
@@ -242,8 +242,8 @@ Error checkHeader(
   if (storages > kMaxStorages) {
     return exceeds("number of storages", storages, kMaxStorages);
   }
-  if (records > kMaxTensors) {
-    return exceeds("number of tensors", records, kMaxTensors);
+  if (records > kMaxRecords) {
+    return exceeds("number of tensor records", records, kMaxRecords);
   }
   return {};
 }

@@ -9,7 +9,7 @@ namespace torch_rpc_ext::wire {
 
 // Tensor records in one message: the parts of sparse and quantised tensors
 // count too.
-inline constexpr uint32_t kMaxTensors = 1u << 20;
+inline constexpr uint32_t kMaxRecords = 1u << 20;
 inline constexpr uint32_t kMaxStorages = 1u << 20;
 inline constexpr uint32_t kMaxDims = 64;
 

@@ -56,7 +56,8 @@ class Tables {
 
   void set(Maps maps, Maps reverseMaps, std::vector<c10::Device> devices);
 
-  // Whether a device other than the CPU is used, by this worker or by a peer.
+  // Whether there is a device map, to or from this worker, or a device that
+  // this worker uses.
   bool any() const {
     return current()->any;
   }

@@ -94,7 +94,8 @@ class UcxContext final : public Context,
       const std::shared_ptr<UcxConnection>& connection) {
     acknowledgements_->add(locked, connection);
   }
-  // The process, to notice its end; null if there is no such process.
+  // The process, to notice its end. Null if there is no such process, or if it
+  // cannot be watched (WatchedProcesses::open()).
   std::shared_ptr<WatchedProcess> processWithPid(Locked& locked, int32_t pid) {
     return processes_.open(locked, control_, *poller_, pid);
   }

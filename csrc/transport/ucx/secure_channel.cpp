@@ -55,7 +55,8 @@ base::Result<SecureChannel::Opened> SecureChannel::open(
   }
   if (!isNew(outer.transfer)) {
     return base::Error{
-        base::ErrorKind::kInvalid, "a sealed message came a second time"};
+        base::ErrorKind::kInvalid,
+        "a sealed message came a second time, or too late"};
   }
   const size_t size = data.size - crypto::kTagBytes;
   Opened opened;

@@ -48,14 +48,16 @@ class WatchedProcess : public std::enable_shared_from_this<WatchedProcess> {
   std::vector<std::weak_ptr<PeerWatch>> watches_;
 };
 
-// The processes of this host that connections of a context lead to: two workers
-// often have two connections, one in each direction, and a descriptor for each
-// would be too many in a group of hundreds.
+// The processes of this host that connections of a context lead to. Several
+// connections may lead to one process: two workers have two if both began to
+// connect at the same time. They share one descriptor, because a descriptor for
+// each connection would be too many in a group of hundreds.
 //
 // Thread: any.
 class WatchedProcesses {
  public:
-  // Null if there is no such process, or if the kernel has no pidfds.
+  // Null if pidfd_open() fails: there is no such process, the kernel has no
+  // pidfds, or this process has no descriptor left.
   std::shared_ptr<WatchedProcess> open(
       Locked&,
       const std::shared_ptr<ControlWorker>& worker,

@@ -14,11 +14,13 @@ namespace torch_rpc_ext::transport::ucx {
 
 namespace {
 
-// A burst of frames is handed on in pieces, so that the first frames need not
-// wait until the last have arrived.
+// How often takeAll() tries to arm UCX before it hands on what has arrived.
+// Each frame that arrives meanwhile makes another try necessary, and the first
+// frames need not wait for the last.
 constexpr int kProgressRounds = 32;
+// How long a thread sleeps between two polls while a peer's queue is full.
 constexpr int kStuckMicroseconds = 100;
-// So many calls progressAll() makes at most.
+// progressAll() calls ucp_worker_progress() at most this often.
 constexpr int kMostProgress = 10'000;
 
 } // namespace

@@ -72,8 +72,8 @@ class Worker {
           std::make_unique<OperationOf<F>>(std::forward<F>(operation)));
     }
 
-    // Lets UCX take everything that has arrived. Not to be called inside of a
-    // UCX callback.
+    // Lets UCX take what has arrived, up to a limit, because peers may send as
+    // fast as this thread receives. Not to be called inside of a UCX callback.
     void progressAll();
 
     // To be called when a UCX request is in flight: some thread has to progress
@@ -176,7 +176,8 @@ class Worker {
   // queue is full.
   bool takeAll(bool progressed);
   // After so many calls of ucp_worker_progress() that found something, a thread
-  // hands on what has arrived.
+  // hands on what has arrived: the first frames of a burst need not wait until
+  // the last have arrived.
   static constexpr int kMostCalls = 64;
   // Lets UCX take what has arrived, in `most` calls at most, because peers may
   // send as fast as this thread receives. Returns how many calls found

@@ -154,16 +154,6 @@ void bindImport(py::module_& m) {
           py::arg("peer"),
           ReleaseGil())
       .def(
-          "freed",
-          [](MemoryImporter& self,
-             uint64_t peer,
-             uint64_t base,
-             uint64_t bufferId) { self.forget(peer, base, bufferId); },
-          py::arg("peer"),
-          py::arg("base"),
-          py::arg("buffer_id"),
-          ReleaseGil())
-      .def(
           "trim",
           [](MemoryImporter& self, double seconds) {
             return self.trim(

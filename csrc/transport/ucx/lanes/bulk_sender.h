@@ -101,7 +101,8 @@ class BulkSender {
   // All guarded by the lock of set_.
   std::unordered_map<std::string, std::unique_ptr<Receiver>> receivers_;
   std::unordered_map<uint64_t, Lane> lanes_;
-  std::deque<uint64_t> writable_; // lanes that have a piece and are not blocked
+  // Lanes that have a Hello or a piece to write and are not blocked.
+  std::deque<uint64_t> writable_;
   std::unordered_set<std::shared_ptr<Group>> groups_; // that have not ended
   uint64_t nextId_ = 1;
   bool stopped_ = false;
