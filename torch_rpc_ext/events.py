@@ -182,7 +182,8 @@ def follow_members(session: sessions.Session) -> None:
     ends the connection arrives all the same, as the event "left".
     """
 
-    goodbyes = 0  # that no reading of the directory has answered yet; guarded by the lock
+    # How many goodbyes no reading of the directory has answered yet; guarded by the lock.
+    goodbyes = 0
 
     def follow(event: WorkerEvent) -> None:
         nonlocal goodbyes

@@ -258,8 +258,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     receive_cache_idle: float = _option(
         30.0,
         checks.at_least_100_ms,
-        "After how long unused some of the memory of receive_cache_bytes is given back to the "
-        "system. When less than 1/16 of the machine's memory is left, all of it is.",
+        "Memory of receive_cache_bytes that was unused for this long goes back to the system. When "
+        "less than 1/16 of the machine's memory is available, all unused memory does.",
         "s",
     )
     receive_budget: Option[int | None, int] = _option(

@@ -212,7 +212,7 @@ class RetryPolicy:
 
 
 def _has_ended(session: sessions.Session | None) -> bool:
-    """Whether RPC, which ran on UCX here, has been shut down or is at that, and not begun anew."""
+    """Return whether RPC on UCX has been or is being shut down here, and has not begun anew."""
     now = sessions.current()
     return session is not None and (now is None or bool(now.agent.stopped))
 

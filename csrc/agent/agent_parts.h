@@ -103,7 +103,7 @@ class AgentParts final : private transport::Handler {
       const base::Error& error) override;
 
   // Through these two functions a part calls parts that are below it in this
-  // class, so no part needs a reference to them. No call takes this path.
+  // class, so no part needs a reference to them. No RPC takes this path.
   Group::Listeners listeners(AgentHooks& hooks);
   bool trimParts(ReceiveMemory::Duration idle);
 

@@ -27,7 +27,8 @@ thread_local BeingSent beingSent;
 // A call of more bytes takes milliseconds. Its thread does not lead meanwhile:
 // leading is worth more to a small call of another thread.
 constexpr uint64_t kMaxLedBytes = uint64_t{8} << 20;
-// So often at least await() calls `interrupted`.
+// Also while answers to other calls end each wait, await() calls `interrupted`
+// this often.
 constexpr std::chrono::seconds kLookEvery{1};
 
 thread_local AnswerWait::Call last;

@@ -105,8 +105,8 @@ bool isNameCharacter(char c) {
 }
 
 // Length of the string that begins at `begin`: torch's pickles write 'X' and
-// the length, in 4 bytes, before a string. Where they are missing, a length
-// that ends no name.
+// the length, in 4 bytes, before a string. If these are missing, bytes.size(),
+// which cuts no name short.
 size_t pickledLength(std::string_view bytes, size_t begin) {
   constexpr size_t kSize = 4;
   if (begin < kSize + 1 || bytes[begin - kSize - 1] != 'X') {
@@ -191,7 +191,8 @@ std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {
     return nullptr;
   }
   const auto [type, bytes] = innermost(message);
-  if (type == MessageType::PYTHON_CALL) { // whether it is asynchronous is first
+  // The first byte of a PYTHON_CALL says whether the call is asynchronous.
+  if (type == MessageType::PYTHON_CALL) {
     return std::make_unique<std::string>(bytes.substr(1));
   }
   if (type != MessageType::PYTHON_REMOTE_CALL) {

@@ -34,7 +34,8 @@ constexpr std::chrono::seconds kFullEvery{60};
 
 } // namespace
 
-// Guarded by the lock of Executor::state_, whose State only that lock gives.
+// The lock of Executor::state_ guards the Calls: of() takes a State&, which
+// only that lock gives.
 class Executor::RequestScope {
  public:
   struct Calls {

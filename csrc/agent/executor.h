@@ -24,10 +24,11 @@ namespace torch_rpc_ext::agent {
 // There are three kinds of work:
 //  - internal tasks (copies, decoding): never block on a peer;
 //  - completions of futures: run user callbacks, which may block;
-//  - requests: run user functions; at most `requestThreads` at a time. No work
-//    waits behind blocked user code: the last thread that leaves the Poller for
-//    a task starts another thread first, and a request does not count as
-//    running while it waits for its own nested call.
+//  - requests: run user functions; at most `requestThreads` at a time.
+//
+// No work waits behind blocked user code: the last thread that leaves the
+// Poller for a task starts another thread first, and a request does not count
+// as running while it waits for its own nested call.
 //
 // Owns: its threads, the Poller, the queues.
 // Thread: any.
@@ -150,7 +151,9 @@ class Executor final : public base::TaskRunner {
   base::Poller poller_;
   const std::shared_ptr<Signal> leaderSignal_;
   base::BusyPoll busyPoll_;
-  const size_t busyTarget_; // while so many are busy, others only attend
+  // While this many threads are busy, a thread without work only watches the
+  // queue: it takes work when the busy threads are blocked.
+  const size_t busyTarget_;
   std::atomic<size_t> polling_{0};
   std::atomic<size_t> busy_{0}; // running requests and completions
   std::atomic<size_t> readyCount_{0}; // tasks in the queues of admitted work

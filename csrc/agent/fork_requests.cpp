@@ -76,8 +76,8 @@ void ForkRequests::failed(const RequestPtr& request) {
     base::log(
         base::LogLevel::kWarning,
         "could not tell worker \"" + request->owner.name_ +
-            "\" that this worker uses one of its RRefs, too: it may release "
-            "the value of the RRef");
+            "\" that this worker uses one of its RRefs, too: that worker may "
+            "release the value of the RRef");
     confirm(*request->future);
     return;
   }

@@ -122,7 +122,8 @@ int64_t GroupShutdown::barrier(int64_t active, Clock::time_point deadline) {
     throw RpcError(
         base::ErrorKind::kTimedOut,
         leader->name_,
-        "shutdown timed out: some worker of the group has not reached it");
+        "shutdown timed out: a worker of the group has not called shutdown(), "
+        "or still has calls under way");
   }
   if (future->hasError()) {
     std::rethrow_exception(future->exception_ptr());

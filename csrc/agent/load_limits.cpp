@@ -28,8 +28,8 @@ LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
           base::ErrorKind::kOverloaded,
           std::to_string(load.calls) + " calls with " +
               std::to_string(load.bytes) +
-              " bytes to it are under way, and there was no room for another "
-              "until its time-out (options max_calls_in_flight, "
+              " bytes to this worker are under way, and there was no room for "
+              "another until its time-out (options max_calls_in_flight, "
               "max_bytes_in_flight)"};
     }
   }

@@ -147,7 +147,7 @@ void OpenCalls::begin(PendingCall& call) {
 
 base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
   if (!isUserCall(message.type()) || endsAnother(call.label)) {
-    return load_.stopped(); // no limit: others wait for it
+    return load_.stopped(); // unlimited: other calls may wait for this one
   }
   if (load_.countsBytes()) {
     call.bytes = bytesOf(message);

@@ -42,7 +42,7 @@ base::Error PendingCalls::add(PendingCall& call) {
       arm(*state);
     }
   }
-  state->calls.emplace(id, std::move(call)); // which leaves call.id
+  state->calls.emplace(id, std::move(call)); // the caller still reads call.id
   return {};
 }
 

@@ -46,10 +46,12 @@ struct PendingCall {
   // `future` completes. Null if that code cannot reach it yet.
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result;
   std::function<void()> beforeFailure; // runs before the future fails
-  // payloadWithRRefs() of the request until it is sent; null, and no empty
-  // text, for nearly all calls, because a call is moved several times.
+  // payloadWithRRefs() of the request, until the request is sent. Null for
+  // nearly all calls. A pointer and not a std::string, because a call is moved
+  // several times, and a null pointer is cheaper to move.
   std::unique_ptr<std::string> rrefs;
-  bool holdsRRefs = false; // and UnreadRRefs has to hear whether it was read
+  // The request holds RRefs: UnreadRRefs has to hear whether it was read.
+  bool holdsRRefs = false;
   bool counted = true; // whether shutdown waits for the call
   bool createsRRef = false;
   // Whether the call counts in LoadLimits, as one call to `to` with `bytes`.

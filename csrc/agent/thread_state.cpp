@@ -39,8 +39,8 @@ struct Keys {
 };
 
 #ifdef TORCH_RPC_EXT_KNOWS_THREAD_STATE
-// What at::ThreadLocalState contains, as values that can be compared; of what a
-// new thread has none of, only whether this thread has any.
+// What at::ThreadLocalState contains, as values that can be compared. For what
+// a new thread has none of, only whether this thread has any.
 struct Values {
   static Values here() {
     using at::impl::PythonTorchFunctionTLS;
@@ -106,8 +106,8 @@ struct Values {
   std::array<at::ScalarType, at::COMPILE_TIME_MAX_DEVICE_TYPES> autocastTypes{};
 };
 #else
-// The state of this release has not been compared with that of another one:
-// a thread's state is taken to differ from a new thread's.
+// Nobody has checked that Values covers all of at::ThreadLocalState in this
+// release of torch. So a thread's state always counts as changed.
 struct Values {
   static Values here() {
     return {};
@@ -141,8 +141,8 @@ const NewThread& newThread() {
 } // namespace
 
 void restoreThreadState() {
-  // To compare takes a third of the instructions that to set takes, which are
-  // about as many as all of our own code needs for a small request.
+  // Setting the state takes about as many instructions as all of our other code
+  // needs for a small request. Comparing takes a third of that.
   if (Values::here() != newThread().values) {
     at::ThreadLocalState::setThreadLocalState(newThread().state);
   }

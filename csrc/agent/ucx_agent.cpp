@@ -93,9 +93,9 @@ void UcxAgent::stop() {
             " s; it is left alone and its result is dropped");
   }
   if (!ended || parts_.counters().serverActiveAsyncCalls.load() != 0) {
-    // Its thread, or whoever completes the future that it has returned, uses
-    // this agent until the process ends, also while static objects are
-    // destroyed: so the list is never destroyed.
+    // The function's thread, or whoever completes the future that a function
+    // has returned, uses this agent until the process ends, also while static
+    // objects are destroyed. So the list is never destroyed.
     static auto& abandoned =
         *new base::Synchronized<std::vector<std::shared_ptr<rpc::RpcAgent>>>();
     abandoned.lock()->push_back(rpc::RpcAgent::getCurrentRpcAgent());

@@ -69,10 +69,11 @@ class UcxAgent final : public rpc::RpcAgent {
 
   // Ends all that this agent does: no request is served any more, no call is
   // answered, and the threads end. A second call returns at once, even if the
-  // first is still at work. To be called before upstream's RRefContext
-  // is destroyed, which takes no lock. shutdown() also calls stop(), and comes
-  // after that: once shutdown() has been called, send() throws, and each RRef
-  // that dies while the RRefContext still exists would log the exception.
+  // first is still at work. To be called before upstream's RRefContext is
+  // destroyed, because that destruction takes no lock. shutdown() also calls
+  // stop(), but is to be called after the destruction: once shutdown() has been
+  // called, send() throws, and each RRef that dies while the RRefContext still
+  // exists would log the exception.
   void stop();
   bool stopped() const {
     return stopped_.load();

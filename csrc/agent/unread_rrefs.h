@@ -38,8 +38,9 @@ class UnreadRRefs {
   // For a message to this worker.
   void unread(const Message& message);
 
-  // A request, whose payloadWithRRefs() is not null, is about to be sent. One
-  // of the next two says what becomes of it, whether or not its caller waits.
+  // A request, whose payloadWithRRefs() is not null, is about to be sent.
+  // judged() or ended() says what becomes of the request, whether or not its
+  // caller waits.
   void sent(
       uint64_t callId,
       const transport::Connection* connection,

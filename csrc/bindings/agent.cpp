@@ -52,7 +52,8 @@ std::function<void(const std::string&)> unreadRRefsHook(const char* name) {
 
 agent::AgentHooks pythonHooks() {
   return {
-      // Runs when upstream starts the agent, which it has made current before.
+      // Runs when upstream starts the agent. Upstream has made the agent the
+      // current one before.
       .start =
           [] {
             if (rpc::RpcAgent::isCurrentRpcAgentSet()) {

@@ -38,9 +38,9 @@ class CallFuture final : public torch::jit::PythonFutureWrapper {
   const base::HomeProcess home_;
 };
 
-// What pybind11 holds a CallFuture by. pybind11 makes the holder of
-// shared_from_this(), which is the base class's, and could cast that only to a
-// class with virtual functions.
+// The pointer by which pybind11 holds a CallFuture. pybind11 takes the pointer
+// from shared_from_this(), which returns a pointer to the base class. pybind11
+// could cast that to CallFuture only if the classes had virtual functions.
 template <typename T>
 class FutureHolder : public std::shared_ptr<T> {
  public:

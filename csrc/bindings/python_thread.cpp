@@ -30,8 +30,9 @@ std::terminate_handler terminateBefore = nullptr;
 constexpr std::chrono::seconds kUntilTheEnd{10};
 
 [[noreturn]] void onTerminate() {
-  // The unwinding is no exception of C++. The main thread must not sleep: it
-  // ends the process. Nor must another one for ever: the main thread may join
+  // Python unwinds the thread without a C++ exception, so current_exception()
+  // is null. The main thread must not sleep here, because it ends the process.
+  // Another thread must not sleep for ever, because the main thread may join
   // it.
   if (pythonEnds() && std::current_exception() == nullptr &&
       ::syscall(SYS_gettid) != ::getpid()) { // gettid() needs glibc 2.30

@@ -31,8 +31,8 @@ namespace {
 using FuturePtr = c10::intrusive_ptr<rpc::JitFuture>;
 using Streams = std::vector<c10::Stream>;
 
-// The RRef that a request makes; null for none. Where autograd or a profiler
-// has wrapped the request, the RRef of its inside.
+// The RRef that a request makes; null for none. If autograd or a profiler has
+// wrapped the request, the RRef that the wrapped request makes.
 const rpc::RRefId* madeRRef(rpc::RpcCommandBase& request, int type) {
   using namespace torch::distributed::autograd;
   const auto inside = [](auto& wrapper) {

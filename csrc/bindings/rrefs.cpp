@@ -119,8 +119,9 @@ void giveUpFork(const rpc::RRefForkData& passed) {
       rpc::RRefUserDelete(passed.rrefId_, passed.forkId_).toMessage());
 }
 
-// Confirms a fork in a message to this worker, and releases the fork, unless
-// this worker has read it: what has read it does both.
+// Confirms a fork in a message to this worker, and releases the fork. Does
+// nothing if this worker has read the fork: then the code that has read it does
+// both. The owner only confirms: it has made no user RRef of the fork.
 void confirmFork(const rpc::RRefForkData& passed) {
   const py::gil_scoped_release release;
   auto& context = rpc::RRefContext::getInstance();

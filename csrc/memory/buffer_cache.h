@@ -21,11 +21,12 @@ inline constexpr size_t kMinBlockBytes = size_t{1} << 20;
 // one eighth larger than the request. 0 if `size` is too large.
 size_t sizeClass(size_t size);
 
-// A block that acquireShared() has given out counts as lent until it comes back
-// to the cache, or gotBack() is called for it. acquireShared() maps no further
-// block if more than this many bytes would then be lent by more than two
-// blocks, or more bytes mapped than the cache may keep. Two blocks may exist
-// whatever their size: for the message sent last, and the message being sent.
+// acquireShared() maps a further block only if then at most two blocks, or at
+// most this many bytes, are lent, and if no more bytes are mapped than the
+// cache may keep. Two blocks may exist whatever their size: for the message
+// sent last, and the message being sent. A block counts as lent from
+// acquireShared() until it comes back to the cache, or gotBack() is called for
+// it.
 inline constexpr uint64_t kMaxLentBytes = uint64_t{256} << 20;
 
 struct BufferCacheStats {

@@ -65,9 +65,10 @@ bool isRegion(const std::string& path, uint64_t id) {
 }
 
 // Opens a descriptor of another process; -1 if that fails, or if the descriptor
-// is another one. Asked before, because opening a pipe could block, and opening
-// a device may have any effect; and after, because the other process may have
-// given the number to another descriptor meanwhile.
+// is not the region's. isRegion() is asked before the descriptor is opened,
+// because opening a pipe could block and opening a device may have any effect;
+// and again afterwards, because the other process may have given the number to
+// another descriptor meanwhile.
 int openRegion(int32_t pid, uint64_t number, uint64_t id) {
   const std::string path =
       "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);

@@ -108,7 +108,7 @@ class RecordChecker {
     }
     if (record.layout == TensorLayout::kStrided && record.aux >= storages_) {
       return invalid(
-          "storage " + std::to_string(record.aux) + " of " +
+          "a tensor names storage " + std::to_string(record.aux) + " of " +
           std::to_string(storages_));
     }
     return {};
@@ -284,7 +284,7 @@ Result<size_t> measure(const CallFrame& frame, uint32_t& tensors) {
   }
   if (!frame.sums.empty()) {
     if (frame.sums.size() != frame.storages.size() + 1) {
-      return invalid("not one checksum for the payload and each storage");
+      return invalid("not one checksum for the payload and for each storage");
     }
     total += (frame.sums.size() + 1) * kSumBytes;
     total += hasBeside(frame) ? kSumBytes : 0;

@@ -84,5 +84,5 @@ def test_an_answer_that_is_too_short_is_no_sign_of_rest() -> None:
 def test_a_message_that_does_not_arrive_is_not_served(what: str) -> None:
     """Its bytes would be zeros: a report without calls under way, or an offer that is cut off."""
     error, heard = outcome("z", what)
-    assert "some worker of the group has not reached it" in error, error
+    assert "a worker of the group has not called shutdown()" in error, error
     assert heard == ""

@@ -81,7 +81,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "GLOO_SOCKET_IFNAME",
-        "As TP_SOCKET_IFNAME, looked at after it.",
+        "As TP_SOCKET_IFNAME, which wins over this variable.",
         "interface names, comma-separated",
     ),
     Variable(
@@ -123,7 +123,7 @@ def check_backend() -> bool:
 
 
 def check_log_level() -> None:
-    """Check TORCH_RPC_EXT_LOG, which the C++ reads, and takes for 'warning' where it is wrong.
+    """Check TORCH_RPC_EXT_LOG: the C++ code reads it, and takes a wrong value for 'warning'.
 
     Raises:
         ValueError: the variable holds no level; the text says which there are.

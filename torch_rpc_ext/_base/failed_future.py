@@ -41,7 +41,7 @@ class FailedResult:
 def fail(future: Future[Any], error: Exception) -> None:
     """Complete a future by an error.
 
-    Future.set_exception() does the same for who waits here. But when an
+    Future.set_exception() does the same for whoever waits in this process. But when an
     rpc.functions.async_execution function returns such a future, upstream sends the exception as
     the result.
 

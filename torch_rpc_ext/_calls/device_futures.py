@@ -44,7 +44,7 @@ class HandedOver(Generic[T]):
         self._value = value
         self._computed: Future[list[torch.Tensor]] | None = None
         if not cuda.is_initialized():
-            return  # and no call pays for a look at its arguments
+            return  # without CUDA, no call has to pay for the search below
         if there := [tensor for tensor in leaves(value) if tensor.is_cuda]:
             self._computed = Future(devices=list({tensor.device for tensor in there}))
             self._computed.set_result(there)

@@ -58,7 +58,9 @@ def close_session() -> None:
     hooks.uninstall()
     sessions.set_current(None)
     session.end_threads()
-    session.events = None  # refers to the session: the agent should not live until a collection
+    # The events refer to the session. With that cycle the agent would live until Python collects
+    # garbage.
+    session.events = None
     if session.all_done:
         # A global of upstream keeps the store alive, and on rank 0 the store's port. No worker
         # needs the store any more, and the next init_rpc, perhaps with another rank 0, needs the

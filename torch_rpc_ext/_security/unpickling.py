@@ -80,8 +80,8 @@ class Reader:
         self._memo: dict[int, Any] = {}
         # id() of an object that this pickle got for a name -> its entry, which keeps it alive.
         self._named: dict[int, Entry] = {}
-        # id() of an object of which this pickle has still to set the state -> the object, which
-        # keeps the id() from being another's, and Entry.set_state.
+        # id() of an object whose state this pickle has still to set -> (the object,
+        # Entry.set_state). The object is held so that no other object can get its id().
         self._unset: dict[int, tuple[Any, Any]] = {}
         # id() of a tuple that holds tuples -> how many levels of tuples are inside of it.
         self._nested: dict[int, int] = {}
@@ -361,8 +361,8 @@ class Reader:
             self._check_exception(target)
 
     def _settle(self, given: tuple[Any, ...]) -> None:
-        """Give no state any more to what another object has been made of: an array has been checked
-        with its dtype as the dtype was."""
+        """Refuse a later state for objects of which another object was made: an array was checked
+        with its dtype as the dtype was then, so the dtype must not change."""
         for each in given:
             self._unset.pop(id(each), None)
 

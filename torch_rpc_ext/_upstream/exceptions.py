@@ -174,7 +174,7 @@ def run_function(python_udf: Any) -> Any:
         # torch's state of the thread.
         result = contextvars.Context().run(python_udf.func, *python_udf.args, **python_udf.kwargs)
         if type(result) not in _SENT:
-            # Not the function itself, which may be a method, and keep all that its object holds.
+            # The name and not the function: a method would keep its object alive.
             _last.returned = (_name_of(python_udf.func), id(result))
         return result
     except Exception as error:  # noqa: BLE001  a user's function may raise anything

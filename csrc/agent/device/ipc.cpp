@@ -141,7 +141,8 @@ Ipc::Description Ipc::describe(const std::string& worker) const {
   }
   const Known& known = found->second;
   if (known.state == IpcState::kOffered) {
-    return {"staged", "it has not said yet whether it can use CUDA IPC"};
+    return {
+        "staged", "the worker has not said yet whether it can use CUDA IPC"};
   }
   return {
       known.state == IpcState::kWorks ? "cuda ipc" : "staged",

@@ -16,9 +16,8 @@
 
 namespace torch_rpc_ext::agent::device {
 
-// Holds what receivers are copying out of this process by CUDA IPC. Releases
-// what a receiver copies when the receiver says that its copies are over, or is
-// dead.
+// Holds what receivers are copying out of this process by CUDA IPC, until the
+// receiver says that its copies are over, or has died.
 //
 // Owns: the storages.
 // Thread: any.

@@ -24,9 +24,10 @@ namespace torch_rpc_ext::transport::ucx {
 // sender of its host, for ever; UCX has no remedy. Here such a slot is marked
 // as a message that UCX drops, once it is certain that no thread is writing
 // into it any more: since the search for writers, each thread of each process
-// that has the queue mapped has ended, slept, or computed for a while. A thread
-// amid those few instructions does none of these. A sender may also be killed
-// right before it wakes the receiver, so the receiver is woken here, too.
+// that has the queue mapped has ended, slept, or computed for a while. Writing
+// a slot takes a few instructions, and a thread in the middle of them has done
+// none of these. A sender may also be killed right before it wakes the
+// receiver, so the receiver is woken here, too.
 //
 // The queue is UCX's own, and so is its layout: a queue that does not look as
 // expected is left alone (docs/decisions/0017-abandoned-slots.md).

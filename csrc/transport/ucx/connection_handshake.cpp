@@ -46,8 +46,8 @@ base::Error UcxConnection::openEndpoint(
   if (workerAddress.empty()) {
     return {
         base::ErrorKind::kPeerLost,
-        "cannot connect: no network leads there, and shared memory wants the "
-        "same host (" +
+        "cannot connect: no network leads to the worker, and shared memory "
+        "needs the same host (" +
             nearness.whyNoCma + ")"};
   }
   ucp_ep_params_t params{};
@@ -69,8 +69,8 @@ base::Error UcxConnection::openEndpoint(
       base::ErrorKind::kPeerLost,
       std::string("cannot connect: ") + ucs_status_string(status) +
           (status == UCS_ERR_UNREACHABLE
-               ? " (shared memory wants the same host and ipc namespace, TCP "
-                 "an interface with an IPv4 or a global IPv6 address)"
+               ? " (shared memory needs the same host and ipc namespace, TCP "
+                 "needs an interface with an IPv4 or a global IPv6 address)"
                : " (has the worker ended?)")};
 }
 

@@ -119,7 +119,8 @@ class UcxIncoming final : public Incoming {
       Arrived arrived) override;
 
  private:
-  // The message may wait for a thread for long, and only its head is needed.
+  // Frees the carried bulk: the message may wait for long until a thread serves
+  // it, and from here on only its head is needed.
   void dropCarried() {
     const size_t bytes = carried_.size();
     carried_ = {};
@@ -182,8 +183,8 @@ void UcxIncoming::receive(
   }
   dropCarried();
   answered_ = true;
-  // `callback` may destroy *this. It comes first: once the sender has the
-  // acknowledgement, the sender may close the connection.
+  // `callback` may destroy *this. `callback` runs before done(): once the
+  // sender has the acknowledgement, the sender may close the connection.
   fetch.callback = [bulk = bulk_,
                     transfer = transfer_,
                     bytes,

@@ -80,7 +80,7 @@ struct FrameHeader {
   // of which the sender need not hear that it is taken or refused. See above
   // for others.
   uint64_t transfer = 0;
-  // a transfer of the message's receiver that is done, or 0
+  // A transfer of the message's receiver that is over; 0 for none.
   uint64_t acknowledged = 0;
 };
 static_assert(sizeof(FrameHeader) == 32);

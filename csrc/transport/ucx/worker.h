@@ -171,9 +171,9 @@ class Worker {
   bool look();
   // Takes what has arrived, and makes UCX raise an event for what comes next.
   // If very much has arrived, takes a part of it and wakes a thread for the
-  // rest. The caller has locked mutex_; this releases it. Returns false if
-  // nothing has arrived and UCX can still only be polled, because a peer's
-  // queue is full.
+  // rest. The caller has locked mutex_; this releases it. `progressed`: the
+  // caller has already taken something. Returns false if nothing has arrived
+  // and UCX can still only be polled, because a peer's queue is full.
   bool takeAll(bool progressed);
   // After so many calls of ucp_worker_progress() that found something, a thread
   // hands on what has arrived: the first frames of a burst need not wait until

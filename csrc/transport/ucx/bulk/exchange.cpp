@@ -8,7 +8,8 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 
 namespace {
 
-// The peer is told at once that it has more than this many bytes back.
+// If a message has more bytes of bulk than this, the peer is told at once that
+// it has their memory back. Otherwise the next message to the peer says so.
 constexpr uint64_t kMaxLazyBytes = 16u << 20;
 
 } // namespace

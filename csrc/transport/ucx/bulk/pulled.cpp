@@ -95,7 +95,7 @@ class Pulled final : public Way {
         const base::Error reason = reasonOf(message);
         const base::Error why{
             reason ? reason.kind : base::ErrorKind::kRefused,
-            "the sender gave it up: " + toText(message.data)};
+            "the sender gave the bulk up: " + toText(message.data)};
         for (const auto& [tag, pull] : pulls_) {
           if (pull.transfer == header.transfer) {
             cancel(locked, pull, why);
