@@ -86,9 +86,9 @@ Group::Listeners AgentParts::listeners(AgentHooks& hooks) {
             caller_.lose(connection.get(), error);
             server_.lose(connection.get());
           },
-      .gone = [this](
+      .lost = [this](
                   const std::string& worker,
-                  bool exited) { devices_.gone(worker, exited); },
+                  bool exited) { devices_.lost(worker, exited); },
       .dropValues = std::move(hooks.dropValues)};
 }
 

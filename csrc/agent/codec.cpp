@@ -35,7 +35,7 @@ using Block = memory::BufferCache::Block;
 
 // Runs `f`, which may throw; an exception becomes an Error.
 template <typename F>
-Error guarded(const char* what, F&& f) {
+Error asError(const char* what, F&& f) {
   try {
     return f();
   } catch (const c10::OutOfMemoryError& e) {
@@ -54,7 +54,7 @@ Error guarded(const char* what, F&& f) {
 } // namespace
 
 Error Encoder::describe() {
-  return guarded("encode", [this]() -> Error {
+  return asError("encode", [this]() -> Error {
     for (const auto& tensor : message_->tensors()) {
       if (auto error = tensors_.add(tensor)) {
         return error;
@@ -67,7 +67,7 @@ Error Encoder::describe() {
 Result<bool> Encoder::depart(
     device::SendingWay* beside,
     device::Launcher* launcher) {
-  if (auto error = guarded("encode", [&]() -> Error {
+  if (auto error = asError("encode", [&]() -> Error {
         departing_ = tensors_.takeDeparting();
         if (beside != nullptr) {
           const device::MessageKey key{options_.callId, options_.kind};
@@ -92,7 +92,7 @@ Result<bool> Encoder::depart(
 
 Result<Encoded> Encoder::finish() {
   Encoded encoded;
-  if (auto error = guarded("encode", [&] { return write(encoded); })) {
+  if (auto error = asError("encode", [&] { return write(encoded); })) {
     return error;
   }
   return encoded;
@@ -213,7 +213,7 @@ Result<Decoder> Decoder::parse(base::ConstSpan head) {
 Result<std::vector<base::MutableSpan>> Decoder::allocate(
     memory::BufferCache& cache,
     const std::vector<uint64_t>& announced,
-    device::Devices devices,
+    device::DeviceList devices,
     const Adopt& adopt) {
   std::vector<base::MutableSpan> spans;
   if (view_.hasDevices()) {
@@ -467,7 +467,7 @@ Result<c10::intrusive_ptr<Message>> Decoder::finish(
     return Error(ErrorKind::kInvalid, "finish() before allocate()");
   }
   c10::intrusive_ptr<Message> message;
-  if (auto error = guarded(
+  if (auto error = asError(
           "decode", [&] { return decode(beside, launcher, message); })) {
     return error;
   }

@@ -195,7 +195,7 @@ class Decoder {
   base::Result<std::vector<base::MutableSpan>> allocate(
       memory::BufferCache& cache,
       const std::vector<uint64_t>& announced,
-      device::Devices devices,
+      device::DeviceList devices,
       const Adopt& adopt = nullptr);
 
   // Lets bulk for devices be copied there while the rest arrives, on the

@@ -74,9 +74,9 @@ class Devices {
 
   // Handles a message of isIpcType().
   void serveIpc(Arrival& arrival);
-  // The worker cannot be reached any more; see device::Ipc::gone().
-  void gone(const std::string& worker, bool exited) {
-    ipc_->gone(worker, exited);
+  // The worker cannot be reached any more; see device::Ipc::lost().
+  void lost(const std::string& worker, bool exited) {
+    ipc_->lost(worker, exited);
   }
   // How CUDA tensors travel to a worker; empty before the first CUDA tensor.
   device::Ipc::Description describe(const std::string& worker) const {

@@ -73,19 +73,19 @@ void Group::onClosed(
     const transport::ConnectionPtr& connection,
     const base::Error& error) {
   const std::string name = peers_.nameOf(connection.get());
-  const auto gone = peers_.onClosed(connection, error);
+  const auto lost = peers_.onClosed(connection, error);
   base::log(
       base::LogLevel::kInfo,
       "the connection to worker \"" + name + "\" ended: " + error.message);
   listeners_.ended(connection, error);
-  if (gone) {
+  if (lost) {
     const bool died = connection->peer() == transport::PeerState::kDead;
     const bool left = connection->peer() == transport::PeerState::kLeft;
-    listeners_.gone(*gone, died || left);
+    listeners_.lost(*lost, died || left);
     barrier_.lose(
-        *gone, {error.kind, "worker \"" + *gone + "\": " + error.message});
-    events_.unreachable(*gone, left, error.message);
-    if (const auto id = membership_.idOf(*gone)) {
+        *lost, {error.kind, "worker \"" + *lost + "\": " + error.message});
+    events_.unreachable(*lost, left, error.message);
+    if (const auto id = membership_.idOf(*lost)) {
       release(membership_.find(*id), died);
     }
   }
@@ -156,7 +156,7 @@ void Group::add(
     for (const auto& connection : peers_.succeed(*member)) {
       connection->lose(why);
     }
-    listeners_.gone(name, /*exited=*/true);
+    listeners_.lost(name, /*exited=*/true);
     barrier_.regain(name);
     release(former, /*died=*/true);
   }

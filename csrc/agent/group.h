@@ -35,12 +35,12 @@ class Group {
   // any lock.
   struct Listeners {
     // A connection has ended, and with it everything that was under way over
-    // it. Called before `gone`.
+    // it. Called before `lost`.
     std::function<void(const transport::ConnectionPtr&, const base::Error&)>
         ended;
     // A worker cannot be reached any more. `exited`: its process has ended too,
     // so it no longer reads from this worker's devices.
-    std::function<void(const std::string& worker, bool exited)> gone;
+    std::function<void(const std::string& worker, bool exited)> lost;
     // Drops references to values that may be Python objects. May be null.
     std::function<void(RRefs)> dropValues;
   };

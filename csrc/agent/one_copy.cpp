@@ -6,7 +6,7 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-thread_local OneCopy* inside_ = nullptr;
+thread_local OneCopy* inside = nullptr;
 
 } // namespace
 
@@ -34,11 +34,11 @@ void Loan::copied() {
 }
 
 OneCopy* OneCopy::current() {
-  return inside_;
+  return inside;
 }
 
 OneCopy* OneCopy::setCurrent(OneCopy* next) {
-  return std::exchange(inside_, next);
+  return std::exchange(inside, next);
 }
 
 bool OneCopy::shares(base::ConstSpan bytes) const {

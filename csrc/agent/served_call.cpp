@@ -6,19 +6,19 @@ namespace torch_rpc_ext::agent {
 
 namespace {
 
-thread_local const ServedCall* current_ = nullptr;
+thread_local const ServedCall* served = nullptr;
 
 } // namespace
 
 const ServedCall* ServedCall::current() {
-  return current_;
+  return served;
 }
 
 ServedCall::Scope::Scope(const ServedCall& call)
-    : before_(std::exchange(current_, &call)) {}
+    : before_(std::exchange(served, &call)) {}
 
 ServedCall::Scope::~Scope() {
-  current_ = before_;
+  served = before_;
 }
 
 } // namespace torch_rpc_ext::agent

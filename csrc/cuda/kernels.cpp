@@ -58,7 +58,7 @@ base::Error Kernels::segments(
   }
   while (!segments.empty()) {
     const auto some =
-        segments.first(std::min(segments.size(), TableRing::kRows));
+        segments.first(std::min(segments.size(), TablePool::kRows));
     segments = segments.subspan(some.size());
     if (auto error =
             launchTable(device, stream, some, function.value(), name)) {
@@ -78,7 +78,7 @@ base::Error Kernels::launchTable(
   if (!taken.ok()) {
     return taken.error();
   }
-  const TableRing::Place& place = taken.value();
+  const TablePool::Place& place = taken.value();
   const int64_t chunks = writeTable(segments, kChunkElements, place.rows);
   base::Error error;
   if (chunks != 0) {

@@ -4,7 +4,7 @@
 #include "base/synchronized.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
-#include "cuda/table_ring.h"
+#include "cuda/table_pool.h"
 
 #include <functional>
 #include <map>
@@ -39,7 +39,7 @@ class Kernels {
   // numba-cuda (kUnsupported), a GPU that is too old, ...
   base::Error prepare(int device, const std::string& kernel);
 
-  // Copies or casts all segments, with one launch for each TableRing::kRows of
+  // Copies or casts all segments, with one launch for each TablePool::kRows of
   // them: a gather or a scatter. In a cast, every address must be aligned to
   // the element's size. `segments` is not used after this returns.
   base::Error segments(
@@ -89,7 +89,7 @@ class Kernels {
 
   const std::shared_ptr<Driver> driver_;
   const PtxSource source_;
-  TableRing tables_;
+  TablePool tables_;
   base::Synchronized<std::map<Key, Loaded>> loaded_;
 };
 

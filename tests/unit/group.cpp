@@ -90,7 +90,7 @@ struct Fixture {
       {.ended = [this](
                     const transport::ConnectionPtr&,
                     const base::Error&) { heard.push_back("ended"); },
-       .gone =
+       .lost =
            [this](const std::string& worker, bool exited) {
              heard.push_back(worker + (exited ? " exited" : " unreachable"));
            },

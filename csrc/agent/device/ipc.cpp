@@ -97,7 +97,7 @@ void Ipc::forgetLater(cuda::PeerKey key) {
   }
 }
 
-void Ipc::gone(const std::string& worker, bool hasEnded) {
+void Ipc::lost(const std::string& worker, bool hasEnded) {
   {
     auto peers = peers_.lock();
     const auto found = peers->byName.find(worker);
@@ -171,7 +171,7 @@ void Ipc::trim(std::chrono::steady_clock::duration age) {
 std::shared_ptr<SendingWay> Ipc::to(
     const ConnectionPtr& connection,
     const PeerLife& peer,
-    Devices devices) {
+    DeviceList devices) {
   if (!isEnabled_ || stopped_.load()) {
     return nullptr;
   }

@@ -84,7 +84,7 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
   std::shared_ptr<SendingWay> to(
       const transport::ConnectionPtr& connection,
       const PeerLife& peer,
-      Devices devices);
+      DeviceList devices);
   // The way for the tensors of a message that came with this note; null if the
   // note is not one of CUDA IPC.
   std::shared_ptr<ReceivingWay> from(
@@ -99,7 +99,7 @@ class Ipc : public std::enable_shared_from_this<Ipc> {
       base::ConstSpan payload);
   // The worker cannot be reached any more. `hasEnded`: its process has ended,
   // so it does not copy from here any more.
-  void gone(const std::string& worker, bool hasEnded);
+  void lost(const std::string& worker, bool hasEnded);
 
   // Unmaps peers' memory that was not read from for `age` or longer. May wait
   // for devices.

@@ -22,7 +22,7 @@ base::Result<cuda::StreamHandle> currentHandle(c10::Device device) {
   return static_cast<cuda::StreamHandle>(*handle);
 }
 
-Streams poolStreams(Devices devices) {
+Streams poolStreams(DeviceList devices) {
   Streams streams;
   if (devices.empty()) {
     return streams;

@@ -18,7 +18,7 @@ namespace torch_rpc_ext::agent::device {
 // upstream.
 inline constexpr c10::DeviceType kType = c10::kCUDA;
 
-using Devices = c10::ArrayRef<c10::Device>;
+using DeviceList = c10::ArrayRef<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 using Events = std::vector<c10::Event>;
 
@@ -29,7 +29,7 @@ c10::Stream currentStream(c10::Device device);
 base::Result<cuda::StreamHandle> currentHandle(c10::Device device);
 
 // One stream for each device, from torch's pool.
-Streams poolStreams(Devices devices);
+Streams poolStreams(DeviceList devices);
 
 // Makes each stream wait for the work queued on the current stream of its
 // device.

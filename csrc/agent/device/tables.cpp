@@ -98,7 +98,7 @@ std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors) {
   return devices;
 }
 
-Error check(c10::Device device, Devices devices) {
+Error check(c10::Device device, DeviceList devices) {
   if (std::find(devices.begin(), devices.end(), device) != devices.end()) {
     return {};
   }

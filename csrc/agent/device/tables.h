@@ -39,7 +39,7 @@ std::vector<c10::Device> devicesOf(const std::vector<at::Tensor>& tensors);
 
 // Fails with kInvalid, and says what to do, unless `device` is one of
 // `devices`.
-base::Error check(c10::Device device, Devices devices);
+base::Error check(c10::Device device, DeviceList devices);
 
 // The device maps of this worker, and the devices that its RPC uses.
 //

@@ -29,7 +29,7 @@ void closeNow(BulkLocked&, ucp_ep_h endpoint) {
 
 } // namespace
 
-struct UcxChannel::Group {
+struct UcxChannel::Batch {
   UcxChannel* channel = nullptr;
   uint64_t id = 0;
   Callback callback;
@@ -94,24 +94,24 @@ uint64_t UcxChannel::receive(
     Incoming::Arrived arrived) {
   uint64_t id = 0;
   worker_->runLocked([&](BulkLocked& locked) {
-    auto group = std::make_unique<Group>();
-    id = nextGroup_++;
-    group->channel = this;
-    group->id = id;
-    group->callback = std::move(callback);
-    group->arrived = std::move(arrived);
-    group->firstTag = tag;
-    group->chunks = std::move(chunks);
+    auto batch = std::make_unique<Batch>();
+    id = nextBatch_++;
+    batch->channel = this;
+    batch->id = id;
+    batch->callback = std::move(callback);
+    batch->arrived = std::move(arrived);
+    batch->firstTag = tag;
+    batch->chunks = std::move(chunks);
     if (stopped_) {
-      group->error = transportEnded();
-      group->chunks.clear();
+      batch->error = transportEnded();
+      batch->chunks.clear();
     }
     // All chunks are counted before the first is posted, because one that the
     // peer has already sent ends right there. And one more is counted, so that
-    // the group lives until all are posted.
-    group->left = 1 + group->chunks.size();
-    Group* raw = group.get();
-    groups_.emplace(id, std::move(group));
+    // the batch lives until all are posted.
+    batch->left = 1 + batch->chunks.size();
+    Batch* raw = batch.get();
+    batches_.emplace(id, std::move(batch));
     for (const auto& chunk : raw->chunks) {
       ucp_request_param_t params{};
       // Not complete at once, without the callback that checks the size: a peer
@@ -120,8 +120,8 @@ uint64_t UcxChannel::receive(
           UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
       params.cb.recv = FromUcx<
           base::Boundary::kBulkReceived,
-          &Group::received,
-          &Group::receiveFailed>::received;
+          &Batch::received,
+          &Batch::receiveFailed>::received;
       params.user_data = raw;
       const size_t left = raw->left;
       void* request = ucp_tag_recv_nbx(
@@ -141,14 +141,14 @@ uint64_t UcxChannel::receive(
 
 void UcxChannel::cancel(uint64_t id, base::Error why) {
   worker_->post([self = shared_from_this(), id, why](BulkLocked& locked) {
-    auto it = self->groups_.find(id);
-    if (it == self->groups_.end()) {
+    auto it = self->batches_.find(id);
+    if (it == self->batches_.end()) {
       return;
     }
     if (!it->second->error) {
       it->second->error = why;
     }
-    // Each cancelled request still completes, see Group::received(). A
+    // Each cancelled request still completes, see Batch::received(). A
     // completion changes `requests`, so this is a copy.
     const auto requests = it->second->requests;
     for (const auto& [request, tag] : requests) {
@@ -168,16 +168,16 @@ void UcxChannel::send(
                  firstTag,
                  chunks = std::move(chunks),
                  callback = std::move(callback)](BulkLocked& locked) mutable {
-    auto group = std::make_unique<Group>();
-    Group* raw = group.get();
+    auto batch = std::make_unique<Batch>();
+    Batch* raw = batch.get();
     raw->channel = self.get();
-    raw->id = self->nextGroup_++;
+    raw->id = self->nextBatch_++;
     raw->callback = std::move(callback);
     raw->left = 1;
     if (self->stopped_) {
       raw->error = transportEnded();
     }
-    self->groups_.emplace(raw->id, std::move(group));
+    self->batches_.emplace(raw->id, std::move(batch));
     ucp_ep_h endpoint =
         raw->error ? nullptr : self->endpoint(locked, peerAddress, raw->error);
     uint64_t tag = firstTag;
@@ -189,7 +189,7 @@ void UcxChannel::send(
       params.op_attr_mask =
           UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
       params.cb.send =
-          FromUcx<base::Boundary::kBulkSent, &Group::sent, &Group::sendFailed>::
+          FromUcx<base::Boundary::kBulkSent, &Batch::sent, &Batch::sendFailed>::
               sent;
       params.user_data = raw;
       void* request =
@@ -206,7 +206,7 @@ void UcxChannel::send(
 }
 
 void UcxChannel::stop() {
-  const auto isIdle = [this](BulkLocked&) { return groups_.empty(); };
+  const auto isIdle = [this](BulkLocked&) { return batches_.empty(); };
   worker_->progressUntil(isIdle, kDrainTime);
   worker_->runLocked([&](BulkLocked& locked) {
     for (const auto& [address, endpoint] : endpoints_) {
@@ -220,13 +220,13 @@ void UcxChannel::stop() {
   });
   worker_->progressUntil(isIdle, kEndTime);
   // Before the callbacks fire: from then on UCX must not write into the memory
-  // of these groups, so no thread may progress the worker.
+  // of these batches, so no thread may progress the worker.
   worker_->stop();
   worker_->runLocked([&](BulkLocked& locked) {
-    // UCX has not ended these groups yet. Their callbacks fire now, because
+    // UCX has not ended these batches yet. Their callbacks fire now, because
     // their owners must not wait for UCX.
-    for (auto& [id, group] : groups_) {
-      locked.defer([callback = std::exchange(group->callback, nullptr)] {
+    for (auto& [id, batch] : batches_) {
+      locked.defer([callback = std::exchange(batch->callback, nullptr)] {
         callback(transportEnded());
       });
     }
@@ -271,15 +271,15 @@ void UcxChannel::dropEndpoint(
 
 void UcxChannel::chunkArrived(
     BulkLocked& locked,
-    Group* group,
+    Batch* batch,
     const ucp_tag_recv_info_t& info) {
-  const uint64_t index = info.sender_tag - group->firstTag;
-  if (index >= group->chunks.size() ||
-      info.length != group->chunks[index].size) {
-    group->error = {
+  const uint64_t index = info.sender_tag - batch->firstTag;
+  if (index >= batch->chunks.size() ||
+      info.length != batch->chunks[index].size) {
+    batch->error = {
         base::ErrorKind::kInvalid, "a chunk of bulk has the wrong size"};
-  } else if (group->arrived) {
-    locked.defer([arrived = group->arrived, chunk = group->chunks[index]] {
+  } else if (batch->arrived) {
+    locked.defer([arrived = batch->arrived, chunk = batch->chunks[index]] {
       arrived(chunk);
     });
   }
@@ -323,33 +323,33 @@ void UcxChannel::refused(
 // chunk is counted here.
 void UcxChannel::chunkFailed(
     BulkLocked& locked,
-    Group* group,
+    Batch* batch,
     const base::Error& error) {
-  if (!group->error) {
-    group->error = error;
+  if (!batch->error) {
+    batch->error = error;
   }
-  chunkDone(locked, group, UCS_OK);
+  chunkDone(locked, batch, UCS_OK);
 }
 
 void UcxChannel::chunkDone(
     BulkLocked& locked,
-    Group* group,
+    Batch* batch,
     ucs_status_t status) {
-  if (status != UCS_OK && !group->error) {
-    group->error = toError(status, "moving bulk");
+  if (status != UCS_OK && !batch->error) {
+    batch->error = toError(status, "moving bulk");
   }
-  if (group->left > 1) {
-    --group->left;
+  if (batch->left > 1) {
+    --batch->left;
     return;
   }
-  if (group->callback) {
+  if (batch->callback) {
     // Copied, not moved: if defer() throws, chunkFailed() comes here again and
     // needs the callback.
-    locked.defer([callback = group->callback, error = group->error] {
+    locked.defer([callback = batch->callback, error = batch->error] {
       callback(error);
     });
   }
-  groups_.erase(group->id);
+  batches_.erase(batch->id);
 }
 
 } // namespace torch_rpc_ext::transport::ucx::bulk

@@ -51,8 +51,8 @@ class UcxChannel final : public Channel,
   }
 
  private:
-  // One receive() or send(), which ends when all its chunks have.
-  struct Group;
+  // The chunks of one receive() or send(), which ends when all its chunks have.
+  struct Batch;
 
   ucp_ep_h endpoint(
       BulkLocked& locked,
@@ -61,10 +61,10 @@ class UcxChannel final : public Channel,
   void dropEndpoint(BulkLocked& locked, ucp_ep_h ep, ucs_status_t status);
   void chunkArrived(
       BulkLocked& locked,
-      Group* group,
+      Batch* batch,
       const ucp_tag_recv_info_t& info);
-  void chunkDone(BulkLocked& locked, Group* group, ucs_status_t status);
-  void chunkFailed(BulkLocked& locked, Group* group, const base::Error& error);
+  void chunkDone(BulkLocked& locked, Batch* batch, ucs_status_t status);
+  void chunkFailed(BulkLocked& locked, Batch* batch, const base::Error& error);
   // Ends the peer's send of a chunk that nobody receives any more.
   void refuse(BulkLocked& locked, uint64_t tag);
   void refused(
@@ -77,8 +77,8 @@ class UcxChannel final : public Channel,
   const WorkerAddress address_;
 
   std::unordered_map<std::string, ucp_ep_h> endpoints_;
-  std::unordered_map<uint64_t, std::unique_ptr<Group>> groups_;
-  uint64_t nextGroup_ = 1;
+  std::unordered_map<uint64_t, std::unique_ptr<Batch>> batches_;
+  uint64_t nextBatch_ = 1;
   std::deque<void*> refusals_; // requests of refuse(), by age
   uint64_t refusalsOver_ = 0; // how many of them have ended
   bool stopped_ = false;

@@ -84,24 +84,24 @@ uint64_t BulkReceiver::receive(
   uint64_t id = 0;
   set_->run([&](Locked& locked) {
     id = nextId_++;
-    auto group = std::make_shared<Group>();
-    group->id = id;
-    group->firstTag = tag;
-    group->chunks = chunks.size();
-    group->callback = std::move(callback);
-    group->arrived = std::move(arrived);
-    groups_.emplace(id, group);
+    auto batch = std::make_shared<Batch>();
+    batch->id = id;
+    batch->firstTag = tag;
+    batch->chunks = chunks.size();
+    batch->callback = std::move(callback);
+    batch->arrived = std::move(arrived);
+    batches_.emplace(id, batch);
     for (size_t i = 0; i < chunks.size(); ++i) {
       if (chunks[i].size != 0) {
-        ++group->left;
+        ++batch->left;
         expected_.insert_or_assign(
-            tag + i, Expected{group, chunks[i], chunks[i].size});
+            tag + i, Expected{batch, chunks[i], chunks[i].size});
       }
     }
     if (stopped_) {
-      end(locked, group, transportEnded());
-    } else if (group->left == 0) {
-      end(locked, group, {});
+      end(locked, batch, transportEnded());
+    } else if (batch->left == 0) {
+      end(locked, batch, {});
     }
   });
   return id;
@@ -109,26 +109,26 @@ uint64_t BulkReceiver::receive(
 
 void BulkReceiver::cancel(uint64_t id, const base::Error& why) {
   set_->run([&](Locked& locked) {
-    const auto group = groups_.find(id);
-    if (group != groups_.end()) {
-      end(locked, std::shared_ptr(group->second), why);
+    const auto batch = batches_.find(id);
+    if (batch != batches_.end()) {
+      end(locked, std::shared_ptr(batch->second), why);
     }
   });
 }
 
 void BulkReceiver::end(
     Locked& locked,
-    const std::shared_ptr<Group>& group,
+    const std::shared_ptr<Batch>& batch,
     base::Error error) {
   // Copied, not moved: if defer() throws, a later end() needs the callback.
-  locked.defer([callback = group->callback, error = std::move(error)] {
+  locked.defer([callback = batch->callback, error = std::move(error)] {
     callback(error);
   });
-  group->callback = nullptr; // what it holds dies with the copy, later
-  for (size_t i = 0; i < group->chunks; ++i) {
-    expected_.erase(group->firstTag + i);
+  batch->callback = nullptr; // what it holds dies with the copy, later
+  for (size_t i = 0; i < batch->chunks; ++i) {
+    expected_.erase(batch->firstTag + i);
   }
-  groups_.erase(group->id);
+  batches_.erase(batch->id);
 }
 
 void BulkReceiver::stop() {
@@ -137,8 +137,8 @@ void BulkReceiver::stop() {
     set_->stop(locked);
     lanes_.clear();
     listeners_.clear();
-    while (!groups_.empty()) {
-      end(locked, std::shared_ptr(groups_.begin()->second), transportEnded());
+    while (!batches_.empty()) {
+      end(locked, std::shared_ptr(batches_.begin()->second), transportEnded());
     }
   });
   set_->join();
@@ -324,7 +324,7 @@ void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
   Expected& expected = found->second;
   if (lane.piece.size > expected.left) {
     end(locked,
-        std::shared_ptr(expected.group),
+        std::shared_ptr(expected.batch),
         {base::ErrorKind::kInvalid, "a piece of bulk came twice"});
     return;
   }
@@ -332,15 +332,15 @@ void BulkReceiver::pieceDone(Locked& locked, Lane& lane) {
   if (expected.left != 0) {
     return;
   }
-  const auto group = expected.group;
-  if (group->arrived) {
-    locked.defer([arrived = group->arrived, chunk = expected.memory] {
+  const auto batch = expected.batch;
+  if (batch->arrived) {
+    locked.defer([arrived = batch->arrived, chunk = expected.memory] {
       arrived(chunk);
     });
   }
   expected_.erase(found);
-  if (--group->left == 0) {
-    end(locked, group, {});
+  if (--batch->left == 0) {
+    end(locked, batch, {});
   }
 }
 

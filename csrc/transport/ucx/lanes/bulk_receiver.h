@@ -58,8 +58,8 @@ class BulkReceiver {
 
  private:
   using Locked = LaneSet::Locked;
-  // One receive().
-  struct Group {
+  // The chunks of one receive().
+  struct Batch {
     uint64_t id = 0;
     uint64_t firstTag = 0;
     size_t chunks = 0;
@@ -68,7 +68,7 @@ class BulkReceiver {
     Incoming::Arrived arrived;
   };
   struct Expected {
-    std::shared_ptr<Group> group;
+    std::shared_ptr<Batch> batch;
     base::MutableSpan memory;
     uint64_t left = 0; // bytes that have not come
   };
@@ -103,7 +103,7 @@ class BulkReceiver {
   // bytes are there; -1: the lane has ended.
   static int fill(Lane& lane, void* into, size_t size);
   void drop(Locked& locked, uint64_t id);
-  void end(Locked& locked, const std::shared_ptr<Group>& group, base::Error);
+  void end(Locked& locked, const std::shared_ptr<Batch>& batch, base::Error);
 
   const Options options_;
   const std::string key_;
@@ -114,7 +114,7 @@ class BulkReceiver {
   std::unordered_map<uint64_t, Lane> lanes_;
   std::deque<uint64_t> unknown_; // lanes whose Hello has not come, by age
   ByTag expected_;
-  std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  std::unordered_map<uint64_t, std::shared_ptr<Batch>> batches_;
   uint64_t nextId_ = 1;
   bool stopped_ = false;
   base::Buffer dropped_; // takes the bytes that nobody expects

@@ -52,15 +52,15 @@ void BulkSender::send(
     std::vector<base::ConstSpan> chunks,
     Callback callback) {
   set_->run([&](Locked& locked) {
-    const auto group = std::make_shared<Group>();
-    group->callback = std::move(callback);
-    groups_.insert(group);
+    const auto batch = std::make_shared<Batch>();
+    batch->callback = std::move(callback);
+    batches_.insert(batch);
     auto& receiver = receivers_[address];
     if (receiver == nullptr) {
       auto parsed = parseAddress(address);
       if (stopped_ || !parsed.ok()) {
         receivers_.erase(address);
-        end(locked, group, stopped_ ? transportEnded() : parsed.error());
+        end(locked, batch, stopped_ ? transportEnded() : parsed.error());
         return;
       }
       receiver = std::make_unique<Receiver>();
@@ -70,15 +70,15 @@ void BulkSender::send(
       for (uint64_t at = 0; at < chunk.size; at += kPieceBytes) {
         const uint64_t size = std::min<uint64_t>(kPieceBytes, chunk.size - at);
         receiver->waiting.push_back(
-            {group,
+            {batch,
              {tag, at, size},
              static_cast<const char*>(chunk.data) + at});
-        ++group->left;
+        ++batch->left;
       }
       ++tag;
     }
-    if (group->left == 0) {
-      end(locked, group, {});
+    if (batch->left == 0) {
+      end(locked, batch, {});
       return;
     }
     feed(locked, *receiver);
@@ -93,8 +93,8 @@ void BulkSender::stop() {
     writable_.clear();
     lanes_.clear();
     receivers_.clear();
-    while (!groups_.empty()) {
-      end(locked, std::shared_ptr(*groups_.begin()), transportEnded());
+    while (!batches_.empty()) {
+      end(locked, std::shared_ptr(*batches_.begin()), transportEnded());
     }
   });
   set_->join();
@@ -297,11 +297,11 @@ bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
     return false; // answers to nothing
   }
   for (ssize_t i = 0; i < got; ++i) {
-    const auto group = lane.untaken.front().group;
-    if (--group->left == 0 && groups_.contains(group)) {
-      end(locked, group, {});
+    const auto batch = lane.untaken.front().batch;
+    if (--batch->left == 0 && batches_.contains(batch)) {
+      end(locked, batch, {});
     }
-    lane.untaken.pop_front(); // last: if end() throws, fail() ends the group
+    lane.untaken.pop_front(); // last: if end() throws, fail() ends the batch
   }
   const uint64_t bytes =
       kBytesPerMicrosecond * roundTripMicroseconds(lane.socket);
@@ -323,10 +323,10 @@ void BulkSender::fail(Locked& locked, uint64_t id, base::Error why) {
   lanes_.erase(found);
   std::erase(receiver.lanes, id);
   if (lane.piece) {
-    abort(locked, lane.piece->group, why);
+    abort(locked, lane.piece->batch, why);
   }
   for (const Piece& piece : lane.untaken) {
-    abort(locked, piece.group, why);
+    abort(locked, piece.batch, why);
   }
   if (!lane.isOpen) {
     const Endpoint& endpoint = receiver.address.endpoints[lane.endpoint];
@@ -353,7 +353,7 @@ void BulkSender::loseWaiting(
     Receiver& receiver,
     const base::Error& why) {
   for (const Piece& piece : std::exchange(receiver.waiting, {})) {
-    abort(locked, piece.group, why);
+    abort(locked, piece.batch, why);
   }
 }
 
@@ -361,21 +361,21 @@ void BulkSender::loseWaiting(
 // more. A lane that has written a part of a piece cannot be used again.
 void BulkSender::abort(
     Locked& locked,
-    const std::shared_ptr<Group>& group,
+    const std::shared_ptr<Batch>& batch,
     const base::Error& why) {
-  if (!groups_.contains(group)) {
+  if (!batches_.contains(batch)) {
     return;
   }
   // If nothing is left, the receiver has taken all, and end() has thrown.
-  end(locked, group, group->left == 0 ? base::Error() : why);
+  end(locked, batch, batch->left == 0 ? base::Error() : why);
   for (auto& [address, receiver] : receivers_) {
     std::erase_if(receiver->waiting, [&](const Piece& piece) {
-      return piece.group == group;
+      return piece.batch == batch;
     });
   }
   std::vector<uint64_t> cut;
   for (auto& [id, lane] : lanes_) {
-    if (lane.piece && lane.piece->group == group) {
+    if (lane.piece && lane.piece->batch == batch) {
       if (lane.written == 0) {
         lane.piece.reset();
       } else {
@@ -392,14 +392,14 @@ void BulkSender::abort(
 
 void BulkSender::end(
     Locked& locked,
-    const std::shared_ptr<Group>& group,
+    const std::shared_ptr<Batch>& batch,
     base::Error error) {
   // Copied, not moved: if defer() throws, a later end() needs the callback.
-  locked.defer([callback = group->callback, error = std::move(error)] {
+  locked.defer([callback = batch->callback, error = std::move(error)] {
     callback(error);
   });
-  group->callback = nullptr; // what it holds dies with the copy, later
-  groups_.erase(group);
+  batch->callback = nullptr; // what it holds dies with the copy, later
+  batches_.erase(batch);
 }
 
 } // namespace torch_rpc_ext::transport::ucx::lanes

@@ -43,13 +43,13 @@ class BulkSender {
 
  private:
   using Locked = LaneSet::Locked;
-  // One send().
-  struct Group {
+  // The chunks of one send().
+  struct Batch {
     size_t left = 0; // pieces that the receiver has not taken
     Callback callback;
   };
   struct Piece {
-    std::shared_ptr<Group> group;
+    std::shared_ptr<Batch> batch;
     PieceHeader header;
     const char* bytes = nullptr;
   };
@@ -92,9 +92,9 @@ class BulkSender {
   void loseWaiting(Locked& locked, Receiver& receiver, const base::Error& why);
   void abort(
       Locked& locked,
-      const std::shared_ptr<Group>& group,
+      const std::shared_ptr<Batch>& batch,
       const base::Error& why);
-  void end(Locked& locked, const std::shared_ptr<Group>& group, base::Error);
+  void end(Locked& locked, const std::shared_ptr<Batch>& batch, base::Error);
 
   const double keepaliveSeconds_;
 
@@ -103,7 +103,7 @@ class BulkSender {
   std::unordered_map<uint64_t, Lane> lanes_;
   // Lanes that have a Hello or a piece to write and are not blocked.
   std::deque<uint64_t> writable_;
-  std::unordered_set<std::shared_ptr<Group>> groups_; // that have not ended
+  std::unordered_set<std::shared_ptr<Batch>> batches_; // that have not ended
   uint64_t nextId_ = 1;
   bool stopped_ = false;
 

@@ -1,4 +1,4 @@
-#include "cuda/table_ring.h"
+#include "cuda/table_pool.h"
 
 #include <utility>
 
@@ -6,14 +6,14 @@ namespace torch_rpc_ext::cuda {
 
 namespace {
 
-constexpr size_t kPlaceBytes = TableRing::kRows * sizeof(SegmentRow);
+constexpr size_t kPlaceBytes = TablePool::kRows * sizeof(SegmentRow);
 
 } // namespace
 
-TableRing::TableRing(std::shared_ptr<Driver> driver)
+TablePool::TablePool(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)) {}
 
-TableRing::~TableRing() {
+TablePool::~TablePool() {
   const auto places = places_.lock();
   for (const Place& place : *places) {
     const ContextGuard guard(*driver_, place.device);
@@ -23,7 +23,7 @@ TableRing::~TableRing() {
   }
 }
 
-base::Result<TableRing::Place> TableRing::take(int device) {
+base::Result<TablePool::Place> TablePool::take(int device) {
   {
     auto places = places_.lock();
     for (auto place = places->begin(); place != places->end(); ++place) {
@@ -38,7 +38,7 @@ base::Result<TableRing::Place> TableRing::take(int device) {
   return create(device);
 }
 
-base::Result<TableRing::Place> TableRing::create(int device) {
+base::Result<TablePool::Place> TablePool::create(int device) {
   const DriverApi& api = driver_->api();
   Place place;
   place.device = device;
@@ -62,7 +62,7 @@ base::Result<TableRing::Place> TableRing::create(int device) {
   return place;
 }
 
-void TableRing::destroy(const Place& place) {
+void TablePool::destroy(const Place& place) {
   const DriverApi& api = driver_->api();
   if (place.event != nullptr) {
     api.destroyEvent(place.event);
@@ -76,7 +76,7 @@ void TableRing::destroy(const Place& place) {
 }
 
 base::Error
-TableRing::upload(const Place& place, size_t rows, StreamHandle stream) {
+TablePool::upload(const Place& place, size_t rows, StreamHandle stream) {
   return driver_->check(
       driver_->api().copyAsync(
           place.table,
@@ -86,7 +86,7 @@ TableRing::upload(const Place& place, size_t rows, StreamHandle stream) {
       "the copy of a table of segments");
 }
 
-void TableRing::giveBack(const Place& place, StreamHandle stream) {
+void TablePool::giveBack(const Place& place, StreamHandle stream) {
   const Status recorded = driver_->api().recordEvent(place.event, stream);
   if (recorded != status::kSuccess) {
     // Without the event it stays unknown when the device is done: the place is

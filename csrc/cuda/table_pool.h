@@ -16,7 +16,7 @@ namespace torch_rpc_ext::cuda {
 // over: from then on the place can be given out again.
 // Owns: the places that no caller holds.
 // Thread: any.
-class TableRing {
+class TablePool {
  public:
   static constexpr size_t kRows = 2048; // in a place
 
@@ -27,8 +27,8 @@ class TableRing {
     EventHandle event = nullptr;
   };
 
-  explicit TableRing(std::shared_ptr<Driver> driver);
-  ~TableRing();
+  explicit TablePool(std::shared_ptr<Driver> driver);
+  ~TablePool();
 
   // A place that neither a caller nor the device uses. The device's context
   // must be current, here and in the methods below.
