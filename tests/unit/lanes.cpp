@@ -136,8 +136,15 @@ struct Fixture {
     receiver.stop();
   }
 
-  // Moves one message of these sizes; both ends must succeed.
+  // Moves one message of these sizes; both ends must succeed. The sender knows
+  // the receiver by `toAddress`.
   void move(const std::vector<size_t>& sizes, int seed) {
+    move(address, sizes, seed);
+  }
+  void move(
+      const std::string& toAddress,
+      const std::vector<size_t>& sizes,
+      int seed) {
     std::vector<Bytes> from;
     std::vector<Bytes> to;
     std::vector<base::ConstSpan> out;
@@ -157,7 +164,7 @@ struct Fixture {
     receiver.receive(tag, in, received.callback(), [&](base::MutableSpan part) {
       arrived.fetch_add(part.size);
     });
-    sender.send(address, tag, out, sent.callback());
+    sender.send(toAddress, tag, out, sent.callback());
     require(!sent.wait(), "it is sent");
     require(!received.wait(), "it is received");
     require(from == to, "the bytes are the sender's");
@@ -240,6 +247,62 @@ void testNobodyThere() {
   f.sender.send("rubbish", 7, {{from.data(), 1}}, refused.callback());
   require(refused.wait().kind == base::ErrorKind::kInvalid, "no address");
   f.move({kPiece}, 2);
+}
+
+// What connect() refuses at once, epoll does not tell of.
+void testAnEndpointWithoutARoute() {
+  Fixture f;
+  lanes::Address address = lanes::parseAddress(f.address).value();
+  const lanes::Endpoint noRoute{"255.255.255.255", 9};
+  require(!lanes::connectTo(noRoute).ok(), "connect() refuses at once");
+  address.endpoints.insert(address.endpoints.begin(), noRoute);
+  f.move(lanes::encode(address), {3 * kPiece}, 1);
+
+  address.endpoints = {noRoute, noRoute};
+  const Bytes from = numbered(kPiece, 1);
+  End sent;
+  f.sender.send(
+      lanes::encode(address),
+      reserveTags(1),
+      {{from.data(), from.size()}},
+      sent.callback());
+  const base::Error error = sent.wait();
+  require(error.kind == base::ErrorKind::kPeerLost, "no endpoint is left");
+  require(
+      error.message.find("255.255.255.255:9") != std::string::npos,
+      "which endpoint was tried");
+}
+
+// The receiver closes its lanes first, and the kernel keeps them for a minute.
+void testTheNextReceiverOnAPort() {
+  std::pair<uint16_t, uint16_t> ports;
+  for (int life = 0; life < 3; ++life) {
+    const auto gate = std::make_shared<base::Gate>();
+    lanes::BulkReceiver receiver({.ports = ports}, gate);
+    lanes::BulkSender sender(2.0, gate);
+    auto address = receiver.addressAt({"127.0.0.1"});
+    require(address.ok(), "a port whose last receiver has ended is free");
+    const uint16_t port =
+        lanes::parseAddress(address.value()).value().endpoints[0].port;
+    ports = {port, port};
+
+    const Bytes from = numbered(kPiece, life);
+    Bytes to(from.size());
+    const uint64_t tag = reserveTags(1);
+    End received;
+    End sent;
+    receiver.receive(
+        tag, {{to.data(), to.size()}}, received.callback(), nullptr);
+    sender.send(
+        address.value(), tag, {{from.data(), from.size()}}, sent.callback());
+    require(!sent.wait() && !received.wait(), "it arrives");
+    lanes::BulkReceiver second({.ports = ports}, gate);
+    require(
+        !second.addressAt({"127.0.0.1"}).ok(), "two cannot listen at a port");
+    second.stop();
+    receiver.stop();
+    sender.stop();
+  }
 }
 
 void testAReceiverThatEnds() {
@@ -622,6 +685,8 @@ int main() {
   testManyAtOnce();
   testCancelledReceive();
   testNobodyThere();
+  testAnEndpointWithoutARoute();
+  testTheNextReceiverOnAPort();
   testAReceiverThatEnds();
   testStrangers();
   testAHeaderBeforeItsReceive();

@@ -115,16 +115,24 @@ void BulkSender::feed(Locked& locked, Receiver& receiver) {
       receiver.lanes.begin(), receiver.lanes.end(), [this](uint64_t id) {
         return !lanes_.at(id).isOpen;
       });
-  for (size_t wanted = receiver.waiting.size();
-       wanted > opening && receiver.lanes.size() < most;
-       --wanted) {
-    if (base::Error error = openLane(locked, receiver)) {
-      if (receiver.lanes.empty()) {
-        loseWaiting(locked, receiver, error);
-      }
+  size_t wanted = receiver.waiting.size();
+  while (wanted > opening && receiver.lanes.size() < most) {
+    const base::Error error = openLane(locked, receiver);
+    if (!error) {
+      --wanted;
+    } else if (!receiver.lanes.empty()) {
+      return; // these lanes do the work
+    } else if (failedToConnect(receiver)) {
+      loseWaiting(locked, receiver, error);
       return;
     }
   }
+}
+
+// Counts an attempt to open a lane that has failed. True if there have been as
+// many in a row as there are endpoints, so that each has been tried.
+bool BulkSender::failedToConnect(Receiver& receiver) {
+  return ++receiver.failures >= receiver.address.endpoints.size();
 }
 
 // Whether the lane has got a piece.
@@ -328,19 +336,17 @@ void BulkSender::fail(Locked& locked, uint64_t id, base::Error why) {
   for (const Piece& piece : lane.untaken) {
     abort(locked, piece.batch, why);
   }
-  if (!lane.isOpen) {
-    const Endpoint& endpoint = receiver.address.endpoints[lane.endpoint];
-    why.message = "cannot connect to " + toString(endpoint) +
-        " for large tensors: " + why.message;
-    ++receiver.failures;
-  }
-  // As long as there are other lanes, these do the work. If there are none,
-  // each endpoint is tried once.
   if (lane.isOpen) {
     feed(locked, receiver);
-  } else if (receiver.lanes.empty()) {
-    if (receiver.failures >= receiver.address.endpoints.size()) {
-      receiver.failures = 0;
+    return;
+  }
+  const Endpoint& endpoint = receiver.address.endpoints[lane.endpoint];
+  why.message = "cannot connect to " + toString(endpoint) +
+      " for large tensors: " + why.message;
+  const bool allFailed = failedToConnect(receiver);
+  // As long as there are other lanes, these do the work.
+  if (receiver.lanes.empty()) {
+    if (allFailed) {
       loseWaiting(locked, receiver, why);
     } else {
       feed(locked, receiver);
@@ -352,6 +358,7 @@ void BulkSender::loseWaiting(
     Locked& locked,
     Receiver& receiver,
     const base::Error& why) {
+  receiver.failures = 0; // the next send() tries all endpoints again
   for (const Piece& piece : std::exchange(receiver.waiting, {})) {
     abort(locked, piece.batch, why);
   }

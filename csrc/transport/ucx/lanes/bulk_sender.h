@@ -82,6 +82,7 @@ class BulkSender {
   bool take(Lane& lane);
   void queue(Lane& lane);
   base::Error openLane(Locked& locked, Receiver& receiver);
+  static bool failedToConnect(Receiver& receiver);
   void onEvents(Locked& locked, Lane& lane, uint32_t events);
   void write(Locked& locked, Lane& lane);
   // Writes what the lane has: its Hello, its piece. False if the lane has

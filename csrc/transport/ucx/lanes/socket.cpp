@@ -141,6 +141,10 @@ base::Result<std::pair<Socket, Endpoint>> listenAt(
           base::ErrorKind::kInvalid, "\"" + ip + "\" is no IP address"};
     }
     Socket socket = makeSocket(address);
+    // Lanes of an earlier receiver do not keep the port: the kernel remembers
+    // those that the receiver closed for a minute. A port at which somebody
+    // listens stays taken.
+    set(socket, SOL_SOCKET, SO_REUSEADDR, 1);
     if (socket.fd() >= 0 &&
         ::bind(socket.fd(), address.get(), address.size) == 0 &&
         ::listen(socket.fd(), SOMAXCONN) == 0) {
