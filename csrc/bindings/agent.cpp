@@ -61,7 +61,7 @@ agent::AgentHooks pythonHooks() {
             }
           },
       .checkInterrupt = checkInterrupt,
-      .threadScope = keepPythonThreadState,
+      .threadScope = poolThread,
       .dropValues =
           [](agent::RRefs values) {
             py::gil_scoped_acquire gil;

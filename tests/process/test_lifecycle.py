@@ -316,12 +316,16 @@ def call_all(count: int) -> list[str]:
 
 
 COMPUTE = """
-    import threading
+    import threading, time
     computes = threading.Event()
     def compute():
         x = torch.ones(300, 300)
         while True:
             torch.mm(x, x)
+            computes.set()
+    def nap(*_):
+        while True:
+            time.sleep(0.001)
             computes.set()
 """
 LEAVINGS = {
@@ -337,6 +341,16 @@ LEAVINGS = {
     # Such a thread comes back from C++ into Python again and again, also while Python ends.
     "with a thread in torch": "threading.Thread(target=compute, daemon=True).start()",
     "with a function in torch": "future = rpc.rpc_async('me', compute); computes.wait(60)",
+    # Python ends the thread of such a function while libtorch has the GIL for the function.
+    "with a function in Python": "future = rpc.rpc_async('me', nap); computes.wait(60)",
+    "with a callback in Python": (
+        "future = rpc.rpc_async('me', time.sleep, args=(0.1,)).then(nap); computes.wait(60)"
+    ),
+    "with a function that was given up": (
+        "future = rpc.rpc_async('me', nap, timeout=0.5); computes.wait(60);"
+        "import contextlib\n    with contextlib.suppress(RuntimeError): future.wait()\n"
+        "    rpc.shutdown()"
+    ),
     "with a function of an earlier group": (
         "future = rpc.rpc_async('me', time.sleep, args=(600,)); time.sleep(0.3);"
         "rpc.shutdown(graceful=False); init(); rpc.shutdown(graceful=False)"
@@ -347,7 +361,7 @@ LEAVINGS = {
 @needs_ucx("sometimes aborts in std::terminate")
 @pytest.mark.parametrize("leaving", LEAVINGS)
 def test_leaving_without_shutdown(leaving: str) -> None:
-    code = f"{COMPUTE}\n    import time\n    init()\n    {LEAVINGS[leaving]}\n"
+    code = f"{COMPUTE}\n    init()\n    {LEAVINGS[leaving]}\n"
     ended = script.python(PROGRAM + code)
     assert ended.code == 0 and "terminate called" not in ended.err, ended
 
