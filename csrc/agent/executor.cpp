@@ -59,6 +59,7 @@ struct ThreadState {
   // `next`.
   bool chainable = false;
   bool leads = false;
+  bool waits = false; // inside of Leader::wait(), also when it leads no more
   Executor::Work next;
   Executor::Claims claims = Executor::Claims::kNothing;
   std::deque<Executor::Work> claimed;
@@ -298,15 +299,18 @@ void Executor::run(Work work) {
 }
 
 void Executor::enqueue(Work work) {
-  if (threadState.executor == this && threadState.claims != Claims::kNothing) {
+  // A thread that waits for an answer does what that answer needs. A request
+  // would run another caller's function in the middle of the wait.
+  const bool mayRunHere = threadState.executor == this &&
+      (work.kind != Kind::kRequest || !threadState.waits);
+  if (mayRunHere && threadState.claims != Claims::kNothing) {
     auto& claimed = threadState.claimed;
     claimed.insert(
         threadState.claims == Claims::kFirst ? claimed.begin() : claimed.end(),
         std::move(work));
     return;
   }
-  if (threadState.executor == this && threadState.chainable &&
-      threadState.next.task == nullptr) {
+  if (mayRunHere && threadState.chainable && threadState.next.task == nullptr) {
     threadState.next = std::move(work);
     return;
   }
@@ -423,13 +427,16 @@ bool Executor::Leader::wait(const std::function<bool()>& done) {
   // belongs to its executor as before.
   struct Restore {
     Executor* const executor = threadState.executor;
+    const bool waits = threadState.waits;
     ~Restore() {
       threadState.executor = executor;
       threadState.leads = false;
+      threadState.waits = waits;
     }
   } restore;
   threadState.executor = &executor_;
   threadState.leads = true;
+  threadState.waits = true;
   // Events that concern other calls may end each wait early, so lead_.wait()
   // alone would not keep the time.
   const auto until = std::chrono::steady_clock::now() + kLookEvery;

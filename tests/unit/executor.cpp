@@ -75,6 +75,38 @@ bool runsWhatItClaims() {
       ran == std::vector{1, 2, 3, 4};
 }
 
+// A request runs a function of a user, so a thread that waits for an answer
+// begins none, also if what the answer needs lets one begin.
+bool beginsNoRequestInAWait() {
+  agent::Executor executor(/*requestThreads=*/1);
+  base::EventFd input;
+  std::thread::id servedOn;
+  std::latch served(1);
+  executor.poller().addMain(
+      input.fd(),
+      [&] {
+        input.take();
+        const agent::Executor::Claim claim(agent::Executor::Claims::kLast);
+        executor.submit(base::makeTask([&] {
+          executor.submitRequest(base::makeTask([&] {
+            servedOn = std::this_thread::get_id();
+            served.count_down();
+          }));
+        }));
+      },
+      [] { return false; });
+  executor.start();
+  {
+    agent::Executor::Leader leader(executor);
+    input.raise();
+    leader.wait([] { return false; });
+  }
+  executor.poller().remove(input.fd());
+  served.wait();
+  return executor.stop(/*milliseconds=*/10'000) &&
+      servedOn != std::this_thread::get_id();
+}
+
 // What is undone after each task may fail, for lack of a thread for one; the
 // threads go on.
 bool goesOnAfterAnException() {
@@ -94,6 +126,11 @@ bool goesOnAfterAnException() {
 int main() {
   if (!runsWhatItClaims()) {
     std::fprintf(stderr, "what the leader claims does not run as it should\n");
+    std::_Exit(1);
+  }
+  if (!beginsNoRequestInAWait()) {
+    std::fprintf(
+        stderr, "a thread that waits for an answer serves a request\n");
     std::_Exit(1);
   }
   if (!goesOnAfterAnException()) {
