@@ -157,6 +157,11 @@ void AgentParts::onFrame(
   receiver_.onFrame(connection, std::move(incoming));
 }
 
+std::shared_ptr<void> AgentParts::onFrameAhead(
+    const transport::ConnectionPtr& connection) {
+  return server_.frameAhead(connection.get());
+}
+
 void AgentParts::onClosed(
     const transport::ConnectionPtr& connection,
     const base::Error& error) {

@@ -98,6 +98,8 @@ class AgentParts final : private transport::Handler {
   void onFrame(
       const transport::ConnectionPtr& connection,
       std::unique_ptr<transport::Incoming> incoming) override;
+  std::shared_ptr<void> onFrameAhead(
+      const transport::ConnectionPtr& connection) override;
   void onClosed(
       const transport::ConnectionPtr& connection,
       const base::Error& error) override;

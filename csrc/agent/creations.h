@@ -42,8 +42,8 @@ class Creations : public std::enable_shared_from_this<Creations> {
 
   static std::shared_ptr<Creations> create();
 
-  // To be called for the requests that may make an RRef, in the order of their
-  // arrival.
+  // To be called for the requests that may make an RRef, and for the frames
+  // that may turn out to be such requests, in the order of their arrival.
   std::shared_ptr<Begun> begin(Caller caller);
   // Calls `then` when the deletion of the RRef that `rref` returns may be
   // served: at once, or on the thread that has read or ended the last request

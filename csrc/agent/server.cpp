@@ -96,6 +96,10 @@ void Server::sayThatAllAreBusy(size_t waiting, double seconds) {
           "would help");
 }
 
+std::shared_ptr<void> Server::frameAhead(Creations::Caller caller) {
+  return creations_->begin(caller);
+}
+
 bool Server::announced(Arrival& arrival) {
   const bool others = queuedFrames_.bytes() != 0;
   arrival.frame = queuedFrames_.hold(arrival.incoming->head().size);
@@ -105,7 +109,10 @@ bool Server::announced(Arrival& arrival) {
   }
   if (mayCreateRRef(
           static_cast<rpc::MessageType>(arrival.header().messageType))) {
-    arrival.creation = creations_->begin(arrival.connection.get());
+    auto& ahead = arrival.incoming->ahead;
+    arrival.creation = ahead == nullptr
+        ? creations_->begin(arrival.connection.get())
+        : std::static_pointer_cast<Creations::Begun>(std::move(ahead));
   }
   return true;
 }

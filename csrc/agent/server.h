@@ -44,6 +44,10 @@ class Server {
       UnreadRRefs& unreadRRefs,
       torch::distributed::rpc::RequestCallback& callback);
 
+  // A frame of `caller` is still to be fetched. Deletions of RRefs that arrive
+  // later wait for it. The result is Incoming::ahead when the frame comes to
+  // announced(). To be called in the order of arrival.
+  std::shared_ptr<void> frameAhead(Creations::Caller caller);
   // The frame of a request has arrived. To be called in the order of arrival.
   // Returns false if it refuses the request, because too many frames wait
   // already.

@@ -122,6 +122,10 @@ class Incoming {
       std::vector<base::MutableSpan> into,
       Callback callback,
       Arrived arrived) = 0;
+
+  // What Handler::onFrameAhead() returned for this frame; null if that was not
+  // called.
+  std::shared_ptr<void> ahead;
 };
 
 // One path to one peer Context. Thread: any.
@@ -193,6 +197,14 @@ class Handler {
       const ConnectionPtr& connection,
       std::unique_ptr<Incoming> incoming) = 0;
 
+  // A frame has arrived whose head is so large that the head has to be fetched.
+  // Frames that arrive later may come to onFrame() before this one. What the
+  // Handler returns comes to onFrame() with this frame, as Incoming::ahead, or
+  // dies when the fetch fails. Called in the order in which frames arrive.
+  virtual std::shared_ptr<void> onFrameAhead(const ConnectionPtr&) {
+    return nullptr;
+  }
+
   // The last call about a connection. The error is kShutDown when either end
   // called close().
   virtual void onClosed(
@@ -232,10 +244,10 @@ class Context {
   // returns: stop() waits for the threads that are inside of a Handler method
   // or of a callback, and lets no other thread in. So the caller must hold no
   // lock that these threads wait for. If the caller itself is inside of a
-  // Handler method or of a callback (but not of introduction(), onAccept() or
-  // onConnected()), stop() does not wait for this method or callback, and
-  // returns at once if another thread is already stopping the context.
-  // Idempotent.
+  // Handler method or of a callback (but not of introduction(), onAccept(),
+  // onConnected() or onFrameAhead()), stop() does not wait for this method or
+  // callback, and returns at once if another thread is already stopping the
+  // context. Idempotent.
   virtual void stop() = 0;
 };
 

@@ -148,6 +148,44 @@ def test_a_creation_that_waits_for_its_arguments_holds_no_other_release_up() -> 
         group[0].run(drop_the_rref)
 
 
+def create_from_small_tensors_in_vain() -> None:
+    """The tensors lie in the message's head, which is so large that the callee has to fetch it."""
+    tensors = [torch.zeros(3000) for _ in range(1500)]
+    rref: Any = rpc.remote("worker1", f.nothing, args=(tensors,), timeout=0.4)
+    with pytest.raises(RuntimeError, match="timeout"):
+        rref._get_future().wait()
+    del rref
+
+
+def served() -> int:
+    return int(rpc.api._get_current_rpc_agent().get_metrics()["agent.calls_served"])
+
+
+def wait_until_served(count: int) -> None:
+    end = time.monotonic() + SECONDS / 4
+    while served() < count:
+        assert time.monotonic() < end, "the creation or its release has not come"
+        time.sleep(0.01)
+
+
+@needs_ucx("does not count what it serves")
+def test_a_creation_whose_message_is_still_fetched_comes_before_its_release() -> None:
+    with Group(2) as group:
+        group[0].run(hold_rref_of, "worker1")
+        group[0].run(drop_the_rref)
+        group[1].run(wait_until_released)
+        for _ in range(4):
+            before = group[1].run(served)
+            # So that the message and the release arrive together.
+            group[1].signal(signal.SIGSTOP)
+            wait_until_stopped(group[1].child.pid)
+            group[0].run(create_from_small_tensors_in_vain)
+            time.sleep(0.2)  # the release is there
+            group[1].signal(signal.SIGCONT)
+            group[1].run(wait_until_served, before + 2)
+            group[1].run(wait_until_released)
+
+
 @needs_ucx("has no such number")
 def test_a_release_is_not_taken_for_the_last_call() -> None:
     with Group(2) as group:

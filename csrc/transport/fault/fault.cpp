@@ -253,6 +253,9 @@ class FaultContext final : public Context, public Handler {
       std::unique_ptr<Incoming> incoming) override {
     handler_->onFrame(outer(connection), std::move(incoming));
   }
+  std::shared_ptr<void> onFrameAhead(const ConnectionPtr& connection) override {
+    return handler_->onFrameAhead(outer(connection));
+  }
   void onClosed(const ConnectionPtr& connection, const base::Error& error)
       override {
     handler_->onClosed(outer(connection), error);

@@ -163,7 +163,8 @@ class UcxConnection final : public Connection,
   void onBigFrame(Locked& locked, const Message& message);
   void fetchBigFrame(
       const FrameHeader& header,
-      const std::vector<BulkEntry>& entries);
+      const std::vector<BulkEntry>& entries,
+      std::shared_ptr<void> ahead);
   // Calls Handler::onFrame(), and then deliveryEnds().
   void deliver(std::unique_ptr<Incoming> incoming);
   // To be called after the delivery of each frame. A thread may still carry a

@@ -187,18 +187,25 @@ void UcxConnection::onBigFrame(Locked&, const Message& message) {
              (most != 0 ? " (option max_message_bytes)" : " (its memory)")});
     return;
   }
+  std::shared_ptr<void> ahead;
+  context_->withHandler([&](Handler& handler) {
+    ahead = handler.onFrameAhead(shared_from_this());
+  });
   // Not on the thread that polls, because allocating much memory takes long.
   deliveries_.fetch_add(1);
   context_->bulk().runner().submit(
-      base::makeTask(
-          [self = shared_from_this(), header, entries = entries.value()] {
-            self->fetchBigFrame(header, entries);
-          }));
+      base::makeTask([self = shared_from_this(),
+                      header,
+                      entries = entries.value(),
+                      ahead = std::move(ahead)] {
+        self->fetchBigFrame(header, entries, ahead);
+      }));
 }
 
 void UcxConnection::fetchBigFrame(
     const FrameHeader& header,
-    const std::vector<BulkEntry>& entries) {
+    const std::vector<BulkEntry>& entries,
+    std::shared_ptr<void> ahead) {
   auto bytes = std::make_shared<base::Buffer>();
   try {
     *bytes = base::Buffer(entries[0].size);
@@ -216,22 +223,25 @@ void UcxConnection::fetchBigFrame(
       {.transfer = header.transfer,
        .from = entries,
        .into = {{bytes->data(), bytes->size()}},
-       .callback = [self = shared_from_this(), header, bytes](
-                       const base::Error& error) {
-         auto incoming = error ? base::Result<std::unique_ptr<Incoming>>(error)
-                               : makeBigIncoming(
-                                     self->bulk_->keep(),
-                                     header.transfer,
-                                     header.count,
-                                     std::move(*bytes),
-                                     self->context_->options().maxFrameBytes);
-         if (incoming.ok()) {
-           self->deliver(std::move(incoming.value()));
-         } else {
-           self->bulk_->done(header.transfer, 0, incoming.error());
-           self->deliveryEnds();
-         }
-       }});
+       .callback =
+           [self = shared_from_this(), header, bytes, ahead = std::move(ahead)](
+               const base::Error& error) mutable {
+             auto incoming = error
+                 ? base::Result<std::unique_ptr<Incoming>>(error)
+                 : makeBigIncoming(
+                       self->bulk_->keep(),
+                       header.transfer,
+                       header.count,
+                       std::move(*bytes),
+                       self->context_->options().maxFrameBytes);
+             if (incoming.ok()) {
+               incoming.value()->ahead = std::move(ahead);
+               self->deliver(std::move(incoming.value()));
+             } else {
+               self->bulk_->done(header.transfer, 0, incoming.error());
+               self->deliveryEnds();
+             }
+           }});
 }
 
 } // namespace torch_rpc_ext::transport::ucx
