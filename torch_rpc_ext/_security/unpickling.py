@@ -28,8 +28,10 @@ from torch_rpc_ext._base.attributes import FIELDS, attribute_of, is_value
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
 from torch_rpc_ext._upstream import exception_parts
 
-# Limit for tuples inside of each other: hash() of them recurses in C and overflows the stack at
-# about 100,000. No honest pickle has so many, because pickle's writers recurse too.
+# Limit for tuples and slices inside of each other: hash() of them (of slices from Python 3.12 on)
+# recurses in C and overflows the stack at about 100,000. No honest pickle has so many, because
+# pickle's writers recurse too. hash() of a frozenset does not recurse: the set keeps the hashes.
+_HASHED = (tuple, slice)
 _MOST_NESTED = 1000
 # Python 3.11 frees these, and exceptions with fields in C, by recursion, which overflows the stack
 # at about 100,000 inside of each other. Their depth is not known while they are filled, so links
@@ -83,7 +85,7 @@ class Reader:
         # id() of an object whose state this pickle has still to set -> (the object,
         # Entry.set_state). The object is held so that no other object can get its id().
         self._unset: dict[int, tuple[Any, Any]] = {}
-        # id() of a tuple that holds tuples -> how many levels of tuples are inside of it.
+        # id() of a tuple or slice that holds some -> how many levels of them are inside of it.
         self._nested: dict[int, int] = {}
         # How often an object of _RECURSIVE was put directly into another such object.
         self._links = 0
@@ -183,14 +185,17 @@ class Reader:
         self._push(made)
 
     def _push(self, made: Any) -> None:
-        """Put a new value on the stack; count levels if the value is a tuple."""
-        if isinstance(made, tuple):
+        """Put a new value on the stack; count levels if the value is a tuple or slice. What is in
+        these never changes, so that the levels inside are known when the value is made."""
+        if issubclass(type(made), _HASHED):
             depth = 0
-            for item in made:
-                if isinstance(item, tuple):
+            for item in _items(made):
+                if issubclass(type(item), _HASHED):
                     depth = max(depth, self._nested.get(id(item), 0) + 1)
             if depth > _MOST_NESTED:
-                raise pickle.UnpicklingError(f"more than {_MOST_NESTED} tuples in each other")
+                raise pickle.UnpicklingError(
+                    f"more than {_MOST_NESTED} tuples and slices in each other"
+                )
             if depth:
                 self._nested[id(made)] = depth
             else:
@@ -395,6 +400,13 @@ def _check_date(made: Any) -> None:
         if issubclass(type(made), cls):
             cls(*(vars(owner)[name].__get__(made) for name, owner in names.items()))
             return
+
+
+def _items(made: Any) -> Iterable[Any]:
+    """Return what a tuple or slice holds, without a call of a method of a derived class."""
+    if type(made) is slice:
+        return made.start, made.stop, made.step
+    return tuple.__iter__(made)
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
