@@ -37,7 +37,8 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
+from torch_rpc_ext._base.call_checks import require_call_timeout
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls.attempts import begin
 from torch_rpc_ext._group import sessions
 

@@ -313,6 +313,12 @@ def use_containers(path: str) -> None:
         link = b"h\x00" + arguments + b"\x87" + call + b"q\x010"
         chain = b"}" + cls + b"q\x000Nq\x010" + link * 1100 + b"h\x01Ns"
         refused(lambda c=chain: send(call_with(c)), "tuples and slices in each", kind=Exception)
+    # An object whose class has a __hash__ in Python, within tuples that are the object's own state:
+    # Python bounds how often the __hash__ runs, but not the tuples between two of its runs.
+    tuples = b"h\x00" + b"\x85" * 990
+    circle = named(SERVICE, "Point") + b")\x81q\x00}" + text("x") + tuples + b"sb"
+    circle += b"0}h\x00Ns"
+    refused(lambda: send(call_with(circle)), "a __hash__ in Python", kind=Exception)
     # Objects that are freed recursively: freeing a deep nest of them ends the process.
     slices = named("builtins", "slice") + b"q\x00" + b"h\x00" * 11_000 + b"N" + b"\x85R" * 11_000
     refused(lambda: send(call_with(slices)), "in each other", kind=Exception)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.distributed import rpc
 
+import torch_rpc_ext
 from tests.process import functions as f
 from tests.process.deaths import check_alive
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_port
+from torch_rpc_ext import scripting
 from torch_rpc_ext.errors import RefusedError
 
 
@@ -174,6 +178,7 @@ def test_args_without_the_comma(how: str) -> None:
     for args, kind in (
         (torch.ones(2), "Tensor"),
         (torch.ones(()), "Tensor"),
+        (numpy.zeros(2), "ndarray"),
         ("ab", "str"),
         (5, "int"),
     ):
@@ -188,13 +193,52 @@ def test_args_without_the_comma(how: str) -> None:
     value = CALLS[how]("worker1", f.nothing, args=None)
 
 
+def all_with(workers: Any, function: Any, args: Any) -> list[Any]:
+    calls = torch_rpc_ext.rpc_async_all(workers, function, args=args)
+    return [call.wait() for call in calls]
+
+
+GROUP_CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "rpc_async_all": all_with,
+    "gather": lambda to, function, args: scripting.gather(to, function, args),
+    "broadcast": lambda to, function, args: scripting.broadcast(to, function, args),
+    "first_of": lambda to, function, args: scripting.first_of(to, function, args),
+    "map_reduce": lambda to, function, args: scripting.map_reduce(
+        to, function, [1], torch.add, args
+    ),
+}
+
+
+@workers(2)
+@pytest.mark.parametrize("how", GROUP_CALLS)
+def test_args_of_a_group_call_without_the_comma(how: str) -> None:
+    for args, kind in (
+        (torch.ones(2), "Tensor"),
+        (torch.zeros(1), "Tensor"),
+        (torch.ones(()), "Tensor"),
+        (numpy.zeros(1), "ndarray"),
+        ("abc", "str"),
+        (5, "int"),
+    ):
+        for function in (f.nothing, max):
+            with pytest.raises(TypeError, match=f"got a {kind}: write args=\\(value,\\)"):
+                GROUP_CALLS[how](["worker1"], function, args)
+    for args in ([2], (2,), range(2, 3), None, ()):
+        GROUP_CALLS[how](["worker1"], f.nothing, args)
+
+
+@workers(2)
+@pytest.mark.parametrize("how", GROUP_CALLS)
+def test_workers_of_a_group_call_that_are_no_list(how: str) -> None:
+    for to in ("worker1", 1, rpc.get_worker_info("worker1"), None):
+        with pytest.raises(ValueError, match=f"needs a list of .*got {re.escape(repr(to))}"):
+            GROUP_CALLS[how](to, f.nothing, ())
+
+
 @workers(2)
 @needs_ucx("takes them for what they are not")
 @pytest.mark.parametrize("seconds", [-5.0, -0.5, math.nan, -math.inf], ids=str)
 def test_a_timeout_that_is_none(seconds: float) -> None:
-    import torch_rpc_ext
-    from torch_rpc_ext import scripting
-
     to = ["worker1"]
     rref = rpc.remote("worker1", f.identity, args=(1,))
     assert rref.to_here() == 1

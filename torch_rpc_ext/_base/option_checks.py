@@ -106,19 +106,6 @@ def rpc_timeout(name: str, value: Any) -> float:
     return float(value)
 
 
-def require_call_timeout(seconds: float) -> None:
-    """Raise for a call's time-out that is negative or NaN, as csrc/agent/ucx_agent.cpp does.
-
-    Raises:
-        ValueError: the value is neither 0 or more nor UNSET_RPC_TIMEOUT.
-    """
-    if not seconds >= 0 and seconds != UNSET_RPC_TIMEOUT:
-        raise ValueError(
-            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
-            f"options, got {seconds:g}"
-        )
-
-
 def duration(name: str, value: Any) -> float:
     """Accept seconds, 0 included."""
     if seconds(name, value) < 0 or math.isinf(value):

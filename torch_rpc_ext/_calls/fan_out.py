@@ -16,8 +16,9 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
 from torch_rpc_ext._base.failed_future import fail
-from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
@@ -102,11 +103,13 @@ def rpc_async_all(
         A future for each worker, in the order of `to`.
 
     Raises:
-        ValueError: the time-out is negative or NaN.
+        ValueError: `to` is no list, or the time-out is negative or NaN.
+        TypeError: `args` is one argument, not a tuple of the arguments.
         Exception: what rpc.rpc_async() raises: a worker is not in the group, for example.
     """
+    require_workers("rpc_async_all", to, least=0)
     require_call_timeout(timeout)
-    calls = begin_all(to, func, tuple(args or ()), dict(kwargs or {}), timeout)
+    calls = begin_all(to, func, arguments(args), dict(kwargs or {}), timeout)
     futures = []
     for call in calls:
         if isinstance(call, Exception):

@@ -15,7 +15,8 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, require_call_timeout
+from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls import fan_out
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ class _Calls:
     """
 
     def __init__(self, what: str, function: Any, workers: Sequence[To], timeout: float) -> None:
-        if isinstance(workers, str) or not workers:
-            raise ValueError(f"{what} needs a list of one worker or more, got {workers!r}")
+        require_workers(what, workers)
         require_call_timeout(timeout)
         self.what, self.function, self.timeout = what, function, timeout
         self.names = [_name(worker) for worker in workers]
@@ -92,7 +92,7 @@ class _Calls:
         )
 
     def start_all(
-        self, args: Sequence[object], kwargs: Mapping[str, object] | None, *, apart: bool
+        self, args: tuple[object, ...], kwargs: Mapping[str, object] | None, *, apart: bool
     ) -> None:
         """Call all workers; their tensors are copied once for all of this host.
 
@@ -107,7 +107,7 @@ class _Calls:
                     self.start(worker, args, kwargs)
             return
         calls = fan_out.begin_all(
-            self.workers, self.function, tuple(args), dict(kwargs or {}), self.timeout
+            self.workers, self.function, args, dict(kwargs or {}), self.timeout
         )
         for worker, call in enumerate(calls):
             self._begun(worker, None, call)
@@ -115,7 +115,7 @@ class _Calls:
     def start(
         self,
         worker: int,
-        args: Sequence[object],
+        args: tuple[object, ...],
         kwargs: Mapping[str, object] | None,
         tag: Any = None,
     ) -> None:
@@ -132,7 +132,7 @@ class _Calls:
             if hasattr(self.function, "async_"):
                 future = self.function.async_(to, *args, rpc_timeout=self.timeout, **kwargs)
             else:
-                future = rpc.rpc_async(to, self.function, tuple(args), kwargs, self.timeout)
+                future = rpc.rpc_async(to, self.function, args, kwargs, self.timeout)
         except RuntimeError as error:
             self._begun(worker, tag, error)
         else:
@@ -234,9 +234,10 @@ def gather(
         GroupError: some calls failed. Raised when all calls have ended; names the workers that
             failed and holds the results of the others.
         ValueError: no workers, or a time-out that is negative or NaN.
+        TypeError: `args` is one argument, not a tuple of the arguments.
     """
     calls = _Calls("gather", function, workers, timeout)
-    calls.start_all(args, kwargs, apart=False)
+    calls.start_all(arguments(args), kwargs, apart=False)
     results: list[Any] = [None] * len(workers)
     for _ in workers:
         worker, _tag, result, error = calls.next()
@@ -295,9 +296,10 @@ def first_of(
     Raises:
         GroupError: all calls failed.
         ValueError: no workers, or a time-out that is negative or NaN.
+        TypeError: `args` is one argument, not a tuple of the arguments.
     """
     calls = _Calls("first_of", function, workers, timeout)
-    calls.start_all(args, kwargs, apart=True)
+    calls.start_all(arguments(args), kwargs, apart=True)
     for _ in workers:
         _worker, _tag, result, error = calls.next()
         if error is None:
@@ -359,15 +361,17 @@ def map_reduce(
     Raises:
         GroupError: a call failed; no further calls were started.
         ValueError: no workers, no items, or a time-out that is negative or NaN.
+        TypeError: `args` is one argument, not a tuple of the arguments.
     """
     calls = _Calls("map_reduce", function, workers, timeout)
     if not len(items):
         raise ValueError("map_reduce needs one item or more, got none")
+    given = arguments(args)
     started = min(len(workers), len(items))
     # All calls share the copies of `args`; an item that is sent once takes a copy of its own.
-    with fan_out.one_copy(only=(tuple(args), dict(kwargs or {}))) as common:
+    with fan_out.one_copy(only=(given, dict(kwargs or {}))) as common:
         for place in range(started):
-            calls.start(place, (items[place], *args), kwargs, tag=place)
+            calls.start(place, (items[place], *given), kwargs, tag=place)
     waiting: dict[int, Any] = {}
     reduced, count = None, 0
     while count < len(items):
@@ -377,7 +381,7 @@ def map_reduce(
             raise calls.failure()
         if started < len(items):
             with fan_out.one_copy(common):
-                calls.start(worker, (items[started], *args), kwargs, tag=started)
+                calls.start(worker, (items[started], *given), kwargs, tag=started)
             started += 1
         waiting[place] = result
         while count in waiting:

@@ -10,6 +10,7 @@ Source: pickle.py, class _Unpickler; pickletools.py for what each opcode means.
 from __future__ import annotations
 
 import datetime
+import functools
 import pickle
 import struct
 from collections import OrderedDict, defaultdict, deque
@@ -28,11 +29,15 @@ from torch_rpc_ext._base.attributes import FIELDS, attribute_of, is_value
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
 from torch_rpc_ext._upstream import exception_parts
 
-# Limit for tuples and slices inside of each other: hash() of them (of slices from Python 3.12 on)
-# recurses in C and overflows the stack at about 100,000. No honest pickle has so many, because
-# pickle's writers recurse too. hash() of a frozenset does not recurse: the set keeps the hashes.
-_HASHED = (tuple, slice)
+# Limit for levels of tuples and slices inside of each other: hash() of them (of slices from Python
+# 3.12 on) recurses in C and overflows the stack at about 100,000. No honest pickle has so many,
+# because pickle's writers recurse too. hash() of a frozenset does not recurse: the set keeps the
+# hashes.
 _MOST_NESTED = 1000
+# For how many levels an object with a __hash__ in Python counts, such as a frozen dataclass. Python
+# lets 1000 of these be inside of each other, and with more than 150 levels around each the stack
+# overflows. So at most 20 tuples and slices may be around such an object.
+_CODE_LEVELS = _MOST_NESTED - 20
 # Python 3.11 frees these, and exceptions with fields in C, by recursion, which overflows the stack
 # at about 100,000 inside of each other. Their depth is not known while they are filled, so links
 # between them are counted.
@@ -187,14 +192,15 @@ class Reader:
     def _push(self, made: Any) -> None:
         """Put a new value on the stack; count levels if the value is a tuple or slice. What is in
         these never changes, so that the levels inside are known when the value is made."""
-        if issubclass(type(made), _HASHED):
+        if issubclass(type(made), (tuple, slice)):
             depth = 0
             for item in _items(made):
-                if issubclass(type(item), _HASHED):
-                    depth = max(depth, self._nested.get(id(item), 0) + 1)
+                if levels := _levels(type(item)):  # type: ignore[arg-type]  # a type has a hash
+                    depth = max(depth, self._nested.get(id(item), 0) + levels)
             if depth > _MOST_NESTED:
                 raise pickle.UnpicklingError(
-                    f"more than {_MOST_NESTED} tuples and slices in each other"
+                    f"more than {_MOST_NESTED} tuples and slices in each other, or more than "
+                    f"{_MOST_NESTED - _CODE_LEVELS} around an object with a __hash__ in Python"
                 )
             if depth:
                 self._nested[id(made)] = depth
@@ -400,6 +406,13 @@ def _check_date(made: Any) -> None:
         if issubclass(type(made), cls):
             cls(*(vars(owner)[name].__get__(made) for name, owner in names.items()))
             return
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(cls: type) -> int:
+    """Return how many levels an object of a class adds to the tuple or slice that holds it."""
+    of_code = _CODE_LEVELS if isinstance(attribute_of(cls, "__hash__"), FunctionType) else 0
+    return of_code + issubclass(cls, (tuple, slice))
 
 
 def _items(made: Any) -> Iterable[Any]:

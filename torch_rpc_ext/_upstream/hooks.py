@@ -49,7 +49,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ from torch.distributed.rpc import api as _untyped_api
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.option_checks import require_call_timeout, rpc_timeout
+from torch_rpc_ext._base.call_checks import arguments, require_call_timeout
+from torch_rpc_ext._base.option_checks import rpc_timeout
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, payloads
 from torch_rpc_ext._upstream.operators import OPERATORS, qualified_name
@@ -199,7 +200,7 @@ def _invoke_rpc(
     rpc_timeout: float = _UNSET,
 ) -> Any:
     if type(args) is not tuple:
-        args = _checked(args)
+        args = arguments(args)
     if rpc_timeout != _UNSET:
         # csrc checks the time-out too, but later, when RRefs among the arguments have been pickled:
         # such an RRef would wait for the call for ever.
@@ -223,18 +224,6 @@ def _invoke_rpc(
     return future
 
 
-def _checked(args: Any) -> Any:
-    """Refuse args=(tensor): without a comma that is a tensor, and each row would be an argument."""
-    if args is None:
-        return ()
-    if not isinstance(args, Iterable) or isinstance(args, (torch.Tensor, str, bytes)):
-        raise TypeError(
-            f"args must be a tuple of the function's arguments, got a {type(args).__name__}: write "
-            "args=(value,), with the comma, for one argument."
-        )
-    return args
-
-
 def _remote(
     to: Any,
     func: Any,
@@ -243,7 +232,7 @@ def _remote(
     timeout: float = _UNSET,
 ) -> Any:
     if type(args) is not tuple:
-        args = _checked(args)
+        args = arguments(args)
     return _original(api, "remote")(to, func, args, kwargs, timeout)
 
 
