@@ -1,0 +1,61 @@
+"""Checks of what a call, or a call to several workers, is given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
+
+
+def require_call_timeout(seconds: float) -> None:
+    """Raise for a call's time-out that is negative or NaN, as csrc/agent/ucx_agent.cpp does.
+
+    Raises:
+        ValueError: the value is neither 0 or more nor UNSET_RPC_TIMEOUT.
+    """
+    if not seconds >= 0 and seconds != UNSET_RPC_TIMEOUT:
+        raise ValueError(
+            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
+            f"options, got {seconds:g}"
+        )
+
+
+def arguments(args: Any) -> tuple[Any, ...]:
+    """Return the positional arguments of a call; None means none.
+
+    Raises:
+        TypeError: `args` is a value of its own, such as args=(tensor) without the comma: each row
+            of the tensor would be an argument.
+    """
+    if args is None:
+        return ()
+    # Tensors and NumPy's arrays have __array__.
+    if (
+        not isinstance(args, Iterable)
+        or isinstance(args, (str, bytes))
+        or hasattr(type(args), "__array__")
+    ):
+        raise TypeError(
+            f"args must be a tuple of the function's arguments, got a {type(args).__name__}: write "
+            "args=(value,), with the comma, for one argument."
+        )
+    return tuple(args)
+
+
+def require_workers(what: str, workers: Any, least: int = 1) -> None:
+    """Raise where a call to several workers does not get a list of them.
+
+    Args:
+        what: the function that the user has called.
+        workers: what the user has given.
+        least: the fewest workers that the function takes.
+
+    Raises:
+        ValueError: `workers` is no list, or it is too short.
+    """
+    # A string would be a list of letters.
+    is_list = isinstance(workers, Collection) and not isinstance(workers, str)
+    if not is_list or len(workers) < least:
+        wanted = "one worker or more" if least else "workers"
+        raise ValueError(f"{what} needs a list of {wanted}, got {workers!r}")
