@@ -8,7 +8,8 @@ import io
 import os
 import pickle
 import traceback
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 
@@ -136,6 +137,75 @@ def test_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     error = travel(Cannot(7, "here"), monkeypatch)
     assert type(error) is Cannot
     assert "Original exception on remote side was" in str(error) and "code 7" in str(error)
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+    text: str
+
+
+class Immutable(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError("immutable")
+
+
+class NoNotes(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+
+    def add_note(self, note: str) -> None:
+        raise KeyError("no notes")
+
+
+class NoArgs(Exception):
+    @property
+    def args(self) -> Any:
+        raise LookupError("no args")
+
+    @args.setter
+    def args(self, value: Any) -> None:
+        raise LookupError("no args")
+
+
+@pytest.mark.parametrize(
+    "error", [Frozen(7, "x"), Immutable("x"), NoNotes(7, "x"), NoArgs("x")], ids=repr
+)
+def test_a_class_that_refuses_what_is_done_to_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = travel(error, monkeypatch)
+    assert isinstance(made, type(error)), repr(made)
+    assert vars(made).items() >= vars(error).items()
+    also = exceptions.also_runtime_error(made)
+    assert isinstance(also, RuntimeError) and isinstance(also, type(error))
+    group = travel(ExceptionGroup("both", [error, KeyError("a")]), monkeypatch)
+    assert isinstance(group, ExceptionGroup)
+    assert [type(one) for one in group.exceptions] == [type(error), KeyError]
+
+
+class Registered(Exception):
+    classes: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if Registered.classes.setdefault(cls.__name__, cls) is not cls:
+            raise ValueError(f"two classes {cls.__name__}")
+
+
+class NotFound(Registered):
+    pass
+
+
+def test_no_class_of_a_registry_is_derived_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = exceptions.also_runtime_error(travel(NotFound("x"), monkeypatch))
+    assert type(error) is NotFound and Registered.classes == {"NotFound": NotFound}
+
+
+def test_another_error_of_the_derived_class_can_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    also = exceptions.also_runtime_error(travel(Coded("x", 7), monkeypatch))
+    again: Any = type(also)("y", 8)
+    copy = pickle.loads(pickle.dumps(again))
+    assert type(copy) is Coded and copy.code == 8 and copy.args == again.args
 
 
 def test_unpicklable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ it cannot be pickled, and when the receiver cannot or may not read it (option al
 class itself is such a part, the receiver takes the first base that it can read.
 
 An exception whose class has a `__reduce__` of its own travels as that method says.
+
+No method or property of the exception's class runs: a frozen dataclass refuses each assignment, and
+what a method raises would take the place of the exception.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ _RANGE = ("object", "start", "end")
 _OURS = ("__notes__", "_remote_original")
 
 
+_ARGS: Any = vars(BaseException)["args"]
+
+
 class Parts(NamedTuple):
     """An exception on its way; plain data.
 
@@ -67,13 +73,14 @@ def take_apart(error: BaseException) -> Parts:
     cls = type(error)
     classes = (_dumps(base) for base in cls.__mro__ if issubclass(base, Exception))
     inner: tuple[BaseException, ...] = getattr(error, "exceptions", ()) if _is_group(cls) else ()
-    values = {name: getattr(error, name, None) for name in _fields(cls)}
+    args = _ARGS.__get__(error)
+    values = _field_values(error)
     return Parts(
         classes=tuple(filter(None, classes)),
         whole=_dumps(error) if _reduces_itself(cls) else b"",
-        args=tuple(map(_dumps, error.args[:1] if inner else error.args)),
+        args=tuple(map(_dumps, args[:1] if inner else args)),
         attributes=_pickled({k: v for k, v in vars(error).items() if k not in _OURS}),
-        fields={} if inner else _pickled({k: v for k, v in values.items() if v is not None}),
+        fields={} if inner else _pickled(values),
         inner=tuple(tuple(take_apart(one)) for one in inner),
     )
 
@@ -100,7 +107,7 @@ def put_together(parts: Parts) -> Exception | None:
     except Exception:  # noqa: BLE001  a peer may have sent a group of anything
         return None
     if not parts.inner:
-        error.args = tuple(args)
+        set_args(error, tuple(args))
     for name, pickled in parts.attributes.items():
         if name not in _OURS and is_value(cls, name):
             vars(error)[name] = _load(pickled)
@@ -126,8 +133,8 @@ def copy_state(source: BaseException, target: BaseException, without: tuple[str,
         without: names of fields that are not copied.
     """
     vars(target).update(vars(source))
-    values = {name: getattr(source, name, None) for name in _fields(type(source))}
-    _set_fields(target, {n: v for n, v in values.items() if v is not None and n not in without})
+    values = _field_values(source)
+    _set_fields(target, {name: v for name, v in values.items() if name not in without})
 
 
 def blank(cls: type[BaseException], like: BaseException) -> BaseException:
@@ -140,10 +147,21 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
     Raises:
         TypeError: Python cannot make an object of this class.
     """
-    made: BaseException = _new(cls, like.args if _is_group(cls) else ())
-    made.args = like.args
+    args = _ARGS.__get__(like)
+    made: BaseException = _new(cls, args if _is_group(cls) else ())
+    set_args(made, args)
     copy_state(like, made)
     return made
+
+
+def set_args(error: BaseException, args: tuple[Any, ...]) -> None:
+    """Set an exception's `args`."""
+    _ARGS.__set__(error, args)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an exception, as its add_note() does."""
+    vars(error).setdefault("__notes__", []).append(note)
 
 
 def values_in_c(error: BaseException) -> list[Any]:
@@ -211,16 +229,27 @@ def _in_c(cls: type) -> Iterator[tuple[str, Any]]:
                     yield name, found
 
 
-def _fields(cls: type) -> list[str]:
-    return [name for name, _ in _in_c(cls) if not issubclass(cls, _LEFT_THERE.get(name, ()))]
+def _fields(cls: type) -> dict[str, Any]:
+    """Return name -> descriptor of the fields that travel."""
+    fields: dict[str, Any] = {}
+    for name, descriptor in _in_c(cls):
+        if not issubclass(cls, _LEFT_THERE.get(name, ())):
+            fields.setdefault(name, descriptor)
+    return fields
+
+
+def _field_values(error: BaseException) -> dict[str, Any]:
+    """Return the values of the fields that travel and are set."""
+    values = {name: _field(found, error) for name, found in _fields(type(error)).items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _set_fields(error: BaseException, values: dict[str, Any]) -> None:
     left_out = () if _is_range(type(error), values) else _RANGE
-    for name in _fields(type(error)):
+    for name, descriptor in _fields(type(error)).items():
         if name in values and name not in left_out:
             try:
-                setattr(error, name, values[name])
+                descriptor.__set__(error, values[name])
             except (AttributeError, TypeError):
                 pass  # the field is read-only, or a peer has sent a value of a wrong type
 

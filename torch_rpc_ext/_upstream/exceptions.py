@@ -13,6 +13,7 @@ import contextvars
 import sys
 import threading
 import traceback
+from abc import ABCMeta
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,8 +66,14 @@ class RemoteType(NamedTuple):
             class(message), as upstream, with the attributes of the original. Where the constructor
             takes other arguments, or the class makes its text of its fields (OSError with an
             errno): the original with the message as a note. Where this process does not have the
-            class: an exception of a base.
+            class: an exception of a base. Where the class lets nobody make one: RuntimeError.
         """
+        try:
+            return self._build(message)
+        except Exception:  # noqa: BLE001  a user's class may do anything
+            return RuntimeError(message)
+
+    def _build(self, message: str) -> BaseException:
         parts = exception_parts.Parts(*self.parts)
         original = exception_parts.put_together(parts)
         if original is None or type(original) is Exception:
@@ -75,19 +82,17 @@ class RemoteType(NamedTuple):
                 exception_parts.copy_state(original, plain)
             return plain
         if _has_text_of_fields(original):
-            original.add_note(message)
+            exception_parts.add_note(original, message)
             return original
         try:
             error = type(original)(message)
-        except Exception as problem:  # noqa: BLE001  a user's constructor may raise anything
+        except Exception:  # noqa: BLE001  a user's constructor may raise anything
             if len(original.args) == 1 and isinstance(original.args[0], str):
-                # The exception's argument is its text, so it gets the text that upstream gives.
-                original.args = (
-                    f"Failed to create original exception type. Error msg was {problem}"
-                    f" Original exception on remote side was {message}",
-                )
+                # The exception's argument is its text. Upstream's suite looks for these words.
+                text = f"Original exception on remote side was {message}"
+                exception_parts.set_args(original, (text,))
             else:
-                original.add_note(message)
+                exception_parts.add_note(original, message)
             return original
         exception_parts.copy_state(original, error, without=("msg",))
         return error
@@ -236,15 +241,25 @@ def also_runtime_error(error: BaseException) -> BaseException:
     if isinstance(error, (RuntimeError, ValueError, TypeError)):
         return error
     cls = type(error)
+    hears = any("__init_subclass__" in vars(base) for base in cls.__mro__ if base is not object)
+    if hears or type(cls) not in (type, ABCMeta):
+        # The class hears of each class that is derived from it, and may put a class of ours into a
+        # registry in place of the user's.
+        return error
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        # pickle looks a class up by its name and would find the original class.
+        original = vars(self).get("_remote_original") or exception_parts.blank(cls, self)
+        return original.__reduce_ex__(protocol)
+
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        # pickle looks a class up by its name and would find the original class.
-        "__reduce_ex__": lambda self, protocol: self._remote_original.__reduce_ex__(protocol),
+        "__reduce_ex__": reduce,
     }
     try:
         also = exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
-    except TypeError:
-        return error  # Python cannot derive a class from this one and RuntimeError
+    except Exception:  # noqa: BLE001  Python cannot derive a class from this one and RuntimeError
+        return error
     vars(also)["_remote_original"] = error
     return also
