@@ -6,6 +6,7 @@ import array
 import contextlib
 import fcntl
 import gc
+import io
 import linecache
 import os
 import signal
@@ -120,6 +121,46 @@ def test_an_error_keeps_its_type_and_the_worker_lives(group: WorkerGroup) -> Non
     with pytest.raises(TypeError, match="pickle"):
         group[1].run(threading.Lock)
     assert group[1].run(len, "four") == 4
+
+
+class NoText(Exception):
+    def __init__(self, _code: int) -> None:
+        super().__init__()
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def raise_without_text() -> None:
+    raise NoText(7)
+
+
+def replace_stdout(how: str) -> str:
+    before = sys.stdout
+    if how == "none":
+        sys.stdout = None
+    elif how == "closed":
+        sys.stdout = io.StringIO()
+        sys.stdout.close()
+    else:
+        sys.stdout = object()
+    _streams.append(before)
+    return how
+
+
+def restore_stdout() -> None:
+    sys.stdout = _streams.pop()
+
+
+_streams: list[Any] = []
+
+
+def test_a_function_may_leave_what_it_likes(group: WorkerGroup) -> None:
+    with pytest.raises(RuntimeError, match="NoText"):
+        group[1].run(raise_without_text)
+    for how in ("none", "closed", "an object"):
+        assert group[1].run(replace_stdout, how) == how
+        group[1].run(restore_stdout)
 
 
 def test_an_error_in_a_cell_of_a_notebook_shows_the_line(group: WorkerGroup) -> None:

@@ -72,7 +72,9 @@ def dump_error(key: bytes, error: BaseException, worker: str) -> bytes:
         data = dump(key, (False, error))
         load(data)
     except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
-        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        # Unlike str(), this survives a __str__ that raises.
+        lines = traceback.format_exception_only(error)
+        plain = RuntimeError("".join(lines).rstrip())
         plain.add_note(f"on {worker}:\n{text}")
         data = dump(key, (False, plain))
     return data

@@ -40,10 +40,16 @@ def main(name: str, handle: int, parent: int) -> NoReturn:
     while (request := requests.get()) != _protocol.END:
         reply = _run(name, request, interrupts)
         # Flushed before the reply, so that the caller has shown all output when the call returns.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         pipe.send_bytes(reply)
     sys.exit(0)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # The function may have closed the stream, or put anything in its place.
+        with contextlib.suppress(Exception):
+            stream.flush()
 
 
 class _Interrupts:
