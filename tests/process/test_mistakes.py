@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ import torch_rpc_ext
 from tests.process import functions as f
 from tests.process.deaths import check_alive
 from tests.process.group import Group, workers
+from tests.support import script
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_port
 from torch_rpc_ext import scripting
@@ -233,6 +235,24 @@ def test_workers_of_a_group_call_that_are_no_list(how: str) -> None:
     for to in ("worker1", 1, rpc.get_worker_info("worker1"), None):
         with pytest.raises(ValueError, match=f"needs a list of .*got {re.escape(repr(to))}"):
             GROUP_CALLS[how](to, f.nothing, ())
+
+
+@needs_ucx("tries for five minutes, and names no file")
+def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    for path, problem in (
+        (tmp_path / "missing" / "store", f"there is no folder {tmp_path}/missing"),
+        (tmp_path / "a file" / "store", f"there is no folder {tmp_path}/a file"),
+        (tmp_path, "that is a folder"),
+    ):
+        code = f"""
+    import torch_rpc_ext
+    from torch.distributed import rpc
+    options = torch_rpc_ext.UcxRpcBackendOptions(init_method="file://{path}")
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+"""
+        ended = script.python(code)
+        assert f"ValueError: init_method is file://{path}, and {problem}" in ended.err, ended
 
 
 @workers(2)

@@ -1,11 +1,14 @@
-"""Opening the store over TCP: with a time limit, and errors that say which process has the port."""
+"""Opening the store: over TCP, with a time limit and errors that say which process has the port;
+in a file, after a look at its folder."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
+import urllib.parse
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +71,34 @@ def open_tcp(
             "MASTER_PORT are the same everywhere and no firewall is between."
         )
     return dist.TCPStore(host, port, is_master=False, **arguments)
+
+
+def check_file(url: str) -> None:
+    """Check that this process can open the store of a file:// URL; other URLs pass.
+
+    torch's FileStore tries to open its file for 5 minutes, inside of C++, without reacting to
+    Ctrl-C, and its error names no file.
+
+    Args:
+        url: the option init_method.
+
+    Raises:
+        ValueError: there is no such folder, the path is a folder, or the file cannot be written.
+    """
+    parts = urllib.parse.urlparse(url)
+    if parts.scheme != "file" or not parts.path:
+        return
+    path = parts.path
+    folder = os.path.dirname(path)
+    problem = ""
+    if os.path.isdir(path):
+        problem = "that is a folder: name a file in it"
+    elif not os.path.isdir(folder):
+        problem = f"there is no folder {folder}: make it, or name a file elsewhere"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        problem = "this process may not write there: name a file elsewhere"
+    if problem:
+        raise ValueError(f"init_method is {url}, and {problem}")
 
 
 def _look_at_rank_0(host: str, port: int) -> None:

@@ -59,7 +59,7 @@ def _wrap_init_rpc(rpc: Any, original: Any) -> Any:
         torch_names.require(torch_names.UCX)  # before the import of modules that need the names
         from torch_rpc_ext._lifecycle import starting
 
-        starting.prepare(rank, world_size)
+        starting.prepare(rank, world_size, rpc_backend_options)
         _call.timeout = starting.init_timeout(rpc_backend_options)
         try:
             original(name, member, rank, world_size, rpc_backend_options)

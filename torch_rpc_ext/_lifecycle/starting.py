@@ -22,7 +22,15 @@ from torch_rpc_ext._base.option_checks import (
     effective_init_timeout,
     wire_dtype_number,
 )
-from torch_rpc_ext._group import dynamic, interfaces, rendezvous, returning, sessions, stores
+from torch_rpc_ext._group import (
+    dynamic,
+    interfaces,
+    rendezvous,
+    returning,
+    sessions,
+    store_opening,
+    stores,
+)
 from torch_rpc_ext._group.members import Member, device_tables, host_identity
 from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
@@ -36,20 +44,23 @@ rpc: Any = _untyped_rpc
 native_rpc: Any = _untyped_native_rpc
 
 
-def prepare(rank: int, world_size: int | None) -> None:
+def prepare(rank: int, world_size: int | None, options: Any) -> None:
     """Do everything that may fail and needs no store, before init_rpc opens the store.
 
     Args:
         rank: of this worker; -1 where the store's URL or the environment holds the rank.
-        world_size: as given to init_rpc.
+        world_size, options: as given to init_rpc.
 
     Raises:
         ImportError: the extension or UCX cannot be loaded; the text says what to do.
-        ValueError: the rank is out of range, or an environment variable is wrong.
+        ValueError: the rank is out of range, an environment variable is wrong, or the store's file
+            cannot be made.
     """
     check_log_level()
     if rank != -1:
         _check_rank(rank, world_size)
+    if options is not None:
+        store_opening.check_file(options.init_method)
     native = loader.load()
     if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
