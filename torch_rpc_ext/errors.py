@@ -13,7 +13,9 @@ All are RuntimeErrors, because torch.distributed.rpc raises RuntimeErrors and pr
     except errors.RefusedError as refused:
         sys.exit(f"{refused}")  # says what to change in the program or in the group
     except errors.ShutDownError:
-        return  # "ps" has called rpc.shutdown()
+        return  # "ps" is at its rpc.shutdown()
+    except errors.NotInGroupError:
+        wait()  # "ps" has left this dynamic group, or has still to join it
     except errors.RpcError as other:
         logger.error("the call failed: %s", other)  # the base class of all these errors
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "CallTimeoutError",
     "IntegrityError",
+    "NotInGroupError",
     "OverloadedError",
     "PeerLostError",
     "RefusedError",
@@ -64,6 +67,14 @@ class OverloadedError(RpcError):
 
 class ShutDownError(RpcError):
     """This worker or the other one is shutting down. Give up."""
+
+
+class NotInGroupError(RpcError):
+    """The dynamic group has no such worker now. Wait until the worker joins, or correct the name.
+
+    A worker that has left may join again. In a static group, where nobody joins later, a worker
+    that is unknown is a RefusedError.
+    """
 
 
 class IntegrityError(RpcError):

@@ -52,7 +52,9 @@ __all__ = ["RetryPolicy"]
 # Kinds of error after which another attempt may succeed.
 TRANSIENT = (
     errors.PeerLostError,
-    errors.ShutDownError,  # a worker that has left in order may be started again, as one that died
+    # A worker that leaves in order may be started again, as one that died.
+    errors.ShutDownError,
+    errors.NotInGroupError,
     errors.CallTimeoutError,
     errors.OverloadedError,
 )
@@ -78,7 +80,8 @@ class RetryPolicy:
         deadline: no attempt begins later than this after the first, s, and no attempt has a longer
             time-out than what is left; None for no deadline.
         retry_on: a class of errors, or a tuple of classes as in an except clause, after which to
-            call again; by default a worker that is lost or has shut down, a time-out and overload.
+            call again; by default a worker that is lost, shuts down, or is not in the dynamic group
+            (has left, or has still to join), a time-out and overload.
             What the remote function raises is not among them. A ShutDownError because this worker
             shuts down is never one of them.
 
@@ -117,8 +120,8 @@ class RetryPolicy:
         """Call as torch.distributed.rpc.rpc_sync does, and again as the policy says.
 
         Args:
-            to: name, rank or WorkerInfo. A name also finds a worker that was lost and has come
-                back under that name.
+            to: name, rank or WorkerInfo. A name also finds a worker that was lost or has left, and
+                has come back under that name.
             func: the function; it may run more than once.
             args: the function's arguments.
             kwargs: the function's keyword arguments.

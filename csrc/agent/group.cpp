@@ -25,6 +25,7 @@ Group::Group(
       isStatic_(isStatic),
       runner_(runner),
       listeners_(std::move(listeners)),
+      membership_(isStatic),
       remote_(std::move(remote)),
       loopback_(std::move(loopback)),
       peers_(

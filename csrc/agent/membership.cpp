@@ -1,7 +1,5 @@
 #include "agent/membership.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -14,6 +12,8 @@ namespace {
 constexpr size_t kNamesShown = 8;
 
 } // namespace
+
+Membership::Membership(bool isStatic) : isStatic_(isStatic) {}
 
 void Membership::setGroup(std::string group) {
   state_.lock()->group = std::move(group);
@@ -68,15 +68,11 @@ const Membership::WorkerInfo& Membership::byName(
     for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) {
       text += (i == 0 ? "" : ", ") + names[i];
     }
-    TORCH_CHECK(
-        false,
-        "could not find destination worker \"",
-        name,
-        "\": the group has ",
-        names.size(),
-        " workers: ",
-        text,
-        names.size() > kNamesShown ? ", ..." : "");
+    throw notFound(
+        "\"" + name + "\"",
+        "the group has " + std::to_string(names.size()) + " workers: " + text +
+            (names.size() > kNamesShown ? ", ..." : ""),
+        name);
   }
   return it->second->info;
 }
@@ -84,13 +80,12 @@ const Membership::WorkerInfo& Membership::byName(
 const Membership::WorkerInfo& Membership::byId(worker_id_t id) const {
   const auto state = state_.lock();
   auto it = state->byId.find(id);
-  TORCH_CHECK(
-      it != state->byId.end(),
-      "could not find destination worker with id ",
-      id,
-      " in a group of ",
-      state->byId.size(),
-      " workers");
+  if (it == state->byId.end()) {
+    throw notFound(
+        "with id " + std::to_string(id),
+        "the group has " + std::to_string(state->byId.size()) + " workers",
+        "");
+  }
   return it->second->info;
 }
 
@@ -110,6 +105,16 @@ const Membership::WorkerInfo& Membership::byIdOrFormer(worker_id_t id) const {
     }
   }
   return byId(id); // throws, or the worker has come meanwhile
+}
+
+RpcError Membership::notFound(
+    const std::string& who,
+    const std::string& why,
+    const std::string& name) const {
+  return {
+      isStatic_ ? base::ErrorKind::kRefused : base::ErrorKind::kNotInGroup,
+      name,
+      "could not find destination worker " + who + ": " + why};
 }
 
 std::vector<Membership::WorkerInfo> Membership::all() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/rpc_error.h"
 #include "base/synchronized.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
@@ -30,6 +31,9 @@ class Membership {
   };
   using MemberPtr = std::shared_ptr<const Member>;
 
+  // Only a dynamic group's workers come and go.
+  explicit Membership(bool isStatic);
+
   // The id of the group on the wire: random bytes that all members share, so
   // that a worker of another group is never taken for a member.
   void setGroup(std::string group);
@@ -51,6 +55,14 @@ class Membership {
   // it owns still name it.
   const WorkerInfo& byIdOrFormer(worker_id_t id) const;
 
+  // The error of a call to a worker that is not in the group. `who` and `why`
+  // are for the text; `name` is the worker's, empty where only the rank is
+  // known. The worker may still join a dynamic group.
+  RpcError notFound(
+      const std::string& who,
+      const std::string& why,
+      const std::string& name) const;
+
   std::vector<WorkerInfo> all() const;
   // Nothing for a name that is not in the group.
   std::optional<worker_id_t> idOf(const std::string& name) const;
@@ -67,6 +79,7 @@ class Membership {
 
   static void remove(State& state, const std::string& name);
 
+  const bool isStatic_;
   base::Synchronized<State> state_;
 };
 

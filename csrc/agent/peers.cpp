@@ -2,8 +2,6 @@
 
 #include "compat/torch_compat.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 
 namespace torch_rpc_ext::agent {
@@ -45,11 +43,11 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   }
   const bool self = id == self_.workerId;
   const auto member = membership_.find(id);
-  TORCH_CHECK(
-      member != nullptr,
-      "could not find destination worker \"",
-      membership_.byIdOrFormer(id).name_,
-      "\": it has left the group");
+  if (member == nullptr) {
+    const std::string& name = membership_.byIdOrFormer(id).name_;
+    throw membership_.notFound(
+        "\"" + name + "\"", "it has left the group", name);
+  }
   const auto now = std::chrono::steady_clock::now();
   {
     const auto state = state_.lock();

@@ -24,6 +24,8 @@ const char* toString(ErrorKind kind) {
       return "unsupported";
     case ErrorKind::kCorrupted:
       return "corrupted";
+    case ErrorKind::kNotInGroup:
+      return "not in the group";
   }
   return "unknown";
 }

@@ -21,6 +21,8 @@ enum class ErrorKind : uint8_t {
   kSystem, // the operating system, UCX or CUDA failed: see the message
   kUnsupported, // this machine cannot do it: take another way
   kCorrupted, // bytes changed on their way: retry, check the hardware
+  // The last kind that travels, in an answer or a goodbye, is kCorrupted.
+  kNotInGroup, // no such worker now: wait until it joins, or fix the name
 };
 
 const char* toString(ErrorKind kind);

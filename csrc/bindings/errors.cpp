@@ -24,6 +24,8 @@ const char* classOf(base::ErrorKind kind) {
       return "ShutDownError";
     case base::ErrorKind::kCorrupted:
       return "IntegrityError";
+    case base::ErrorKind::kNotInGroup:
+      return "NotInGroupError";
     default:
       return "RpcError";
   }

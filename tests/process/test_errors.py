@@ -413,7 +413,7 @@ def test_function_missing_on_the_callee() -> None:
 
 def check_unknown_worker() -> None:
     for name in ("nobody", "", "worker11"):
-        assert type(caught(f.nothing, to=name)) in (RuntimeError, ValueError)
+        assert isinstance(caught(f.nothing, to=name), (RuntimeError, ValueError))
     assert "nobody" in str(caught(f.nothing, to="nobody"))
     with pytest.raises(RuntimeError):
         rpc.get_worker_info("nobody")

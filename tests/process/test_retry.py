@@ -313,14 +313,18 @@ def ask_the_restarted(asynchronous: bool) -> str:
     return str(answer.wait() if asynchronous else answer)
 
 
-@pytest.mark.parametrize("ending", ["killed", "in order"])
+@pytest.mark.parametrize("ending", ["killed", "process ends", "shuts down"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_worker_that_ends_and_comes_back(asynchronous: bool, ending: str) -> None:
     with Group(2, dynamic=True) as group:
         assert group.run(ask_the_restarted, asynchronous) == "worker1"
+        info = group.run(rpc.get_worker_info, "worker1")
         if ending == "killed":
             group[1].kill()
         else:
+            if ending == "shuts down":
+                group[1].run(leave)
+                assert group.run(call_nobody, info) == ("NotInGroupError", "worker1", 3)
             group[1].leave()
             group[1].child.process.join(30)
             group[1].killed = True  # nobody is there to be asked to leave
@@ -331,6 +335,43 @@ def test_a_worker_that_ends_and_comes_back(asynchronous: bool, ending: str) -> N
         assert call.result(30) == "worker1"
         for worker in (again, group[0]):
             worker.run(leave)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_worker_that_has_still_to_join(asynchronous: bool) -> None:
+    with Group(1, dynamic=True) as group:
+        call = group[0].start(ask_the_restarted, asynchronous)
+        time.sleep(0.5)
+        assert not call.done(), "there is nobody to answer"
+        late = group.add("worker1", 1)
+        assert call.result(30) == "worker1"
+        for worker in (late, group[0]):
+            worker.run(leave)
+
+
+def call_nobody(to: Any) -> tuple[str, str | None, int]:
+    """Return (class of the error, its worker, number of attempts)."""
+    tries: list[int] = []
+
+    @policy(attempts=3)
+    def call() -> None:
+        tries.append(1)
+        rpc.rpc_sync(to, f.nothing)
+
+    with pytest.raises(RuntimeError, match="^could not find destination worker") as caught:
+        call()
+    return type(caught.value).__name__, getattr(caught.value, "worker", ""), len(tries)
+
+
+def test_a_mistaken_name_in_a_static_group_is_not_repeated(pair: Group) -> None:
+    assert pair.run(call_nobody, "wroker1") == ("RefusedError", "wroker1", 1)
+    assert pair.run(call_nobody, 7) == ("RefusedError", None, 1)
+
+
+def test_a_mistaken_name_in_a_dynamic_group_is_named() -> None:
+    with Group(1, dynamic=True) as group:
+        assert group.run(call_nobody, "wroker1") == ("NotInGroupError", "wroker1", 3)
+        assert group.run(call_nobody, 7) == ("NotInGroupError", None, 3)
 
 
 def shut_down_during_a_call() -> None:

@@ -44,7 +44,7 @@ struct Fixture {
   const agent::AgentOptions options = ::options();
   agent::Executor executor{1};
   metrics::Counters counters;
-  agent::Membership membership;
+  agent::Membership membership{/*isStatic=*/true};
   agent::Peers peers{membership, {}, nullptr, nullptr};
   agent::AgentHooks hooks;
   agent::UnreadRRefs unreadRRefs{executor, hooks};

@@ -46,10 +46,7 @@ _DATA: tuple[Any, ...] = (
 )
 # Classes of torch whose values are pickled by name.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-_ERRORS = (
-    *(errors.RpcError, errors.PeerLostError, errors.CallTimeoutError, errors.RefusedError),
-    *(errors.OverloadedError, errors.ShutDownError, errors.IntegrityError),
-)
+_ERRORS: tuple[type[BaseException], ...] = tuple(getattr(errors, name) for name in errors.__all__)
 # Exceptions that any worker may raise.
 EXCEPTIONS: tuple[type[BaseException], ...] = (
     *(

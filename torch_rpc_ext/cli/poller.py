@@ -21,6 +21,7 @@ rpc: Any = _untyped_rpc  # upstream's functions have no types
 
 #: States of a worker.
 ALIVE, SUSPECT, DEAD, REFUSES = "alive", "suspect", "dead", "refuses"
+_GONE = (errors.PeerLostError, errors.ShutDownError, errors.NotInGroupError)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Poller:
 def _kind(problem: Exception) -> str:
     if isinstance(problem, errors.RefusedError):
         return REFUSES
-    if isinstance(problem, (errors.PeerLostError, errors.ShutDownError)):
+    if isinstance(problem, _GONE):
         return DEAD
     # Other back ends raise one class, for a lost worker and for a time-out.
     elsewhere = type(problem) is RuntimeError and not failures.is_remote(problem)
