@@ -72,8 +72,9 @@ def options() -> str:
             "",
             "Keywords of `torch_rpc_ext.UcxRpcBackendOptions`. Each is checked where it is given: "
             "a wrong type raises `TypeError`, a wrong value `ValueError`, an unknown keyword "
-            "`TypeError`. All can be set later as attributes, with the same checks; an unknown "
-            "attribute raises `AttributeError`.",
+            "`TypeError`. What depends on the host or the group (a secret and its file, names in "
+            "the allow-list, an interface) is checked by `init_rpc`. All can be set later as "
+            "attributes, with the same checks; an unknown attribute raises `AttributeError`.",
             "",
             *_table(
                 ("option", "default", "meaning"),
