@@ -195,8 +195,12 @@ class Reader:
         if issubclass(type(made), (tuple, slice)):
             depth = 0
             for item in _items(made):
-                if levels := _levels(type(item)):  # type: ignore[arg-type]  # a type has a hash
-                    depth = max(depth, self._nested.get(id(item), 0) + levels)
+                cls = type(item)
+                if levels := _levels(cls):  # type: ignore[arg-type]  # a type has a hash
+                    # Another object may have the id() of a tuple that is gone.
+                    holds = issubclass(cls, (tuple, slice))
+                    inside = self._nested.get(id(item), 0) if holds else 0
+                    depth = max(depth, inside + levels)
             if depth > _MOST_NESTED:
                 raise pickle.UnpicklingError(
                     f"more than {_MOST_NESTED} tuples and slices in each other, or more than "
