@@ -86,6 +86,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     return future;
   }
   const uint32_t left = timeLeft(call);
+  const bool holdsRRefs = call.rrefs != nullptr;
   if (base::Error error = calls_.pending().add(call)) {
     calls_.fail(std::move(call), error);
     return future;
@@ -115,6 +116,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
       auto encoded = encode(message, options, route);
       error = encoded.ok() ? base::Error() : encoded.error();
       if (!error) {
+        encoded.value().holdsRRefs = holdsRRefs;
         const AnswerWait::Sending sending(
             id, encoded.value().totalBytes, waits, leader);
         sendFrame(id, std::move(encoded.value()), connection);
@@ -221,10 +223,8 @@ void Caller::sendFrameNow(
   // has taken the bulk, even after the call has timed out. If the call is not
   // sent, because it has timed out already, `held` drops the memory here.
   auto held = hold(encoded, executor_);
-  if (!calls_.setSent(callId, connection, untaken)) {
-    // The call has timed out. Its RRefs have been released, and so has the RRef
-    // that it would make: its deletion has been sent already.
-    return;
+  if (!calls_.setSent(callId, connection, untaken) && encoded.holdsRRefs) {
+    return; // the call has timed out, and its RRefs have been released
   }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);

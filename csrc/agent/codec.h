@@ -46,6 +46,8 @@ struct Encoded {
   // Whether all of the bulk is storages for the receiver's CPU, so that the
   // receiver could map it.
   bool mappable = false;
+  // Whether the message may hold RRefs.
+  bool holdsRRefs = true;
   // What travels beside the frame (device/way.h): to be held until then, too,
   // and to be told what has become of the frame.
   std::shared_ptr<device::Parcel> parcel;
