@@ -66,10 +66,13 @@ class RemoteType(NamedTuple):
             class(message), as upstream, with the attributes of the original. Where the constructor
             takes other arguments, or the class makes its text of its fields (OSError with an
             errno): the original with the message as a note. Where this process does not have the
-            class: an exception of a base. Where the class lets nobody make one: RuntimeError.
+            class: an exception of a base. Where the class lets nobody make one, or raises when it is
+            asked for its text: RuntimeError.
         """
         try:
-            return self._build(message)
+            error = self._build(message)
+            str(error)  # an error whose text cannot be shown would hide the message
+            return error
         except Exception:  # noqa: BLE001  a user's class may do anything
             return RuntimeError(message)
 
