@@ -66,8 +66,8 @@ class RemoteType(NamedTuple):
             class(message), as upstream, with the attributes of the original. Where the constructor
             takes other arguments, or the class makes its text of its fields (OSError with an
             errno): the original with the message as a note. Where this process does not have the
-            class: an exception of a base. Where the class lets nobody make one, or raises when it is
-            asked for its text: RuntimeError.
+            class: an exception of a base. Where the class lets nobody make one, or its instance has
+            no text (``__str__`` raises): RuntimeError.
         """
         try:
             error = self._build(message)
