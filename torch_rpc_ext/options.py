@@ -356,7 +356,11 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     __signature__ = _SignatureOfInit()  # without this, help() would show __new__'s parameters
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        unknown = given.keys() - OPTIONS.keys()
+        # A subclass may have an __init__ of its own, with arguments of its own.
+        if unknown and cls.__init__ is UcxRpcBackendOptions.__init__:
+            raise TypeError(_no_option(min(unknown)))
         # pybind11 needs its base's __init__ before any other use of the object; the generated
         # __init__ does not call it.
         made = super().__new__(cls)
@@ -369,8 +373,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             value = About.of(option).check(name, value)
         elif not name.startswith("_"):
             # Without this error a misspelt option would have no effect and say nothing.
-            known = ", ".join(public())
-            raise AttributeError(f"UcxRpcBackendOptions has no option {name!r}; it has {known}")
+            raise AttributeError(_no_option(name))
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -432,6 +435,10 @@ OPTIONS = {option.name: option for option in dataclasses.fields(UcxRpcBackendOpt
 def public() -> list[str]:
     """Return the names of all options but those for tests."""
     return [name for name, option in OPTIONS.items() if not About.of(option).tests]
+
+
+def _no_option(name: str) -> str:
+    return f"UcxRpcBackendOptions has no option {name!r}; it has {', '.join(public())}"
 
 
 def of_agent(options: UcxRpcBackendOptions) -> dict[str, Any]:

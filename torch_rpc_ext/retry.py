@@ -37,6 +37,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
+from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._base.call_checks import require_call_timeout
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls.attempts import begin
@@ -87,7 +88,7 @@ class RetryPolicy:
 
     Raises:
         ValueError: a value is out of range; the text names it.
-        TypeError: `retry_on` is something else.
+        TypeError: a value is no number, or `retry_on` is no class of errors.
     """
 
     attempts: int = 3
@@ -98,12 +99,11 @@ class RetryPolicy:
     retry_on: type[Exception] | tuple[type[Exception], ...] = TRANSIENT
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, got {self.attempts!r}")
+        option_checks.positive_int("attempts", self.attempts)
         for name in ("wait", "max_wait", "jitter"):
-            if not getattr(self, name) >= 0:
+            if option_checks.seconds(name, getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be 0 s or more, got {getattr(self, name)!r}")
-        if self.deadline is not None and not self.deadline > 0:
+        if self.deadline is not None and option_checks.seconds("deadline", self.deadline) <= 0:
             raise ValueError(f"deadline must be more than 0 s, got {self.deadline!r}")
         classes = self.retry_on if isinstance(self.retry_on, tuple) else (self.retry_on,)
         if not all(isinstance(one, type) and issubclass(one, BaseException) for one in classes):
@@ -233,6 +233,7 @@ def _timeout(timeout: float | None, end: float | None) -> float:
 
     Raises:
         ValueError: the time-out is negative or NaN.
+        TypeError: the time-out is no number.
     """
     if timeout is None:
         timeout = UNSET_RPC_TIMEOUT

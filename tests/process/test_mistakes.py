@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -255,26 +256,42 @@ def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
         assert f"ValueError: init_method is file://{path}, and {problem}" in ended.err, ended
 
 
+def calls_with(timeout: Any) -> list[Callable[[], Any]]:
+    to = ["worker1"]
+    adds = (torch.ones(2), 1)
+    return [
+        lambda: rpc.rpc_sync("worker1", f.nothing, timeout=timeout),
+        lambda: rpc.rpc_sync("worker1", torch.add, args=adds, timeout=timeout),
+        lambda: rpc.rpc_async("worker1", f.nothing, timeout=timeout),
+        lambda: rpc.remote("worker1", f.nothing, timeout=timeout),
+        lambda: rpc.remote("worker1", torch.add, args=adds, timeout=timeout),
+        lambda: torch_rpc_ext.rpc_async_all(to, f.nothing, timeout=timeout),
+        lambda: scripting.gather(to, f.nothing, timeout=timeout),
+        lambda: scripting.first_of(to, f.nothing, timeout=timeout),
+        lambda: scripting.map_reduce(to, torch.neg, [1], torch.add, timeout=timeout),
+    ]
+
+
+@workers(2)
+@needs_ucx("prints the signature of a C++ function")
+@pytest.mark.parametrize("timeout", ["5", None, timedelta(seconds=5)], ids=str)
+def test_a_timeout_that_is_no_number(timeout: Any) -> None:
+    for way in calls_with(timeout):
+        with pytest.raises(TypeError, match=r"timeout must be a number of seconds") as raised:
+            way()
+        assert f"got {timeout!r}" in str(raised.value)
+
+
 @workers(2)
 @needs_ucx("takes them for what they are not")
 @pytest.mark.parametrize("seconds", [-5.0, -0.5, math.nan, -math.inf], ids=str)
 def test_a_timeout_that_is_none(seconds: float) -> None:
-    to = ["worker1"]
     rref = rpc.remote("worker1", f.identity, args=(1,))
     assert rref.to_here() == 1
-    adds = (torch.ones(2), 1)
-    ways: list[Callable[[], Any]] = [
-        lambda: rpc.rpc_sync("worker1", f.nothing, timeout=seconds),
-        lambda: rpc.rpc_sync("worker1", torch.add, args=adds, timeout=seconds),
-        lambda: rpc.rpc_async("worker1", f.nothing, timeout=seconds),
-        lambda: rpc.remote("worker1", f.nothing, timeout=seconds),
-        lambda: rpc.remote("worker1", torch.add, args=adds, timeout=seconds),
+    ways = [
+        *calls_with(seconds),
         lambda: rref.to_here(timeout=seconds),
         lambda: rref.rpc_sync(timeout=seconds).bit_length(),
-        lambda: torch_rpc_ext.rpc_async_all(to, f.nothing, timeout=seconds),
-        lambda: scripting.gather(to, f.nothing, timeout=seconds),
-        lambda: scripting.first_of(to, f.nothing, timeout=seconds),
-        lambda: scripting.map_reduce(to, torch.neg, [1], torch.add, timeout=seconds),
     ]
     for number, way in enumerate(ways):
         with pytest.raises(ValueError, match=r"timeout must be a number of seconds") as raised:

@@ -404,6 +404,17 @@ def test_bad_values_are_named(given: dict[str, Any]) -> None:
         policy(**given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"attempts": "5"}, {"attempts": 2.5}, {"wait": None}, {"max_wait": "5"}, {"deadline": "30"}],
+    ids=str,
+)
+def test_values_of_another_type_are_named(given: dict[str, Any]) -> None:
+    name, value = next(iter(given.items()))
+    with pytest.raises(TypeError, match=f"^{name} must be .*, got {value!r}$"):
+        policy(**given)
+
+
 @pytest.mark.parametrize("value", [[KeyError], ("KeyError",), (KeyError(),), None], ids=str)
 def test_what_cannot_be_retried_on_is_named(value: Any) -> None:
     with pytest.raises(TypeError) as caught:

@@ -230,7 +230,7 @@ def check_checkpoint(folder: str) -> None:
     model.load_checkpoint(Path(folder, "two"))
     m.same(dict(model.state_dict()), dict(local.state_dict()))
 
-    with pytest.raises(RuntimeError, match="stage 0 on worker1.*already exists"):
+    with pytest.raises(FileExistsError, match=f"in {folder}/one already.*overwrite=True"):
         model.save_checkpoint(f"{folder}/one")
     model.save_checkpoint(f"{folder}/one", overwrite=True)
     with pytest.raises(RuntimeError, match=r"stage \d on worker\d.*(No such file|metadata)"):

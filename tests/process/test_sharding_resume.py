@@ -171,7 +171,7 @@ def check_errors(folder: str) -> None:
     trainer = Trainer(THREE)
     trainer.train(1)
     trainer.save(f"{folder}/one")
-    with pytest.raises(RuntimeError, match="already exists"):
+    with pytest.raises(FileExistsError, match=f"in {folder}/one already.*overwrite=True"):
         trainer.save(f"{folder}/one")
     trainer.save(f"{folder}/one", overwrite=True)
     with pytest.raises(StageError, match="no state of an optimizer of 0.weight.* under 'other'"):

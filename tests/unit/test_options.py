@@ -150,10 +150,18 @@ def test_refuses(given: dict[str, Any], error: type[Exception], text: str) -> No
 
 
 def test_unknown_keyword_and_attribute() -> None:
-    with pytest.raises(TypeError, match="num_worker_thread"):
+    with pytest.raises(TypeError, match="no option 'num_worker_thread'; it has num_worker_threads"):
         UcxRpcBackendOptions(num_worker_thread=3)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="no option 'num_worker_thread'; it has"):
         UcxRpcBackendOptions().num_worker_thread = 3  # type: ignore[attr-defined]
+
+
+def test_a_subclass_may_have_arguments_of_its_own() -> None:
+    class Ours(UcxRpcBackendOptions):
+        def __init__(self, cluster: str) -> None:
+            super().__init__(interface=f"{cluster}0", rpc_timeout=5)
+
+    assert Ours(cluster="eth").interface == ("eth0",)
 
 
 def test_attributes_are_checked_too() -> None:

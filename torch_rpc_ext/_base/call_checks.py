@@ -8,17 +8,20 @@ from typing import Any
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 
 
-def require_call_timeout(seconds: float) -> None:
+def require_call_timeout(timeout: Any) -> None:
     """Raise for a call's time-out that is negative or NaN, as csrc/agent/ucx_agent.cpp does.
 
     Raises:
         ValueError: the value is neither 0 or more nor UNSET_RPC_TIMEOUT.
+        TypeError: the value is no number.
     """
-    if not seconds >= 0 and seconds != UNSET_RPC_TIMEOUT:
-        raise ValueError(
-            "timeout must be a number of seconds, 0 for none, or -1 for the default of the "
-            f"options, got {seconds:g}"
-        )
+    wanted = "timeout must be a number of seconds, 0 for none, or -1 for the default of the options"
+    try:
+        is_one = timeout >= 0 or timeout == UNSET_RPC_TIMEOUT
+    except TypeError:
+        raise TypeError(f"{wanted}, got {timeout!r}") from None
+    if not is_one:
+        raise ValueError(f"{wanted}, got {timeout:g}")
 
 
 def arguments(args: Any) -> tuple[Any, ...]:

@@ -104,7 +104,8 @@ def rpc_async_all(
 
     Raises:
         ValueError: `to` is no list, or the time-out is negative or NaN.
-        TypeError: `args` is one argument, not a tuple of the arguments.
+        TypeError: `args` is one argument, not a tuple of the arguments, or the time-out is no
+            number.
         Exception: what rpc.rpc_async() raises: a worker is not in the group, for example.
     """
     require_workers("rpc_async_all", to, least=0)

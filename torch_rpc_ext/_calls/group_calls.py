@@ -234,7 +234,8 @@ def gather(
         GroupError: some calls failed. Raised when all calls have ended; names the workers that
             failed and holds the results of the others.
         ValueError: no workers, or a time-out that is negative or NaN.
-        TypeError: `args` is one argument, not a tuple of the arguments.
+        TypeError: `args` is one argument, not a tuple of the arguments, or the time-out is no
+            number.
     """
     calls = _Calls("gather", function, workers, timeout)
     calls.start_all(arguments(args), kwargs, apart=False)
@@ -296,7 +297,8 @@ def first_of(
     Raises:
         GroupError: all calls failed.
         ValueError: no workers, or a time-out that is negative or NaN.
-        TypeError: `args` is one argument, not a tuple of the arguments.
+        TypeError: `args` is one argument, not a tuple of the arguments, or the time-out is no
+            number.
     """
     calls = _Calls("first_of", function, workers, timeout)
     calls.start_all(arguments(args), kwargs, apart=True)
@@ -361,7 +363,8 @@ def map_reduce(
     Raises:
         GroupError: a call failed; no further calls were started.
         ValueError: no workers, no items, or a time-out that is negative or NaN.
-        TypeError: `args` is one argument, not a tuple of the arguments.
+        TypeError: `args` is one argument, not a tuple of the arguments, or the time-out is no
+            number.
     """
     calls = _Calls("map_reduce", function, workers, timeout)
     if not len(items):

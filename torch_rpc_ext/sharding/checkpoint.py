@@ -76,15 +76,28 @@ class Coordinator:
     """Does what is needed once for all writers: who writes which file, and the metadata.
 
     Until the metadata is written the checkpoint does not exist for readers.
+
+    Args:
+        path: the checkpoint's folder.
+        overwrite: whether a checkpoint that is there is removed.
+
+    Raises:
+        FileExistsError: there is a checkpoint, and `overwrite` is False.
     """
 
     def __init__(self, path: str, overwrite: bool) -> None:
         self._path = Path(path)
-        self._storage = dcp.FileSystemWriter(path, overwrite=False)
-        self._storage.set_up_storage_writer(True)
+        metadata = self._path / ".metadata"
         if overwrite:
             # Removed first: with the metadata, a half overwritten checkpoint would seem complete.
-            (self._path / ".metadata").unlink(missing_ok=True)
+            metadata.unlink(missing_ok=True)
+        elif metadata.exists():
+            raise FileExistsError(
+                f"There is a checkpoint in {path} already: save to another folder, or pass "
+                "overwrite=True to replace it."
+            )
+        self._storage = dcp.FileSystemWriter(path, overwrite=False)
+        self._storage.set_up_storage_writer(True)
         self._metadata: Any = None
 
     def plan(self, plans: list[Any]) -> list[Any]:

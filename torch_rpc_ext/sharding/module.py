@@ -221,7 +221,8 @@ class ShardedModule(nn.Module, SavedByStages):
                 if writing fails.
 
         Raises:
-            StageError: a stage could not write, or there is a checkpoint already.
+            FileExistsError: there is a checkpoint already.
+            StageError: a stage could not write.
             ValueError: a stage has written where the caller does not see it.
         """
         write({"": self}, {}, path, overwrite)

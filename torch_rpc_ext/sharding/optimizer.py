@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -61,8 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         **options: for ``optimizer_class``.
 
     Raises:
-        ValueError: a name that the model does not have or that is named twice, or an option out of
-            range.
+        ValueError: a name that the model does not have or that is named twice, an option out of
+            range, or a class whose step() needs a closure (LBFGS).
         StageError: the optimizer of a stage could not be made.
     """
 
@@ -74,6 +75,11 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
+        if _needs_closure(optimizer_class):
+            raise ValueError(
+                f"step() of {optimizer_class.__name__} needs a closure, which the stages cannot "
+                "call: choose another optimizer."
+            )
         described = model.stages.each("describe_parameters")
         by_stage = [[name for name, _, _ in part] for part in described]
         known = {
@@ -265,6 +271,11 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
                 raise rref.error()
             made.append(Handle(handle.index, handle.place, rref))
         return Handles(made, self.model.timeout)
+
+
+def _needs_closure(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    parameters = inspect.signature(optimizer_class.step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
 
 
 def _source(context_id: int | None) -> int | None:
