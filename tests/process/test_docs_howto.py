@@ -10,8 +10,10 @@ import os
 import platform
 import re
 import shlex
+import socket
 import struct
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,14 +179,67 @@ def test_ports_are_within_the_range() -> None:
             assert len(ports) == 3 and all(low <= port <= high for port in ports), ports
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_used_up_range_is_named(size: int) -> None:
-    """One port is too few even for one worker: at the first large tensor it would need another."""
+def taken(port: int) -> socket.socket:
+    """Return a socket that listens on this port, and so keeps it from others."""
+    listener = socket.create_server(("", port))
+    listener.listen()
+    return listener
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_used_up_range_is_named(free: int) -> None:
+    """One free port is too few for one worker: at the first large tensor it would need another."""
+    low, high = free_ports(3)
+    with contextlib.ExitStack() as kept:
+        for port in range(low + free, high + 1):
+            kept.enter_context(taken(port))
+        with (
+            pytest.raises(RuntimeError, match=f"ports {low} to {high}.* are free"),
+            Group(1, options={"port_range": (low, high)}),
+        ):
+            pass
+
+
+def test_a_range_that_other_workers_use_up_is_named() -> None:
+    low, high = free_ports(3)
     with (
-        pytest.raises(RuntimeError, match="is the port range used up"),
-        Group(size, options={"port_range": free_port()}),
+        pytest.raises(RuntimeError, match=f"ports {low} to {high}.* are free"),
+        Group(2, options={"port_range": (low, high)}),
     ):
         pass
+
+
+def test_the_free_ports_of_a_range_are_found() -> None:
+    low, high = free_ports(32)
+    with contextlib.ExitStack() as kept:
+        for port in range(low, high + 1):
+            if port not in (low + 3, high - 2):
+                kept.enter_context(taken(port))
+        with Group(1, options={"port_range": (low, high)}) as group:
+            ports = {port for _, port in listening_ports(group[0].child.pid)}
+    assert ports == {low + 3, high - 2}
+
+
+def left_in_time_wait(port: int) -> None:
+    """Leave the port as a worker leaves one that ends while it has a connection there."""
+    with (
+        taken(port) as listener,
+        socket.create_connection(("127.0.0.1", port)) as peer,
+        listener.accept()[0] as accepted,
+    ):
+        accepted.close()  # who closes first has the port in TIME_WAIT
+        peer.recv(1)
+
+
+def test_ports_of_ended_workers_are_waited_for() -> None:
+    low, high = free_ports(2)
+    left_in_time_wait(high)
+    with Group(1, init=False) as group:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"ports {low} to {high}.* are free"):
+            group[0].init(1, port_range=(low, high), init_timeout=2).result()
+        assert time.monotonic() - start >= 2
+        assert "1 of them are in TIME_WAIT: waiting up to 2 s for them" in group.output()
 
 
 # ---- Containers ------------------------------------------------------------
