@@ -195,7 +195,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         (0, 0),
         checks.port_range,
         "Ports to listen on, for firewalls: 'lo-hi' or (lo, hi), three for each worker of a "
-        "host; with two, large tensors are slower. 0 for any.",
+        "host; with two, the least, large tensors are slower. 0 for any.",
     )
     use_cma: bool = _option(
         True,

@@ -113,7 +113,10 @@ struct Scene {
   base::Poller poller;
   std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
   std::shared_ptr<UcpContext> ucp = UcpContext::create({}).value();
-  bulk::Resources resources{ucp, gate, {}, nullptr};
+  bulk::Resources resources{
+      [this] { return BulkWorker::create(ucp, gate); },
+      gate,
+      {}};
   std::shared_ptr<Notes> link =
       std::make_shared<Notes>(ControlWorker::create(ucp, gate).value());
   bulk::Exchange& exchange;

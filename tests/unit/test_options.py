@@ -117,7 +117,11 @@ def test_not_a_relative_of_tensorpipes() -> None:
         ({"init_timeout": -1}, ValueError, "init_timeout"),
         ({"port_range": (5, 4)}, ValueError, r"port_range must be .* got \(5, 4\)"),
         ({"port_range": "a-b"}, ValueError, "port_range"),
-        ({"port_range": 70000}, ValueError, "70000"),
+        ({"port_range": (29500, 70000)}, ValueError, "70000"),
+        ({"port_range": 29500}, ValueError, "port_range must be .* needs two ports .* got 29500"),
+        ({"port_range": "29500"}, ValueError, "needs two ports .* got '29500'"),
+        ({"port_range": (1, 1)}, ValueError, r"needs two ports .* got \(1, 1\)"),
+        ({"port_range": (1, 2, 3)}, ValueError, r"port_range must be .* got \(1, 2, 3\)"),
         ({"port_range": 1.5}, TypeError, "port_range"),
         ({"use_cma": 1}, TypeError, "use_cma must be True or False, got 1"),
         ({"keepalive": -2}, ValueError, "keepalive"),
@@ -177,10 +181,9 @@ def test_attributes_are_checked_too() -> None:
     [
         (None, (0, 0)),
         (0, (0, 0)),
-        (29500, (29500, 29500)),
         ((29500, 29600), (29500, 29600)),
+        ([29500, 29501], (29500, 29501)),
         ("29500-29600", (29500, 29600)),
-        ("29500", (29500, 29500)),
     ],
 )
 def test_port_range(given: Any, kept: tuple[int, int]) -> None:

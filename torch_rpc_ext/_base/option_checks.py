@@ -226,30 +226,29 @@ def interface(name: str, value: Any) -> tuple[str, ...]:
 
 
 def port_range(name: str, value: Any) -> tuple[int, int]:
-    """Accept a port, 'lo-hi' or (lo, hi), both ends included; 0 or None for any port."""
-    wrong = f"{name} must be a port, 'lo-hi' or (lo, hi) with 1 <= lo <= hi <= 65535, got {value!r}"
-    if value is None:
-        return (0, 0)
+    """Accept 'lo-hi' or (lo, hi), both ends included, or 0 or None for any port."""
+    wrong = (
+        f"{name} must be 'lo-hi' or (lo, hi) with 1 <= lo < hi <= 65535, because a worker needs "
+        f"two ports or more, or 0 for any port; got {value!r}"
+    )
     if isinstance(value, str):
-        parts: list[Any] = value.split("-")
         try:
-            parts = [int(part) for part in parts]
+            parts = [int(part) for part in value.split("-")]
         except ValueError:
             raise ValueError(wrong) from None
+    elif value is None:
+        parts = [0]
     elif _is_int(value):
         parts = [value]
     elif isinstance(value, (tuple, list)) and all(_is_int(part) for part in value):
         parts = list(value)
     else:
         raise TypeError(wrong)
-    if len(parts) == 1:
-        parts *= 2
-    if len(parts) != 2:
+    if parts in ([0], [0, 0]):
+        return (0, 0)
+    if len(parts) != 2 or not 1 <= parts[0] < parts[1] <= 65535:
         raise ValueError(wrong)
-    low, high = parts
-    if (low, high) != (0, 0) and not 1 <= low <= high <= 65535:
-        raise ValueError(wrong)
-    return (low, high)
+    return (parts[0], parts[1])
 
 
 def allow_list(name: str, value: Any) -> tuple[str, ...] | None:

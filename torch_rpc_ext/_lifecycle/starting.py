@@ -25,6 +25,7 @@ from torch_rpc_ext._base.option_checks import (
 from torch_rpc_ext._group import (
     dynamic,
     interfaces,
+    ports,
     rendezvous,
     returning,
     sessions,
@@ -180,7 +181,11 @@ def _open(
 
         allowed = AllowList.of(options.allow_list, name, SERVED)
         agent_options.allow_only(allowed.names, allowed.modules)
-    agent = native.UcxAgent(agent_options, name, rank, bool(world_size))
+    agent = ports.when_free(
+        lambda: native.UcxAgent(agent_options, name, rank, bool(world_size)),
+        options.port_range,
+        options.effective_init_timeout(),
+    )
     me = Member(
         name=name,
         rank=rank,

@@ -2,9 +2,13 @@
 
 #include "base/log.h"
 #include "transport/ucx/from_ucx.h"
+#include "transport/ucx/ports.h"
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -29,49 +33,90 @@ constexpr size_t kMaxAccepting = 4096;
 // The kernel needs microseconds, and longer only if the core is busy.
 constexpr std::chrono::seconds kDoubtTime{2};
 
-} // namespace
-
-base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
-    const Options& options) {
+// Opens UCX, and makes a worker.
+template <typename AnyWorker>
+base::Result<std::shared_ptr<AnyWorker>> openWorker(
+    const Options& options,
+    std::shared_ptr<base::Gate> gate) {
   auto ucp = UcpContext::create(options);
   if (!ucp.ok()) {
     return ucp.error();
   }
-  const auto gate = std::make_shared<base::Gate>();
-  auto worker = ControlWorker::create(ucp.value(), gate);
-  if (!worker.ok()) {
-    return worker.error();
+  return AnyWorker::create(std::move(ucp.value()), std::move(gate));
+}
+
+// As openWorker(), at a free port of options.ports. UCX is given one port at a
+// time: of several, UCX would try one after the other at random, and never end
+// if all are taken.
+template <typename AnyWorker>
+base::Result<std::shared_ptr<AnyWorker>> openWorkerAtPort(
+    Options options,
+    const std::shared_ptr<base::Gate>& gate) {
+  const auto [first, last] = options.ports;
+  // Workers that start at the same time begin at different ports.
+  const int count = last - first + 1;
+  const int begin = getpid() % count;
+  for (int i = 0; i < count; ++i) {
+    const auto port = static_cast<uint16_t>(first + (begin + i) % count);
+    if (!isFree(port)) {
+      continue;
+    }
+    options.ports = {port, port};
+    auto worker = openWorker<AnyWorker>(options, gate);
+    // Overloaded: the port has been taken since isFree() looked.
+    if (worker.ok() || worker.error().kind != base::ErrorKind::kOverloaded) {
+      return worker;
+    }
   }
-  std::shared_ptr<BulkWorker> bulk;
-  if (options.ports.first != 0) {
+  return base::Error{
+      base::ErrorKind::kOverloaded,
+      "fewer than two of the ports " + std::to_string(first) + " to " +
+          std::to_string(last) + " (port_range) are free"};
+}
+
+} // namespace
+
+base::Result<std::shared_ptr<UcxContext>> UcxContext::create(
+    const Options& options) {
+  const auto gate = std::make_shared<base::Gate>();
+  const bool anyPort = options.ports.first == 0;
+  auto control = anyPort ? openWorker<ControlWorker>(options, gate)
+                         : openWorkerAtPort<ControlWorker>(options, gate);
+  if (!control.ok()) {
+    return control.error();
+  }
+  bulk::MakeWorker makeBulkWorker;
+  if (anyPort) {
+    makeBulkWorker = [ucp = control.value()->context(), gate] {
+      return BulkWorker::create(ucp, gate);
+    };
+  } else {
     // If this worker were made later, the first large tensor could find that
     // the range has no port left.
-    auto created = BulkWorker::create(ucp.value(), gate);
-    if (!created.ok()) {
-      return created.error();
+    auto made = openWorkerAtPort<BulkWorker>(options, gate);
+    if (!made.ok()) {
+      return made.error();
     }
-    bulk = std::move(created.value());
+    makeBulkWorker = [made = std::move(made)] { return made; };
   }
   return std::shared_ptr<UcxContext>(new UcxContext(
-      options, ucp.value(), gate, worker.value(), std::move(bulk)));
+      options, gate, std::move(control.value()), std::move(makeBulkWorker)));
 }
 
 UcxContext::UcxContext(
     Options options,
-    std::shared_ptr<UcpContext> ucp,
     std::shared_ptr<base::Gate> gate,
     std::shared_ptr<ControlWorker> control,
-    std::shared_ptr<BulkWorker> bulk)
+    bulk::MakeWorker makeBulkWorker)
     : options_(std::move(options)),
       gate_(std::move(gate)),
       control_(std::move(control)),
       workerAddress_(control_->address()),
       doorToken_(randomToken()),
       bulk_(
-          std::move(ucp),
+          std::move(makeBulkWorker),
           gate_,
-          {options_.ports, options_.keepaliveSeconds},
-          std::move(bulk)) {}
+          {options_.ports, options_.keepaliveSeconds}) {}
 
 std::string UcxContext::address() const {
   return encodeAddress({doorToken_, process(), workerAddress_});

@@ -126,10 +126,9 @@ class UcxContext final : public Context,
  private:
   UcxContext(
       Options options,
-      std::shared_ptr<UcpContext> ucp,
       std::shared_ptr<base::Gate> gate,
       std::shared_ptr<ControlWorker> control,
-      std::shared_ptr<BulkWorker> bulk);
+      bulk::MakeWorker makeBulkWorker);
 
   void onMessage(Locked& locked, base::ConstSpan header, base::ConstSpan data);
   // For a message that onMessage() could not handle, because of an exception.

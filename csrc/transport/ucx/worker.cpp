@@ -38,8 +38,7 @@ base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
   ucp_worker_h worker = nullptr;
   ucs_status_t status = ucp_worker_create(context->get(), &params, &worker);
   if (status != UCS_OK) {
-    return toError(
-        status, "creating a UCX worker (is the port range used up?)");
+    return toError(status, "creating a UCX worker");
   }
   int fd = -1;
   status = ucp_worker_get_efd(worker, &fd);

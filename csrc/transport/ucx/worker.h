@@ -104,6 +104,10 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
+  const std::shared_ptr<UcpContext>& context() const {
+    return context_;
+  }
+
   // From now on the threads that wait on `poller` progress this worker. With
   // `main`, so does a thread that leads there (Poller::Lead).
   void start(base::Poller& poller, bool main);

@@ -40,15 +40,12 @@ base::Result<std::shared_ptr<Channel>> Resources::make(
     return std::shared_ptr<Channel>(state.laneChannel);
   }
   if (!made) {
-    if (state.worker == nullptr) {
-      auto created = BulkWorker::create(ucp_, gate_);
-      if (!created.ok()) {
-        return created.error();
-      }
-      state.worker = std::move(created.value());
+    auto worker = state.makeWorker();
+    if (!worker.ok()) {
+      return worker.error();
     }
     state.ucxChannel =
-        std::make_shared<UcxChannel>(std::move(state.worker), *poller_);
+        std::make_shared<UcxChannel>(std::move(worker.value()), *poller_);
     workerAdded_();
   }
   return std::shared_ptr<Channel>(state.ucxChannel);

@@ -10,7 +10,6 @@
 #include "transport/ucx/bulk/shared_maps.h"
 #include "transport/ucx/bulk/ucx_channel.h"
 #include "transport/ucx/protocol.h"
-#include "transport/ucx/ucp_context.h"
 #include "transport/ucx/worker.h"
 
 #include <algorithm>
@@ -21,6 +20,9 @@
 
 namespace torch_rpc_ext::transport::ucx::bulk {
 
+// Returns the UCX worker for bulk; called at the worker's first use.
+using MakeWorker = std::function<base::Result<std::shared_ptr<BulkWorker>>()>;
+
 // What the bulk of all connections of a UcxContext shares.
 //
 // Owns: the maps of peers' memory; the channels, and the UCX worker for bulk.
@@ -29,17 +31,13 @@ namespace torch_rpc_ext::transport::ucx::bulk {
 class Resources {
  public:
   // A channel is made at its first use, because most groups never need one.
-  // Only if the ports are limited, the UCX worker is made before, and passed
-  // here.
   Resources(
-      std::shared_ptr<UcpContext> ucp,
+      MakeWorker makeWorker,
       std::shared_ptr<base::Gate> gate,
-      lanes::Options laneOptions,
-      std::shared_ptr<BulkWorker> worker)
-      : ucp_(std::move(ucp)),
-        gate_(std::move(gate)),
+      lanes::Options laneOptions)
+      : gate_(std::move(gate)),
         laneOptions_(std::move(laneOptions)),
-        state_(State{std::move(worker)}) {}
+        state_(State{std::move(makeWorker)}) {}
 
   // `workerAdded` runs when the UCX worker has been started.
   void start(
@@ -69,7 +67,7 @@ class Resources {
 
  private:
   struct State {
-    std::shared_ptr<BulkWorker> worker; // until ucxChannel has it
+    MakeWorker makeWorker;
     std::shared_ptr<UcxChannel> ucxChannel = nullptr;
     std::shared_ptr<LaneChannel> laneChannel = nullptr;
     bool closed = false;
@@ -77,7 +75,6 @@ class Resources {
 
   base::Result<std::shared_ptr<Channel>> make(State& state, ChannelKind kind);
 
-  const std::shared_ptr<UcpContext> ucp_;
   const std::shared_ptr<base::Gate> gate_;
   const lanes::Options laneOptions_;
   // Begins at random, so that a stranger who wants to fill our buffers cannot
