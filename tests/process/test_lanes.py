@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,23 @@ def test_a_range_without_a_third_port(tmp_path: Path) -> None:
         for worker in group:
             (said,) = (tmp_path / worker.name).read_text().splitlines()
             assert "come through UCX" in said and "used up" in said
+
+
+def test_lanes_come_when_a_port_is_free_again() -> None:
+    low, high = free_ports(6)
+    with contextlib.ExitStack() as taken:
+        for port in (high - 1, high):
+            taken.enter_context(socket.create_server(("", port)))
+        with Group(2, options={**APART, "port_range": (low, high)}) as group:
+            assert group[0].run(echo, 1_000_000)
+            before = listening_ports(group[1].child.pid)
+            assert len(before) == 2
+            taken.close()
+            deadline = time.monotonic() + 60
+            while listening_ports(group[1].child.pid) == before:
+                assert time.monotonic() < deadline, "the lanes are not tried again"
+                assert group[0].run(echo, 1_000_000)
+                time.sleep(0.1)
 
 
 def send_and_wait() -> bool:

@@ -3,6 +3,7 @@
 #include "transport/ucx/bulk/way.h"
 
 #include <atomic>
+#include <chrono>
 #include <unordered_map>
 #include <utility>
 
@@ -13,6 +14,12 @@ namespace {
 // Bulk with fewer bytes goes through UCX also where there are lanes: below this
 // size UCX is as fast as lanes, or faster.
 constexpr uint64_t kMinLaneBytes = 512u << 10;
+
+using Clock = std::chrono::steady_clock;
+constexpr Clock::time_point kAtOnce{};
+// Where no lane can be opened, because the ports of the range are taken, for
+// example, the next attempt comes after this time: ports become free again.
+constexpr std::chrono::seconds kLanesAgain{5};
 
 // Bulk that the receiver asks for with kPull, and that then travels over a
 // Channel: the only way that needs nothing but a network.
@@ -46,7 +53,7 @@ class Pulled final : public Way {
       return;
     }
     const bool byLanes = bytes >= kMinLaneBytes &&
-        !ends_.peer.reachesUsAt.empty() && !lanesFail_.load();
+        !ends_.peer.reachesUsAt.empty() && Clock::now() >= lanesFrom_.load();
     auto chosen =
         choose(byLanes ? ChannelKind::kLanes : ChannelKind::kUcx, request);
     if (!chosen.ok()) {
@@ -140,11 +147,12 @@ class Pulled final : public Way {
       return address.error();
     }
     // For example, no port is left in the range, or no descriptor.
-    base::log(
-        base::LogLevel::kWarning,
-        "large tensors come through UCX, which is slower: " +
-            address.error().message);
-    lanesFail_ = true;
+    if (lanesFrom_.exchange(Clock::now() + kLanesAgain) == kAtOnce) {
+      base::log(
+          base::LogLevel::kWarning,
+          "large tensors come through UCX, which is slower: " +
+              address.error().message);
+    }
     return choose(ChannelKind::kUcx, request);
   }
 
@@ -223,7 +231,8 @@ class Pulled final : public Way {
   const Ends ends_;
   const std::shared_ptr<const Chunks> chunks_;
   std::unordered_map<uint64_t, Pull> pulls_; // by the first tag
-  std::atomic<bool> lanesFail_{false};
+  // Lanes are not tried before this time.
+  std::atomic<Clock::time_point> lanesFrom_{kAtOnce};
 };
 
 } // namespace
