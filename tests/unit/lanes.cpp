@@ -613,6 +613,18 @@ void testNoDescriptorIsLeft() {
     require(none.takeOne(), "what it had is closed");
   }
   f.move({9 * kPiece}, 8);
+
+  Fixture without; // no lane is open
+  const Bytes from = numbered(kPiece, 1);
+  End sent;
+  {
+    const NoDescriptors none;
+    without.sender.send(
+        without.address, 9, {{from.data(), from.size()}}, sent.callback());
+  }
+  require(sent.fired(), "a send without a lane ends");
+  require(sent.wait().kind == base::ErrorKind::kSystem, "the peer is not lost");
+  without.move({kPiece}, 10);
 }
 
 void testSocketsThatCannotBeServed() {

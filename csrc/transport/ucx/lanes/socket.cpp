@@ -48,8 +48,11 @@ bool toSocketAddress(const Endpoint& endpoint, SocketAddress& address) {
 }
 
 base::Error failed(const std::string& what, int error) {
+  // What this process or its kernel lacks says nothing about the peer.
+  const bool lacks =
+      error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
   return {
-      base::ErrorKind::kPeerLost,
+      lacks ? base::ErrorKind::kSystem : base::ErrorKind::kPeerLost,
       what + ": " + std::generic_category().message(error)};
 }
 
