@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,26 @@ def test_a_worker_that_has_died() -> None:
         group.run(keep_one)
         group[2].kill()
         group.run(check_after_a_death)
+
+
+def check_beside_a_stopped_worker(index: int) -> None:
+    from torch_rpc_ext.sharding import StageError
+
+    x, _ = m.batch_of("mlp")
+    with pytest.raises(StageError, match=f"stage {index} on {THREE[index]} gave no result"):
+        KEPT[0](x)
+
+
+@needs_ucx("names a stage that waits, after the time-out")
+@pytest.mark.parametrize("index", range(3))
+def test_a_worker_that_is_stopped_is_named(index: int) -> None:
+    with Group(4) as group:
+        group.run(keep_one)
+        group[1 + index].signal(signal.SIGSTOP)
+        try:
+            group.run(check_beside_a_stopped_worker, index)
+        finally:
+            group[1 + index].signal(signal.SIGCONT)
 
 
 @workers(2, options={"num_worker_threads": 4})

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
+from torch_rpc_ext import errors
 from torch_rpc_ext.sharding import autocast, stage, tensors
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.gradients import context_id
@@ -101,8 +102,10 @@ class ShardedModule(nn.Module, SavedByStages):
         try:
             result = made[-1].to_here(self._patience(len(made)))
         except Exception as error:
-            raise self._stages[-1].lost(error) from error
+            raise self._waited_for(made, error).lost(error) from error
         if isinstance(result, Failure):
+            if result.kind == "lost" and isinstance(result.cause, errors.CallTimeoutError):
+                raise self._waited_for(made[: result.stage + 1], result.cause).lost(result.cause)
             raise result.error()
         return result
 
@@ -291,6 +294,23 @@ class ShardedModule(nn.Module, SavedByStages):
         stage that hangs, which names that stage.
         """
         return self._timeout + stages_before * _STEP if self._timeout > 0 else 0.0
+
+    def _waited_for(self, made: list[Any], error: Exception) -> StageHandle:
+        """Return the stage that an error is about.
+
+        After a time-out it is the first stage that has not returned. A stage whose input is on a
+        stopped worker cannot name that worker: the stage does not begin, because torch first asks
+        the owner of an RRef about each new holder.
+
+        Args:
+            made: RRefs of what the stages return, up to the stage that gave no result.
+            error: what came in place of its result.
+        """
+        if isinstance(error, errors.CallTimeoutError):
+            for handle, result in zip(self._stages, made, strict=False):
+                if not result._get_future().done():
+                    return handle
+        return self._stages[len(made) - 1]
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise RuntimeError("the parameters are on other workers: use to()")
