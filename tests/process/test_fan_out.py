@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 import torch_rpc_ext
@@ -25,6 +26,7 @@ from torch_rpc_ext import scripting
 
 SIZE = 600_000  # floats
 OTHERS = ["worker1", "worker2", "worker3"]
+NO_LIST = needs_ucx("has no allow-list")
 kept: list[Tensor] = []
 
 
@@ -342,6 +344,26 @@ def test_workers_that_do_not_pass_calls_on(hosts: Hosts) -> None:
     allowed = [__name__]
     with group_on(hosts, hosts[0].ipv4, size=6, allow_list=allowed) as group:
         group[0].run(check_sums)
+
+
+def tenfold(tensor: Tensor) -> Tensor:
+    return tensor * 10
+
+
+def check_gradients() -> None:
+    with dist_autograd.context() as context:
+        x = torch.ones(SIZE, requires_grad=True)
+        made = wait_all(torch_rpc_ext.rpc_async_all(THERE, tenfold, args=(x,)))
+        made += scripting.gather(THERE, tenfold, args=(x,))
+        dist_autograd.backward(context, [torch.stack(made).sum()])
+        assert dist_autograd.get_gradients(context)[x].equal(torch.full((SIZE,), 60.0))
+
+
+@pytest.mark.parametrize("passing_on", ["allowed", pytest.param("refused", marks=NO_LIST)])
+def test_gradients_from_another_host(passing_on: str, hosts: Hosts) -> None:
+    options = {"allow_list": [__name__]} if passing_on == "refused" else {}
+    with group_on(hosts, hosts[0].ipv4, size=6, **options) as group:
+        group[0].run(check_gradients)
 
 
 def keep_and_return_owned(tensor: Tensor) -> f.Owned:

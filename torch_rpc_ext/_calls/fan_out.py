@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import autograd as _untyped_autograd
 from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
@@ -23,7 +24,9 @@ from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
 
-rpc: Any = _untyped_rpc  # upstream's functions have no types
+# Upstream's functions have no types.
+dist_autograd: Any = _untyped_autograd
+rpc: Any = _untyped_rpc
 
 # Smaller tensors are sent to each worker by itself: a worker that passes them on costs the delay of
 # a second call.
@@ -88,7 +91,8 @@ def rpc_async_all(
     the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
     Then the calls to that host end together, current_call().caller is that worker's name, and with
     an allow_list that worker must allow `torch_rpc_ext._calls.fan_out.pass_on`; where it does not,
-    each worker is called by itself. On TENSORPIPE each call sends its own copy.
+    each worker is called by itself, as within a distributed autograd context. On TENSORPIPE each
+    call sends its own copy.
 
     The tensors must not be written to before the calls have ended.
 
@@ -135,7 +139,10 @@ def begin_all(
             names[at] = name_of(worker)
         except Exception as error:  # noqa: BLE001  upstream's, for a worker that is not in the group
             begun[at] = error
-    if sum(one.numel() * one.element_size() for one in _tensors((args, kwargs))) >= _LEAST_BYTES:
+    size = sum(one.numel() * one.element_size() for one in _tensors((args, kwargs)))
+    # A refused call would stay in the graph of an autograd context, and the calls that take its
+    # place begin in a thread that is outside of the context.
+    if size >= _LEAST_BYTES and not _in_autograd_context():
         for places in _elsewhere(names):
             call = _PassedOn([names[at] for at in places], func, args, kwargs, timeout)
             begun.update(zip(places, call.start(), strict=True))
@@ -163,6 +170,14 @@ def _begin(
     except Exception as error:  # noqa: BLE001  the other calls go on
         return error
     return future
+
+
+def _in_autograd_context() -> bool:
+    try:
+        dist_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _elsewhere(names: Mapping[int, str]) -> list[list[int]]:
