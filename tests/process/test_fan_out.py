@@ -3,6 +3,7 @@ torch_rpc_ext.scripting."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -364,6 +365,40 @@ def test_gradients_from_another_host(passing_on: str, hosts: Hosts) -> None:
     options = {"allow_list": [__name__]} if passing_on == "refused" else {}
     with group_on(hosts, hosts[0].ipv4, size=6, **options) as group:
         group[0].run(check_gradients)
+
+
+def first_number(tensor: Tensor) -> float:
+    return float(tensor[0])
+
+
+def check_numbers(block: torch.dtype | None | str) -> None:
+    x = torch.full((SIZE,), 1 / 3)
+    chosen = contextlib.nullcontext() if isinstance(block, str) else torch_rpc_ext.wire_dtype(block)
+    with chosen:
+        together = torch_rpc_ext.rpc_async_all(THERE, first_number, args=(x,))
+        apart = [rpc.rpc_async(name, first_number, args=(x,)) for name in THERE]
+    assert wait_all(together) == wait_all(apart)
+
+
+NARROW = torch.bfloat16
+NONE: dict[str, Any] = {}
+
+
+@needs_ucx("has no narrow dtypes")
+@pytest.mark.parametrize(
+    "each",
+    [
+        pytest.param([{"wire_dtype": {"worker1": NARROW}}, *5 * [NONE]], id="for-one-receiver"),
+        pytest.param([NONE, {"wire_dtype": NARROW}, *4 * [NONE]], id="of-the-first-receiver"),
+        pytest.param(
+            [{"wire_dtype": NARROW}, *5 * [{"allow_list": [__name__]}]], id="not-passed-on"
+        ),
+    ],
+)
+def test_numbers_that_another_host_gets(each: list[dict[str, Any]], hosts: Hosts) -> None:
+    with group_on(hosts, hosts[0].ipv4, size=6, each=each) as group:
+        for block in ("none", None, torch.float16):
+            group[0].run(check_numbers, block)
 
 
 def keep_and_return_owned(tensor: Tensor) -> f.Owned:

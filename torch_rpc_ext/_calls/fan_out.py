@@ -20,6 +20,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
 from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
+from torch_rpc_ext._calls import wire_dtype
 from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
@@ -36,12 +37,18 @@ _LEAST_BYTES = 1 << 20
 _SLACK = 1.0
 
 _host_of: Callable[[str], str] = lambda name: ""  # noqa: E731
+_dtype_of: Callable[[str], Any] = lambda name: None  # noqa: E731
 
 
-def set_host_of(function: Callable[[str], str]) -> None:
-    """Set what knows the host of a worker: name -> host, '' where that is not known."""
-    global _host_of
-    _host_of = function
+def know_workers(host_of: Callable[[str], str], dtype_of: Callable[[str], Any]) -> None:
+    """Set what knows the other workers.
+
+    Args:
+        host_of: name -> host of the worker, '' where that is not known.
+        dtype_of: name -> dtype that the option wire_dtype of this worker has for that worker.
+    """
+    global _host_of, _dtype_of
+    _host_of, _dtype_of = host_of, dtype_of
 
 
 @contextlib.contextmanager
@@ -181,14 +188,15 @@ def _in_autograd_context() -> bool:
 
 
 def _elsewhere(names: Mapping[int, str]) -> list[list[int]]:
-    """Return the places of the calls to each other host that has two of the workers or more."""
+    """Return the places of the calls to each other host that has two of the workers or more, which
+    get float32 tensors as the same dtype."""
     here = _host_of(rpc.get_worker_info().name)
-    by_host: dict[str, list[int]] = {}
+    together: dict[tuple[str, Any], list[int]] = {}
     for at, name in names.items():
         host = _host_of(name)
         if host and host != here:
-            by_host.setdefault(host, []).append(at)
-    return [places for places in by_host.values() if len({names[at] for at in places}) > 1]
+            together.setdefault((host, _dtype_of(name)), []).append(at)
+    return [places for places in together.values() if len({names[at] for at in places}) > 1]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -221,6 +229,7 @@ class _PassedOn:
     ) -> None:
         self.names, self.func, self.args, self.kwargs = names, func, args, kwargs
         self.timeout = timeout
+        self.dtype = wire_dtype.of_block()
         self.futures: list[Future[Any]] = [new_future() for _ in names]
 
     def start(self) -> list[Future[Any]]:
@@ -255,7 +264,8 @@ class _PassedOn:
 
     def _call_each(self) -> None:
         for future, name in zip(self.futures, self.names, strict=True):
-            call = _begin(name, self.func, self.args, self.kwargs, self.timeout)
+            with wire_dtype.as_in_block(self.dtype):  # this may be another thread
+                call = _begin(name, self.func, self.args, self.kwargs, self.timeout)
             if isinstance(call, Exception):
                 fail(future, call)
             else:
@@ -277,7 +287,8 @@ def pass_on(
         error that the call raised). The parts of the error are pickled one by one: where the
         caller's allow-list refuses a part, the caller still reads the other outcomes.
     """
-    with one_copy():
+    # The tensors have the numbers that their caller wants the others to get.
+    with one_copy(), wire_dtype.wire_dtype(None):
         calls = [_begin(name, func, args, kwargs, timeout) for name in names]
     outcomes = [
         _failed(call) if isinstance(call, Exception) else call.then(_outcome) for call in calls

@@ -37,9 +37,28 @@ def wire_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         TypeError: `dtype` is no dtype.
         ValueError: `dtype` is another dtype.
     """
+    with as_in_block(wire_dtype_number("dtype", dtype)):
+        yield
+
+
+@contextmanager
+def as_in_block(number: int | None) -> Iterator[None]:
+    """Begin calls as in a block of wire_dtype().
+
+    Args:
+        number: of the block's dtype, as of_block() returns it; None as outside of all blocks.
+    """
     native = loader.load()
-    before = native.set_call_dtype(wire_dtype_number("dtype", dtype))
+    before = native.set_call_dtype(number)
     try:
         yield
     finally:
         native.set_call_dtype(before)
+
+
+def of_block() -> int | None:
+    """Return the number of the dtype of this thread's innermost block, None outside of blocks."""
+    native = loader.load()
+    number: int | None = native.set_call_dtype(None)
+    native.set_call_dtype(number)
+    return number

@@ -37,7 +37,7 @@ def open_session(session: sessions.Session) -> None:
         api._all_gather_sequence_id.clear()
         api._all_gather_sequence_id_to_states.clear()
     sessions.set_current(session)
-    fan_out.set_host_of(_host_of)
+    fan_out.know_workers(_host_of, _dtype_of)
     hooks.install(session.agent, wait_all_workers, session.allowed)
 
 
@@ -45,6 +45,12 @@ def _host_of(name: str) -> str:
     session = sessions.current()
     member = session.members.get(name) if session else None
     return member.host if member else ""
+
+
+def _dtype_of(name: str) -> Any:
+    session = sessions.current()
+    given = session.options.wire_dtype if session else None
+    return given.get(name) if isinstance(given, dict) else given
 
 
 def close_session() -> None:
