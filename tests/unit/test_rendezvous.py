@@ -134,16 +134,30 @@ def test_time_out_without_rank_0(stores: Stores) -> None:
     assert "rank(s) 0, 2 of 3" in str(problem)
 
 
-def test_failure_of_one_fails_all_at_once(stores: Stores) -> None:
-    begin = time.monotonic()
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(meet, stores(), member(rank), 3) for rank in (0, 2)]
-        time.sleep(0.3)
-        Rendezvous(stores(), "worker1", 1, 3, 20).fail(ValueError("no such interface"))
-        for future in waiting:
-            with pytest.raises(errors.RpcError, match=r"worker1 \(rank 1\).*no such interface"):
-                future.result()
-    assert time.monotonic() - begin < 15
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_of_one_fails_all_at_once(failing: int, stores: Stores) -> None:
+    others = [rank for rank in range(3) if rank != failing]
+    for _ in range(2):  # the second time the first failure of rank 0 is still in the store
+        begin = time.monotonic()
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(meet, stores(), member(rank), 3, 60) for rank in others]
+            time.sleep(0.3)
+            broken = Rendezvous(stores(), f"worker{failing}", failing, 3, 60)
+            broken.fail(ValueError("no such interface"))
+            for future in waiting:
+                with pytest.raises(
+                    errors.RpcError, match=rf"worker{failing} \(rank {failing}\).*no such interface"
+                ):
+                    future.result()
+        assert time.monotonic() - begin < 15
+    groups = at_once(stores, [member(rank) for rank in range(3)], 3)
+    assert {type(group) for group in groups} == {Group}, groups
+
+
+def test_who_comes_after_the_failure_of_rank_0_hears_of_it_at_the_end(stores: Stores) -> None:
+    Rendezvous(stores(), "worker0", 0, 2, 20).fail(ValueError("no such interface"))
+    with pytest.raises(errors.RpcError, match=r"rank\(s\) 0 of 2 have not.*no such interface"):
+        meet(stores(), member(1), 2, seconds=1)
 
 
 def test_failure_after_joining(stores: Stores) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 import sys
 import threading
@@ -126,8 +127,8 @@ class _Pauses:
         while True:
             with self._changed:
                 while not self._due or self._due[0][0] > time.monotonic():
-                    left = self._due[0][0] - time.monotonic() if self._due else None
-                    self._changed.wait(left)
+                    left = self._due[0][0] - time.monotonic() if self._due else math.inf
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 _, _, callback = heapq.heappop(self._due)
             try:
                 threading.Thread(target=callback, name="rpc-attempt", daemon=True).start()

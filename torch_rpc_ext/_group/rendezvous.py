@@ -180,9 +180,12 @@ class Rendezvous:
         text += str(problem) or type(problem).__name__
         with contextlib.suppress(RuntimeError):
             if not self._entry:
-                # This worker has no entry yet: rank 0 gets the reason in the entry's place. An
-                # entry of another process in the mailbox stays.
-                self._replace(json.dumps({"error": text}), lambda there: not there)
+                # This worker has no entry yet: rank 0 gets the reason in the entry's place, or, if
+                # this is rank 0, the others see it there. An entry of another process in the
+                # mailbox stays.
+                # The number tells this failure from one of an earlier start.
+                said = json.dumps({"error": text, "number": secrets.token_hex(8)})
+                self._replace(said, lambda there: not there or bool(_error_in(there)))
             elif not self._id:
                 self._withdraw()
             elif self._rank == 0:
@@ -207,6 +210,10 @@ class Rendezvous:
             return ""
         text = str(self._store.get(key).decode())
         return "" if text.startswith(_TAKEN) else text
+
+    def _is_missing(self, rank: int) -> bool:
+        said = self._read(rank)
+        return not said or bool(_error_in(said))
 
     def _withdraw(self) -> None:
         """Remove this worker's entry, if it is still in the mailbox."""
@@ -241,11 +248,16 @@ class Rendezvous:
 
     def _wait_for_group(self) -> None:
         mailbox = self._mailbox(self._rank)
+        before = self._read(0)
 
         def formed() -> bool:
             if not self._id:
                 there = self._store.get(mailbox).decode()
                 if there == self._entry:
+                    said = self._read(0)
+                    # What was there before may be of an earlier start: rank 0 may be about to come.
+                    if said != before and (problem := _error_in(said)):
+                        raise errors.RpcError(problem)
                     return False
                 if not there.startswith(_TAKEN):
                     raise errors.RefusedError(
@@ -256,8 +268,10 @@ class Rendezvous:
             return bool(self._store.check([self._key("group", self._id)]))
 
         if not self._poll_with_grace(formed):
-            late = [r for r in range(self._world_size) if not self._read(r)]
-            raise errors.RpcError(self._late([0] if self._id else late or [0], "joined"))
+            late = [r for r in range(self._world_size) if self._is_missing(r)]
+            text = self._late([0] if self._id else late or [0], "joined")
+            problem = _error_in(self._read(0))
+            raise errors.RpcError(f"{text} {problem}" if problem else text)
 
     def _form(self, me: Member) -> None:
         """Rank 0: take all entries; write the blob, which holds them or says what went wrong."""
@@ -293,7 +307,7 @@ class Rendezvous:
     def _take(self, me: Member, rank: int, text: str, found: dict[int, str]) -> str:
         """Take a rank's entry; return why the group cannot be formed, '' if nothing is wrong."""
         # A worker that failed to start leaves its reason instead of an address.
-        problem = str(json.loads(text).get("error", ""))
+        problem = _error_in(text)
         if not problem:
             member = Member.from_json(text)
             if member.host == me.host and not is_alive(member.pid):
@@ -355,3 +369,8 @@ class Rendezvous:
                 f"back end TENSORPIPE, {remedy}."
             )
         return ""
+
+
+def _error_in(entry: str) -> str:
+    """Return why a worker failed to start, from what it left in its mailbox; '' if it did not."""
+    return str(json.loads(entry).get("error", "")) if entry else ""
