@@ -39,6 +39,10 @@ def fail_first(times: int, kind: str) -> int:
     return count
 
 
+def calls_of_fail_first() -> int:
+    return len(CALLS)
+
+
 _second = threading.Event()
 
 
@@ -288,6 +292,23 @@ def test_async_functions(pair: Group) -> None:
 
 def test_calls_have_no_threads(pair: Group) -> None:
     pair.run(check_threads)
+
+
+def check_a_pause_without_an_end() -> None:
+    """A pause that no wait() of Python can take must not end the thread of all pauses."""
+    endless = policy(attempts=2, wait=math.inf, max_wait=math.inf)
+    endless.rpc_async("worker1", fail_first, args=(1, "OverloadedError"))
+    while not rpc.rpc_sync("worker1", calls_of_fail_first):
+        time.sleep(0.01)
+    time.sleep(0.5)  # the thread has the pause by now, most likely
+    future = policy(attempts=2, wait=0.1).rpc_async(
+        "worker1", fail_first, args=(2, "OverloadedError")
+    )
+    assert future.wait() == 3  # with the call that pauses for ever
+
+
+def test_a_pause_without_an_end_holds_up_no_other(pair: Group) -> None:
+    pair.run(check_a_pause_without_an_end)
 
 
 def test_kinds_of_errors(pair: Group) -> None:
