@@ -311,6 +311,13 @@ def test_open_tcp_is_bounded_and_says_where() -> None:
         open_tcp("127.0.0.1", 1, 1, 2, 0.3)
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "x" * 64])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_open_tcp_at_a_host_that_is_none(host: str, rank: int) -> None:
+    with pytest.raises(errors.RpcError, match=f"{host}.*MASTER_ADDR"):
+        open_tcp(host, 0 if rank == 0 else 1, rank, 2, 1.0)
+
+
 def test_open_tcp_used_port() -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), False)
     with pytest.raises(errors.RpcError, match="Address already in use"):

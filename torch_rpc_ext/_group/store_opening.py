@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 import urllib.parse
 from datetime import timedelta
@@ -14,10 +13,14 @@ from typing import Any
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._group.rendezvous import check_rank_0
-from torch_rpc_ext._group.stores import Deadline, dist, launcher_serves, poll
+from torch_rpc_ext._group.stores import Deadline, dist, launcher_serves, poll, within
 
 # How long to wait for a port that an ended process has held, s.
 _PORT_PATIENCE = 3.0
+# How long who takes connections has for the first answer, s.
+_LEAST_PATIENCE = 1.0
+# How much longer than its time limit torch may take to give up, s.
+_GRACE = 1.0
 
 
 def open_tcp(
@@ -52,14 +55,14 @@ def open_tcp(
         "wait_for_workers": False,
     }
     if serves:
-        return _serve(host, port, arguments, use_libuv)
+        return _serve(host, port, seconds, arguments, use_libuv)
     problem = ""
 
     def answers() -> bool:
         nonlocal problem
         try:
             socket.create_connection((host, port), timeout=0.5).close()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
             problem = str(error)
             return False
         return True
@@ -70,7 +73,19 @@ def open_tcp(
             f"({problem}). Rank 0 serves it: start rank 0, and see that MASTER_ADDR and "
             "MASTER_PORT are the same everywhere and no firewall is between."
         )
-    return dist.TCPStore(host, port, is_master=False, **arguments)
+    # torch has a time limit for the connection, and none for the answer.
+    patience = max(_LEAST_PATIENCE, deadline.remaining())
+    try:
+        return within(
+            patience + _GRACE, lambda: dist.TCPStore(host, port, is_master=False, **arguments)
+        )
+    except (TimeoutError, RuntimeError) as error:
+        why = "nothing comes back" if isinstance(error, TimeoutError) else str(error)
+        raise errors.RpcError(
+            f"init_rpc timed out after {seconds:g} s: {host}:{port} takes connections, but does "
+            f"not answer as a store ({why}). Rank 0 serves it: see whether rank 0 is stopped, or "
+            "another program has the port (MASTER_PORT)."
+        ) from error
 
 
 def check_file(url: str) -> None:
@@ -101,15 +116,17 @@ def check_file(url: str) -> None:
         raise ValueError(f"init_method is {url}, and {problem}")
 
 
-def _look_at_rank_0(host: str, port: int) -> None:
+def _look_at_rank_0(host: str, port: int) -> bool:
     """Check whether another process that was started as rank 0 has the port.
+
+    Returns:
+        False where the process that has the port does not answer.
 
     Raises:
         RefusedError: such a process has the port; the text names the process.
     """
-    found: list[errors.RefusedError] = []
 
-    def look() -> None:
+    def look() -> errors.RefusedError | None:
         # The port may belong to another program, which does not speak the store's protocol.
         with contextlib.suppress(RuntimeError, ValueError):
             store = dist.TCPStore(
@@ -118,24 +135,36 @@ def _look_at_rank_0(host: str, port: int) -> None:
             try:
                 check_rank_0(store)
             except errors.RefusedError as error:
-                found.append(error)
+                return error
+        return None
 
-    # Another program may never answer: then this thread is left behind.
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    thread.join(1.0)
-    if found:
-        raise found[0]
+    try:
+        found = within(1.0, look)
+    except TimeoutError:
+        return False
+    if found is not None:
+        raise found
+    return True
 
 
-def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> Any:
+def _serve(host: str, port: int, seconds: float, arguments: dict[str, Any], use_libuv: bool) -> Any:
     patience = Deadline(_PORT_PATIENCE)
+    answers = True
     while True:
         try:
-            return dist.TCPStore(
-                host, port, is_master=True, multi_tenant=True, use_libuv=use_libuv, **arguments
+            return within(
+                max(_LEAST_PATIENCE, seconds) + _GRACE,
+                lambda: dist.TCPStore(
+                    host, port, is_master=True, multi_tenant=True, use_libuv=use_libuv, **arguments
+                ),
             )
-        except RuntimeError as error:
+        except (TimeoutError, RuntimeError) as error:
+            if isinstance(error, TimeoutError) or "socket has timed out" in str(error):
+                raise errors.RpcError(
+                    f"init_rpc timed out after {seconds:g} s: rank 0 serves the store on its own "
+                    f"host, and cannot reach it at {host}:{port}. MASTER_ADDR must lead to the "
+                    "host of rank 0."
+                ) from error
             if "address already in use" not in str(error).lower():
                 raise
             if patience.remaining() <= 0:
@@ -145,5 +174,6 @@ def _serve(host: str, port: int, arguments: dict[str, Any], use_libuv: bool) -> 
                     "another port. If it is another process of this job, give each a rank of its "
                     "own: rank 0 alone serves the store."
                 ) from error
-            _look_at_rank_0(host, port)
+            # Each look at a process that does not answer leaves a thread behind.
+            answers = answers and _look_at_rank_0(host, port)
         time.sleep(0.1)

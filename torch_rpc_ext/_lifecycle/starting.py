@@ -123,15 +123,16 @@ def start(
     native = loader.load()
     _attach(native)
     seconds = options.effective_init_timeout()
-    own = stores.unnumbered(store) if numbered else store
-    meeting = rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, store)
-    place = returning.Place(own, rank)
+    own = stores.Answering(stores.unnumbered(store) if numbered else store, seconds)
 
     def open_session() -> sessions.Session:
         return _open(native, store, name, rank, world_size, options, given_options)
 
-    with stores.patient(store, seconds):
-        rendezvous.claim_kind(store, is_static=bool(world_size))
+    with own, stores.patient(store, seconds):
+        given = own.of(store)
+        meeting = rendezvous.Rendezvous(own, name, rank, world_size or 0, seconds, given)
+        place = returning.Place(own, rank)
+        rendezvous.claim_kind(given, is_static=bool(world_size))
         session = None
         standing = returning.find(place, name, rank, world_size) if world_size else None
         if standing is not None:

@@ -20,6 +20,7 @@ UCX = "BackendType.UCX"
 NEEDED: dict[str, tuple[str, ...]] = {
     UCX: (
         "torch._C.Future",
+        "torch._C._DistNetworkError",
         "torch._C._distributed_c10d.FileStore",
         "torch._C._distributed_c10d.PrefixStore",
         "torch._C._distributed_c10d.Store",

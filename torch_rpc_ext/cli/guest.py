@@ -133,13 +133,14 @@ def _open_store(url: str, seconds: float) -> Any:
     if parts.scheme == "file":
         if not os.path.isfile(parts.path):
             raise common.CannotJoinError(f"There is no RPC group at {url}: no such file.")
-        store: Any = stores.dist.FileStore(parts.path, -1)
+        opened: Any = stores.dist.FileStore(parts.path, -1)
     else:
         host, port = _address(parts)
-        store = open_tcp(host, port, _FIRST_RANK, None, seconds)
+        opened = open_tcp(host, port, _FIRST_RANK, None, seconds)
+    store = stores.Answering(opened, seconds)
     if dynamic.Directory(store).read().members:
         return store
-    if rendezvous.is_static(stores.dist.PrefixStore("rpc_prefix_0", store)):
+    if rendezvous.is_static(store.of(stores.dist.PrefixStore("rpc_prefix_0", opened))):
         raise common.CannotJoinError(
             f"The RPC group at {stores.describe(store)} is static (init_rpc with a world_size): "
             "nobody can join it any more. From inside of it, any worker can call "
