@@ -23,6 +23,7 @@ from torch_rpc_ext._base.option_checks import (
     wire_dtype_number,
 )
 from torch_rpc_ext._group import (
+    descriptors,
     dynamic,
     interfaces,
     ports,
@@ -165,6 +166,7 @@ def _open(
     given_options: Any,
 ) -> sessions.Session:
     """Create the agent, which listens from then on, and the session."""
+    descriptors.require()
     interface = interfaces.choose(options.interface, options.init_method)
     agent_options = native.AgentOptions()
     agent_options.set_values(of_agent(options))
