@@ -18,7 +18,11 @@ namespace {
 constexpr uint64_t kDoor = 42;
 const ProcessIdentity kOpenersProcess{1, 2, 100, 0x1000, 7};
 const ProcessIdentity kAcceptersProcess{1, 2, 200, 0x2000, 8};
-const Nearness kNear{.sameHost = true, .samePids = true, .whyNoCma = ""};
+const Nearness kNear{
+    .sameHost = true,
+    .samePids = true,
+    .sameRights = true,
+    .whyNoCma = ""};
 
 base::ConstSpan spanOf(const base::Buffer& buffer) {
   return {buffer.data(), buffer.size()};

@@ -1,11 +1,14 @@
 // UcxConnection, its beginning: the endpoint and the handshake.
 
+#include "base/descriptor.h"
 #include "base/log.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/context.h"
 #include "transport/ucx/endpoint_transports.h"
 #include "transport/ucx/from_ucx.h"
 #include "transport/ucx/status.h"
+
+#include <sys/eventfd.h>
 
 #include <system_error>
 #include <utility>
@@ -18,6 +21,11 @@ namespace {
 // this context stops.
 base::Error stopping() {
   return {base::ErrorKind::kShutDown, "the worker shuts down"};
+}
+
+// UCX says "Input/output error" then.
+bool noDescriptorLeft() {
+  return base::Descriptor(eventfd(0, EFD_CLOEXEC)).fd() < 0;
 }
 
 } // namespace
@@ -71,6 +79,8 @@ base::Error UcxConnection::openEndpoint(
           (status == UCS_ERR_UNREACHABLE
                ? " (shared memory needs the same host and ipc namespace, TCP "
                  "needs an interface with an IPv4 or a global IPv6 address)"
+               : noDescriptorLeft()
+               ? " (this process can open no more files: ulimit -n)"
                : " (has the worker ended?)")};
 }
 

@@ -3,7 +3,10 @@
 #include "base/host.h"
 #include "transport/ucx/protocol.h"
 
+#include <linux/capability.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -13,6 +16,8 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <string>
 
 namespace torch_rpc_ext::transport::ucx {
 
@@ -40,6 +45,31 @@ struct MarkAddress {
 base::Descriptor openSocket() {
   return base::Descriptor(
       ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+// UCX opens a peer's shared memory by /proc/pid/fd.
+// Source: ptrace(2), "Ptrace access mode checking"
+uint64_t rightsOfThisProcess() {
+  uid_t users[3] = {};
+  gid_t groups[3] = {};
+  __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct capabilities[2] = {};
+  getresuid(&users[0], &users[1], &users[2]);
+  getresgid(&groups[0], &groups[1], &groups[2]);
+  syscall(SYS_capget, &header, capabilities);
+  std::string text = std::to_string(base::namespaceOf("user"));
+  if (prctl(PR_GET_DUMPABLE) != 1) {
+    // Processes with the same users may not open the files of this one.
+    text += " pid " + std::to_string(getpid());
+  }
+  for (int i = 0; i < 3; ++i) {
+    text += " " + std::to_string(users[i]) + " " + std::to_string(groups[i]);
+  }
+  for (const auto& half : capabilities) {
+    text += " " + std::to_string(half.permitted) + " " +
+        std::to_string(half.effective);
+  }
+  return std::hash<std::string>{}(text);
 }
 
 bool findMark(uint64_t nonce) {
@@ -72,6 +102,7 @@ HostMark::HostMark() : nonce_(randomToken()), socket_(openSocket()) {
   identity_.pid = getpid();
   identity_.nonceAddress = reinterpret_cast<uint64_t>(&nonce_);
   identity_.nonce = nonce_;
+  identity_.rights = rightsOfThisProcess();
   // If the socket cannot be opened or bound, the nonce in memory is the only
   // proof.
   const MarkAddress mark(nonce_);
@@ -90,13 +121,14 @@ Nearness prove(const ProcessIdentity& self, const ProcessIdentity& peer) {
   std::string why = equalPids
       ? whyNotReadable(peer)
       : "another pid namespace (containers: share it, e.g. --pid=host)";
+  const bool sameRights = self.rights == peer.rights;
   if (why.empty()) {
-    return {true, true, {}};
+    return {true, true, sameRights, {}};
   }
   if (findMark(peer.nonce)) {
-    return {true, equalPids, std::move(why)};
+    return {true, equalPids, sameRights, std::move(why)};
   }
-  return {false, false, "not proved to be of this host: " + why};
+  return {false, false, false, "not proved to be of this host: " + why};
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -19,6 +19,9 @@ struct ProcessIdentity {
   int32_t pid = 0;
   uint64_t nonceAddress = 0; // where this process keeps `nonce`
   uint64_t nonce = 0; // also the name of the HostMark's socket
+  // Hash of what decides whose files the kernel lets this process open: users
+  // and groups, user namespace, capabilities.
+  uint64_t rights = 0;
 
   bool operator==(const ProcessIdentity&) const = default;
 };
@@ -50,6 +53,9 @@ class HostMark {
 struct Nearness {
   bool sameHost = false; // both run on one kernel
   bool samePids = false; // a pid means the same process to both
+  // Each can open the shared memory of the other. With memory that only one of
+  // them can open, UCX connects one way and finds no way back.
+  bool sameRights = false;
   // Empty when this process can read the peer's memory.
   std::string whyNoCma = "another host";
 };

@@ -31,13 +31,14 @@ void putText(base::ByteWriter& writer, const std::string& text) {
   writer.bytes({text.data(), text.size()});
 }
 
-constexpr size_t kProcessBytes = 4 * 8 + 4;
+constexpr size_t kProcessBytes = 5 * 8 + 4;
 
 void putProcess(base::ByteWriter& writer, const ProcessIdentity& process) {
   writer.u64(process.bootId);
   writer.u64(process.pidNamespace);
   writer.u64(process.nonceAddress);
   writer.u64(process.nonce);
+  writer.u64(process.rights);
   writer.u32(static_cast<uint32_t>(process.pid));
 }
 
@@ -47,6 +48,7 @@ ProcessIdentity takeProcess(base::ByteReader& reader) {
   process.pidNamespace = reader.u64();
   process.nonceAddress = reader.u64();
   process.nonce = reader.u64();
+  process.rights = reader.u64();
   process.pid = static_cast<int32_t>(reader.u32());
   return process;
 }

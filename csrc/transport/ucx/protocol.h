@@ -47,7 +47,7 @@
 namespace torch_rpc_ext::transport::ucx {
 
 constexpr unsigned kActiveMessageId = 7;
-constexpr uint16_t kProtocolVersion = 11;
+constexpr uint16_t kProtocolVersion = 12;
 // The table of spans and the head travel inside the active message if they have
 // no more bytes than this together. Carried bulk comes on top.
 constexpr size_t kMaxEagerBytes = 64u << 10;
@@ -125,7 +125,7 @@ struct WorkerAddress {
   std::string network; // names no shared memory
 
   const std::string& to(const Nearness& peer) const {
-    return peer.sameHost ? all : network;
+    return peer.sameHost && peer.sameRights ? all : network;
   }
 };
 

@@ -6,6 +6,7 @@
 #include "transport/ucx/unfinished_endpoints.h"
 
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -59,7 +60,7 @@ std::string excludedInterfaces(const std::vector<std::string>& wanted) {
 // small in a container, has no room.
 bool hasPosixSharedMemory() {
   struct statvfs info{};
-  return statvfs("/dev/shm", &info) == 0 &&
+  return statvfs("/dev/shm", &info) == 0 && access("/dev/shm", W_OK) == 0 &&
       info.f_bavail * info.f_frsize >= kPosixSharedMemoryBytes;
 }
 
@@ -71,6 +72,8 @@ std::string transportList(const Options& options) {
     list += ",shm";
   } else if (hasPosixSharedMemory()) {
     list += ",sysv";
+  } else if (access("/dev/shm", F_OK) == 0 && access("/dev/shm", W_OK) != 0) {
+    list += ",posix"; // read-only: UCX would not start
   }
   return list;
 }

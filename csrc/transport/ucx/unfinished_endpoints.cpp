@@ -40,7 +40,15 @@ const Layout* layout = nullptr;
 // The functions of kLayouts: both have three arguments, of which the second is
 // an integer.
 using SetFailed = void (*)(ucp_ep_h, uint64_t lanes, ucs_status_t);
-SetFailed original = nullptr;
+SetFailed originalSetFailed = nullptr;
+
+// Takes an endpoint that waits for its other half out of a table: one that the
+// first message of a peer has made, where this process connects to that peer.
+// Source: UCX's ucp_ep_match.c; the last two arguments are smaller integers.
+constexpr const char* kRetrieve = "ucp_ep_match_retrieve";
+using Retrieve =
+    ucp_ep_h (*)(ucp_worker_h, uint64_t peer, uint64_t number, uint64_t queue);
+Retrieve originalRetrieve = nullptr;
 
 bool isUnfinished(ucp_ep_h endpoint) {
   constexpr std::array<unsigned char, 2> kNone{0xff, 0xff};
@@ -66,16 +74,24 @@ Workers& workers() {
 // What UCX calls in place of the original.
 void setFailed(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
   if (!isUnfinished(endpoint)) {
-    original(endpoint, lanes, status);
+    originalSetFailed(endpoint, lanes, status);
     return;
   }
   base::log(
       base::LogLevel::kInfo,
       std::string(
-          "a process of this host ended right after its first message: "
-          "UCX found no way to answer (") +
+          "UCX found no way to answer the first message of a process of this "
+          "host, which may have ended (") +
           ucs_status_string(status) + ")");
   workers().lock()->insert(workerOf(endpoint));
+}
+
+// What UCX calls in place of the original. An unfinished endpoint is not handed
+// out: ucp_ep_create() would read its configuration.
+ucp_ep_h
+retrieve(ucp_worker_h worker, uint64_t peer, uint64_t number, uint64_t queue) {
+  ucp_ep_h endpoint = originalRetrieve(worker, peer, number, queue);
+  return endpoint != nullptr && isUnfinished(endpoint) ? nullptr : endpoint;
 }
 
 // Where libucp keeps the address of the imported function. Null if it imports
@@ -128,6 +144,32 @@ const Layout* layoutOfThisVersion() {
   return nullptr;
 }
 
+// Replaces a function that libucp calls by way of its own table, and keeps the
+// original.
+void replace(
+    const link_map& library,
+    void* handle,
+    const char* function,
+    void* replacement,
+    void** original) {
+  void** const entry = entryOf(library, function);
+  *original = entry == nullptr ? nullptr : dlsym(handle, function);
+  const size_t page = sysconf(_SC_PAGESIZE);
+  const auto begin = reinterpret_cast<uintptr_t>(entry) & ~(page - 1);
+  // The linker may have made the table read-only (RELRO).
+  if (*original == nullptr ||
+      mprotect(reinterpret_cast<void*>(begin), page, PROT_READ | PROT_WRITE) !=
+          0) {
+    base::log(
+        base::LogLevel::kInfo,
+        std::string(
+            "UCX is not guarded against peers that it cannot answer: ") +
+            library.l_name + " does not call " + function + " by its name");
+    return;
+  }
+  __atomic_store_n(entry, replacement, __ATOMIC_RELEASE);
+}
+
 void guard() {
   layout = layoutOfThisVersion();
   if (layout == nullptr) {
@@ -143,34 +185,24 @@ void guard() {
       library == nullptr) {
     return;
   }
-  void** const entry = entryOf(*library, layout->function);
-  if (entry == nullptr) {
-    base::log(
-        base::LogLevel::kInfo,
-        std::string(
-            "UCX is not guarded against peers that end right after "
-            "their first message: ") +
-            info.dli_fname + " does not call " + layout->function +
-            " by its name");
-    return;
-  }
   void* const handle =
       dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_LOCAL);
   if (handle == nullptr) {
     return;
   }
-  original = reinterpret_cast<SetFailed>(dlsym(handle, layout->function));
+  replace(
+      *library,
+      handle,
+      kRetrieve,
+      reinterpret_cast<void*>(&retrieve),
+      reinterpret_cast<void**>(&originalRetrieve));
+  replace(
+      *library,
+      handle,
+      layout->function,
+      reinterpret_cast<void*>(&setFailed),
+      reinterpret_cast<void**>(&originalSetFailed));
   dlclose(handle);
-  const size_t page = sysconf(_SC_PAGESIZE);
-  const auto begin = reinterpret_cast<uintptr_t>(entry) & ~(page - 1);
-  // The linker may have made the table read-only (RELRO).
-  if (original == nullptr ||
-      mprotect(reinterpret_cast<void*>(begin), page, PROT_READ | PROT_WRITE) !=
-          0) {
-    return;
-  }
-  __atomic_store_n(
-      entry, reinterpret_cast<void*>(&setFailed), __ATOMIC_RELEASE);
 }
 
 } // namespace

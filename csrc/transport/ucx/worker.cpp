@@ -38,7 +38,11 @@ base::Result<std::shared_ptr<Worker<role>>> Worker<role>::create(
   ucp_worker_h worker = nullptr;
   ucs_status_t status = ucp_worker_create(context->get(), &params, &worker);
   if (status != UCS_OK) {
-    return toError(status, "creating a UCX worker");
+    base::Error error = toError(status, "creating a UCX worker");
+    if (error.kind == base::ErrorKind::kPeerLost) {
+      error.kind = base::ErrorKind::kSystem; // no peer takes part
+    }
+    return error;
   }
   int fd = -1;
   status = ucp_worker_get_efd(worker, &fd);
