@@ -28,6 +28,7 @@ by_name = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.s
 
 
 @pytest.mark.notebook
+@pytest.mark.timeout(900)  # a minute and a half on an idle machine of two cores
 @needs_ucx("the notebooks choose their back ends themselves")
 @pytest.mark.parametrize(
     "source",
