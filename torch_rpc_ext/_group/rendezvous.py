@@ -29,6 +29,8 @@ _TAKEN = "taken:"
 _OK = "ok"
 # The other ranks wait this much longer than rank 0, s: rank 0's error says more than theirs.
 _GRACE = 1.0
+# How often the other ranks look whether rank 0 has failed, s. A look is two requests to the store.
+_LOOK_EVERY = 0.5
 _TRIES = 100
 
 
@@ -249,15 +251,23 @@ class Rendezvous:
     def _wait_for_group(self) -> None:
         mailbox = self._mailbox(self._rank)
         before = self._read(0)
+        pause = Deadline(_LOOK_EVERY)
+
+        def hear_rank_0() -> None:
+            nonlocal pause
+            if pause.remaining() > 0:
+                return
+            pause = Deadline(_LOOK_EVERY)
+            said = self._read(0)
+            # What was there before may be of an earlier start: rank 0 may be about to come.
+            if said != before and (problem := _error_in(said)):
+                raise errors.RpcError(problem)
 
         def formed() -> bool:
             if not self._id:
                 there = self._store.get(mailbox).decode()
                 if there == self._entry:
-                    said = self._read(0)
-                    # What was there before may be of an earlier start: rank 0 may be about to come.
-                    if said != before and (problem := _error_in(said)):
-                        raise errors.RpcError(problem)
+                    hear_rank_0()
                     return False
                 if not there.startswith(_TAKEN):
                     raise errors.RefusedError(
