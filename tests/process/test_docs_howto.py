@@ -179,20 +179,13 @@ def test_ports_are_within_the_range() -> None:
             assert len(ports) == 3 and all(low <= port <= high for port in ports), ports
 
 
-def taken(port: int) -> socket.socket:
-    """Return a socket that listens on this port, and so keeps it from others."""
-    listener = socket.create_server(("", port))
-    listener.listen()
-    return listener
-
-
 @pytest.mark.parametrize("free", [0, 1])
 def test_a_used_up_range_is_named(free: int) -> None:
     """One free port is too few for one worker: at the first large tensor it would need another."""
     low, high = free_ports(3)
     with contextlib.ExitStack() as kept:
         for port in range(low + free, high + 1):
-            kept.enter_context(taken(port))
+            kept.enter_context(socket.create_server(("", port)))
         with (
             pytest.raises(RuntimeError, match=f"ports {low} to {high}.* are free"),
             Group(1, options={"port_range": (low, high)}),
@@ -214,7 +207,7 @@ def test_the_free_ports_of_a_range_are_found() -> None:
     with contextlib.ExitStack() as kept:
         for port in range(low, high + 1):
             if port not in (low + 3, high - 2):
-                kept.enter_context(taken(port))
+                kept.enter_context(socket.create_server(("", port)))
         with Group(1, options={"port_range": (low, high)}) as group:
             ports = {port for _, port in listening_ports(group[0].child.pid)}
     assert ports == {low + 3, high - 2}
@@ -223,7 +216,7 @@ def test_the_free_ports_of_a_range_are_found() -> None:
 def left_in_time_wait(port: int) -> None:
     """Leave the port as a worker leaves one that ends while it has a connection there."""
     with (
-        taken(port) as listener,
+        socket.create_server(("", port)) as listener,
         socket.create_connection(("127.0.0.1", port)) as peer,
         listener.accept()[0] as accepted,
     ):

@@ -63,8 +63,8 @@ base::Result<std::shared_ptr<AnyWorker>> openWorkerAtPort(
     }
     options.ports = {port, port};
     auto worker = openWorker<AnyWorker>(options, gate);
-    // Overloaded: the port has been taken since isFree() looked.
-    if (worker.ok() || worker.error().kind != base::ErrorKind::kOverloaded) {
+    // If the port is not free any more, another process has been faster.
+    if (worker.ok() || isFree(port)) {
       return worker;
     }
   }

@@ -31,7 +31,6 @@ base::Error toError(ucs_status_t status, const std::string& doing) {
     case UCS_ERR_NO_MEMORY:
     case UCS_ERR_NO_RESOURCE:
     case UCS_ERR_EXCEEDS_LIMIT:
-    case UCS_ERR_BUSY: // a TCP port has been taken
       return {base::ErrorKind::kOverloaded, text};
     case UCS_ERR_CANCELED:
       return {base::ErrorKind::kShutDown, text};
