@@ -19,12 +19,13 @@ using RRefs = std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>;
 using ExceptionDecoder =
     std::function<std::exception_ptr(const torch::distributed::rpc::Message&)>;
 
-// What Python does for the agent. Each hook may be null.
+// What Python does for the agent. Each hook but checkInterrupt may be null.
 struct AgentHooks {
   // Runs before the first message is served.
   std::function<void()> start;
-  // Called every 100 ms while join() waits; throws to end the wait.
-  std::function<void()> checkInterrupt;
+  // Called again and again while a thread of the user waits, without locks and
+  // without the GIL; throws to end the wait.
+  std::function<void()> checkInterrupt = [] {};
   // See Executor::setThreadScope().
   Executor::ThreadScope threadScope;
   // Drops references to values that may be Python objects.

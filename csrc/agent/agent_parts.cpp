@@ -45,7 +45,7 @@ AgentParts::AgentParts(
           group_,
           devices_,
           unreadRRefs_,
-          std::move(hooks.decodeException)),
+          hooks),
       forkRequests_(executor_, group_, caller_),
       contextCleanup_(executor_, group_.peers(), caller_),
       server_(

@@ -3,6 +3,7 @@
 #include "agent/answer_wait.h"
 
 #include "agent/mailbox.h"
+#include "agent/wrapped_message.h"
 #include "compat/torch_compat.h"
 
 #include <chrono>
@@ -27,8 +28,8 @@ thread_local BeingSent beingSent;
 // A call of more bytes takes milliseconds. Its thread does not lead meanwhile:
 // leading is worth more to a small call of another thread.
 constexpr uint64_t kMaxLedBytes = uint64_t{8} << 20;
-// Also while answers to other calls end each wait, await() calls `interrupted`
-// this often.
+// Also while answers to other calls end each wait, waitFor() calls
+// `checkInterrupt` this often.
 constexpr std::chrono::seconds kLookEvery{1};
 
 thread_local AnswerWait::Call last;
@@ -71,10 +72,11 @@ thread_local bool synchronous = false;
 AnswerWait::Sending::Sending(
     uint64_t callId,
     uint64_t bytes,
+    bool toSelf,
     bool waits,
     std::optional<Executor::Leader>& leader)
     : idBefore_(beingSent.id), leaderBefore_(beingSent.leader) {
-  const bool leads = bytes <= kMaxLedBytes;
+  const bool leads = !toSelf && bytes <= kMaxLedBytes;
   if (last.id == callId) {
     last.leads = leads;
   }
@@ -95,19 +97,17 @@ void AnswerWait::leadFor(uint64_t callId) {
   }
 }
 
-void AnswerWait::begin(uint64_t callId, bool toSelf) {
-  last = {toSelf ? nullptr : this, callId};
+void AnswerWait::begin(uint64_t callId) {
+  last = {this, callId};
 }
 
 bool AnswerWait::isAwaited(const rpc::Message& request) {
-  switch (request.type()) {
+  switch (innermost(request).type) {
     case rpc::MessageType::SCRIPT_RREF_FETCH_CALL:
     case rpc::MessageType::PYTHON_RREF_FETCH_CALL:
       return true; // UserRRef::toHere()
     case rpc::MessageType::SCRIPT_CALL:
     case rpc::MessageType::PYTHON_CALL:
-    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
-    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
       return synchronous;
     default:
       return false;
@@ -118,13 +118,10 @@ void AnswerWait::afterSending(
     uint64_t callId,
     std::optional<Executor::Leader>& leader,
     rpc::JitFuture& future) {
+  synchronous = false; // while this thread waits, it may run other code
   const Awaiting awaiting({.wait = this, .id = callId});
-  if (leader && leader->leads()) {
-    lead(*leader, future);
-  } else {
-    receive(callId, future, Sharing::kPrivate);
-  }
-  synchronous = synchronous && !future.completed();
+  const bool leads = leader.has_value();
+  waitFor(callId, future, Sharing::kPrivate, leads, leader);
 }
 
 bool AnswerWait::setSynchronous(bool value) {
@@ -135,30 +132,35 @@ AnswerWait::Call AnswerWait::lastCall() {
   return last;
 }
 
-void AnswerWait::await(
-    const Call& call,
+void AnswerWait::await(const Call& call, rpc::JitFuture& future) {
+  if (call.wait != this) {
+    return; // the future is of no call
+  }
+  const Awaiting awaiting({.wait = this, .id = call.id, .shared = &future});
+  std::optional<Executor::Leader> leader;
+  waitFor(call.id, future, Sharing::kShared, call.leads, leader);
+}
+
+void AnswerWait::waitFor(
+    uint64_t callId,
     rpc::JitFuture& future,
     Sharing sharing,
-    const std::function<void()>& interrupted) {
-  const Awaiting awaiting(
-      {.wait = this,
-       .id = call.id,
-       .shared = sharing == Sharing::kShared ? &future : nullptr});
+    bool leads,
+    std::optional<Executor::Leader>& leader) {
   using Clock = std::chrono::steady_clock;
   auto looked = Clock::now();
-  while (call.wait == this && !future.completed()) {
-    std::optional<Executor::Leader> leader;
-    if (call.leads) {
+  while (!future.completed()) {
+    if (leads && !leader) {
       leader.emplace(executor_);
     }
     const bool whole = leader && leader->leads()
         ? lead(*leader, future)
-        : receive(call.id, future, sharing);
-    leader.reset(); // `interrupted` may take long
+        : receive(callId, future, sharing);
+    leader.reset(); // checkInterrupt_() may take long
     // Answers to other calls may end each wait before the wait notices a
     // signal.
     if (!whole || Clock::now() - looked > kLookEvery) {
-      interrupted();
+      checkInterrupt_();
       looked = Clock::now();
     }
   }

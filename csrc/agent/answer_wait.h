@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 namespace torch_rpc_ext::agent {
 
@@ -23,32 +24,29 @@ namespace torch_rpc_ext::agent {
 // Thread: any; each method speaks of the calls of the thread that calls it.
 class AnswerWait {
  public:
-  // Both references outlive the AnswerWait.
-  AnswerWait(Executor& executor, PendingCalls& pending)
-      : executor_(executor), pending_(pending) {}
+  // Both references outlive the AnswerWait. `checkInterrupt` is called during
+  // each wait, after an operating system signal and once a second, and ends the
+  // wait by throwing; the call goes on.
+  AnswerWait(
+      Executor& executor,
+      PendingCalls& pending,
+      std::function<void()> checkInterrupt)
+      : executor_(executor),
+        pending_(pending),
+        checkInterrupt_(std::move(checkInterrupt)) {}
 
   // True says that this thread will wait for the answer to its next call as
-  // soon as send() has returned, so send() may already wait. If the answer
-  // comes while send() waits, send() sets the value to false. Returns the
-  // former value.
+  // soon as send() has returned, so send() waits. Returns the former value.
   static bool setSynchronous(bool value);
   // A call, for the thread that will wait for its answer.
   struct Call {
-    const AnswerWait* wait = nullptr; // null for a call to oneself
+    const AnswerWait* wait = nullptr; // null: no call
     uint64_t id = 0; // 0: no call
     bool leads = true; // whether a thread may lead while it waits
   };
   // This thread's last call of a user's function. Not one of upstream's own
   // messages: the collector of garbage may send one at any time, for an RRef.
   static Call lastCall();
-
-  // Who has the future of a call.
-  enum class Sharing : uint8_t {
-    kPrivate, // only the thread that waits
-    // Others have given the future callbacks, or may do so. A callback may wait
-    // for what this thread does after its wait, so it must not run here.
-    kShared
-  };
 
   // Lives while this thread hands a call to its connection.
   class Sending;
@@ -58,28 +56,19 @@ class AnswerWait {
   // the thread will wait for the answer.
   void leadFor(uint64_t callId);
 
-  // A call of a user's function begins on this thread. await() does nothing for
-  // a call `toSelf`.
-  void begin(uint64_t callId, bool toSelf);
+  // A call of a user's function begins on this thread.
+  void begin(uint64_t callId);
   // Whether the thread that sends `request` waits at once for the answer.
   static bool isAwaited(const torch::distributed::rpc::Message& request);
-  // Waits for the answer to the call that has just been sent. Ends when the
-  // answer is there, after an operating system signal, or after a second; in
-  // the last two cases await() goes on. `leader` is the one that was given to
-  // Sending.
+  // Waits for the answer to the call that has just been sent, whose `future`
+  // only this thread has. `leader` is the one that was given to Sending.
   void afterSending(
       uint64_t callId,
       std::optional<Executor::Leader>& leader,
       torch::distributed::rpc::JitFuture& future);
-  // Waits for the answer to `call`, until `future` is completed; returns at
-  // once if this thread cannot wait for it, because the call is to this worker.
-  // `interrupted` runs after an operating system signal, and once a second, and
-  // may throw.
-  void await(
-      const Call& call,
-      torch::distributed::rpc::JitFuture& future,
-      Sharing sharing,
-      const std::function<void()>& interrupted);
+  // Waits for the answer to `call`, until `future` is completed. Others may
+  // have the future, too.
+  void await(const Call& call, torch::distributed::rpc::JitFuture& future);
   // What this thread claims of that call, whose answer has arrived: the thread
   // leads, and waits for the call; or it waits for another future, the answer
   // is `plain` (Arrival::isPlainAnswer()), and nobody waits for the call. The
@@ -88,6 +77,22 @@ class AnswerWait {
   Executor::Claims claims(uint64_t callId, bool plain) const;
 
  private:
+  // Who has the future of a call.
+  enum class Sharing : uint8_t {
+    kPrivate, // only the thread that waits
+    // Others have given the future callbacks, or may do so. A callback may wait
+    // for what this thread does after its wait, so it must not run here.
+    kShared
+  };
+
+  // If the thread may lead, `leads`, it does so by `leader`, which may have
+  // begun to lead already.
+  void waitFor(
+      uint64_t callId,
+      torch::distributed::rpc::JitFuture& future,
+      Sharing sharing,
+      bool leads,
+      std::optional<Executor::Leader>& leader);
   // The two ways to wait for `future`: lead() serves the transport on this
   // thread; receive() sleeps until another thread, which serves the transport,
   // puts the answer into this thread's mailbox or, if the future is shared, has
@@ -103,16 +108,18 @@ class AnswerWait {
 
   Executor& executor_;
   PendingCalls& pending_;
+  const std::function<void()> checkInterrupt_;
 };
 
 // Thread: the one that constructs it.
 class AnswerWait::Sending {
  public:
   // `waits`: this thread will wait for the answer at once, and so leads, unless
-  // the call has more than a few megabytes.
+  // the call is to this worker itself or has more than a few megabytes.
   Sending(
       uint64_t callId,
       uint64_t bytes,
+      bool toSelf,
       bool waits,
       std::optional<Executor::Leader>& leader);
   ~Sending();

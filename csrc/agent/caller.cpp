@@ -43,7 +43,7 @@ Caller::Caller(
     Group& group,
     Devices& devices,
     UnreadRRefs& unreadRRefs,
-    ExceptionDecoder decodeException)
+    const AgentHooks& hooks)
     : options_(options),
       executor_(executor),
       counters_(counters),
@@ -51,14 +51,8 @@ Caller::Caller(
       group_(group),
       devices_(devices),
       unreadRRefs_(unreadRRefs),
-      calls_(
-          options,
-          executor,
-          counters,
-          group.peers(),
-          unreadRRefs,
-          std::move(decodeException)),
-      wait_(executor, calls_.pending()) {}
+      calls_(options, executor, counters, group.peers(), unreadRRefs, hooks),
+      wait_(executor, calls_.pending(), hooks.checkInterrupt) {}
 
 c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     const WorkerInfo& to,
@@ -100,7 +94,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     route.map = devices_.tables().mapTo(to.name_);
   }
   const bool toSelf = to.id_ == group_.self().id_;
-  const bool waits = !toSelf && AnswerWait::isAwaited(*message);
+  const bool waits = AnswerWait::isAwaited(*message);
   base::Error error;
   std::optional<Executor::Leader> leader;
   try {
@@ -108,7 +102,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
         group_.peers().connection(to.id_);
     const EncodeOptions options = encodeOptions(id, left, to.name_, connection);
     if (isUserCall(message->type())) {
-      wait_.begin(id, toSelf);
+      wait_.begin(id);
     }
     if (device::anyOn(message->tensors())) {
       error = sendFromDevices(options, message, route, connection);
@@ -118,7 +112,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
       if (!error) {
         encoded.value().holdsRRefs = holdsRRefs;
         const AnswerWait::Sending sending(
-            id, encoded.value().totalBytes, waits, leader);
+            id, encoded.value().totalBytes, toSelf, waits, leader);
         sendFrame(id, std::move(encoded.value()), connection);
       }
     }

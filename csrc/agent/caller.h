@@ -42,10 +42,11 @@ class Caller {
       Group& group,
       Devices& devices,
       UnreadRRefs& unreadRRefs,
-      ExceptionDecoder decodeException);
+      const AgentHooks& hooks);
 
   // Sends a request and returns the future of its answer. Throws for a message
-  // that cannot be sent.
+  // that cannot be sent, and what checkInterrupt() of the hooks throws while
+  // this waits: for room (LoadLimits), or for the answer (AnswerWait).
   c10::intrusive_ptr<JitFuture> send(
       const WorkerInfo& to,
       const c10::intrusive_ptr<Message>& message,
@@ -66,12 +67,8 @@ class Caller {
       const c10::intrusive_ptr<Message>& message,
       std::string label);
   // See AnswerWait::await().
-  void await(
-      const AnswerWait::Call& call,
-      JitFuture& future,
-      AnswerWait::Sharing sharing,
-      const std::function<void()>& interrupted) {
-    wait_.await(call, future, sharing, interrupted);
+  void await(const AnswerWait::Call& call, JitFuture& future) {
+    wait_.await(call, future);
   }
 
   // Gives a call the future that the caller's code has (PendingCall::result).

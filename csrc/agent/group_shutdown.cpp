@@ -42,7 +42,7 @@ GroupShutdown::GroupShutdown(
       caller_(caller),
       answers_(answers),
       devices_(devices),
-      checkInterrupt_(checkInterrupt ? std::move(checkInterrupt) : [] {}) {}
+      checkInterrupt_(std::move(checkInterrupt)) {}
 
 void GroupShutdown::join(float timeout) {
   group_.events().groupEnds();

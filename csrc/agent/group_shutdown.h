@@ -24,8 +24,8 @@ namespace torch_rpc_ext::agent {
 // Thread: join(), one thread at a time; serve(), any.
 class GroupShutdown {
  public:
-  // The references outlive it. `checkInterrupt`, which may be null, is called
-  // every 100 ms while join() waits, and ends the wait by throwing.
+  // The references outlive it. `checkInterrupt` is called every 100 ms while
+  // join() waits, and ends the wait by throwing.
   GroupShutdown(
       Group& group,
       Caller& caller,

@@ -1,8 +1,16 @@
 #include "agent/load_limits.h"
 
+#include <algorithm>
 #include <string>
 
 namespace torch_rpc_ext::agent {
+
+namespace {
+
+// A signal does not end the wait for a condition variable.
+constexpr std::chrono::milliseconds kLookEvery{100};
+
+} // namespace
 
 LoadLimits::LoadLimits(uint64_t maxCalls, uint64_t maxBytes)
     : maxCalls_(maxCalls), maxBytes_(maxBytes) {}
@@ -12,18 +20,36 @@ bool LoadLimits::fits(const Load& load, uint64_t bytes) const {
       (maxBytes_ == 0 || load.bytes == 0 || load.bytes + bytes <= maxBytes_);
 }
 
-base::Error
-LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
-  auto state = state_.lock();
-  if (!fits(state->loads[to], bytes)) {
-    ++state->heldBack;
-    ++state->waiting;
-    const bool room = state.waitUntil(changed_, deadline, [&] {
-      return state->stopped || fits(state->loads[to], bytes);
-    });
-    --state->waiting;
-    if (!room) {
-      const Load& load = state->loads[to];
+bool LoadLimits::mayGoOn(State& state, worker_id_t to, uint64_t bytes) const {
+  return state.stopped || fits(state.loads[to], bytes);
+}
+
+base::Error LoadLimits::begin(
+    worker_id_t to,
+    uint64_t bytes,
+    Clock::time_point deadline,
+    const std::function<void()>& checkInterrupt) {
+  for (bool first = true;; first = false) {
+    auto state = state_.lock();
+    if (!mayGoOn(*state, to, bytes)) {
+      state->heldBack += first ? 1 : 0;
+      ++state->waiting;
+      state.waitUntil(
+          changed_, std::min(deadline, Clock::now() + kLookEvery), [&] {
+            return mayGoOn(*state, to, bytes);
+          });
+      --state->waiting;
+    }
+    Load& load = state->loads[to];
+    if (mayGoOn(*state, to, bytes)) {
+      if (base::Error error = stopped(*state)) {
+        return error;
+      }
+      ++load.calls;
+      load.bytes += bytes;
+      return {};
+    }
+    if (Clock::now() >= deadline) {
       return {
           base::ErrorKind::kOverloaded,
           std::to_string(load.calls) + " calls with " +
@@ -32,14 +58,9 @@ LoadLimits::begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline) {
               "another until its time-out (options max_calls_in_flight, "
               "max_bytes_in_flight)"};
     }
+    state.unlock(); // checkInterrupt() waits for the GIL
+    checkInterrupt();
   }
-  if (base::Error error = stopped(*state)) {
-    return error;
-  }
-  Load& load = state->loads[to];
-  ++load.calls;
-  load.bytes += bytes;
-  return {};
 }
 
 void LoadLimits::end(worker_id_t to, uint64_t bytes) {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <unordered_map>
 
 namespace torch_rpc_ext::agent {
@@ -32,8 +33,13 @@ class LoadLimits {
   // Waits until there is room for a call of `bytes` to `to`; a call with more
   // bytes than the limit waits until no other bytes are under way. Fails with
   // kOverloaded at the deadline, with kShutDown after stop(). Otherwise end()
-  // has to follow.
-  base::Error begin(worker_id_t to, uint64_t bytes, Clock::time_point deadline);
+  // has to follow. `checkInterrupt` is called every 100 ms during the wait, and
+  // ends the wait by throwing.
+  base::Error begin(
+      worker_id_t to,
+      uint64_t bytes,
+      Clock::time_point deadline,
+      const std::function<void()>& checkInterrupt);
   void end(worker_id_t to, uint64_t bytes);
   // Ends all waits, and refuses all calls from here on.
   void stop();
@@ -56,6 +62,8 @@ class LoadLimits {
   };
 
   bool fits(const Load& load, uint64_t bytes) const;
+  // Whether the wait for room is over, by room or by stop().
+  bool mayGoOn(State& state, worker_id_t to, uint64_t bytes) const;
   static base::Error stopped(const State& state);
 
   const uint64_t maxCalls_;

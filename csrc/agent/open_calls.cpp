@@ -120,12 +120,13 @@ OpenCalls::OpenCalls(
     metrics::Counters& counters,
     const Peers& peers,
     UnreadRRefs& unreadRRefs,
-    ExceptionDecoder decodeException)
+    const AgentHooks& hooks)
     : executor_(executor),
       counters_(counters),
       peers_(peers),
       unreadRRefs_(unreadRRefs),
-      decodeException_(std::move(decodeException)),
+      decodeException_(hooks.decodeException),
+      checkInterrupt_(hooks.checkInterrupt),
       load_(options.maxCallsInFlight, options.maxBytesInFlight),
       pending_(
           executor.poller(),
@@ -154,18 +155,27 @@ base::Error OpenCalls::limit(PendingCall& call, const rpc::Message& message) {
   }
   // Not max(): before glibc 2.30, a wait until then is over at once.
   const auto last = call.sentAt + toMilliseconds(kLongestSeconds);
-  base::Error error =
-      load_.begin(call.to, call.bytes, std::min(call.deadline(), last));
-  call.limited = !error;
-  return error;
+  try {
+    base::Error error = load_.begin(
+        call.to, call.bytes, std::min(call.deadline(), last), checkInterrupt_);
+    call.limited = !error;
+    return error;
+  } catch (const std::exception&) {
+    drop(call);
+    throw;
+  }
 }
 
 void OpenCalls::withdraw(uint64_t callId) {
   if (auto call = pending_.take(callId)) {
-    unreadRRefs_.undelivered(std::move(call->rrefs));
     unreadRRefs_.judged(callId, Read::kNo);
-    ended(*call);
+    drop(*call);
   }
+}
+
+void OpenCalls::drop(PendingCall& call) {
+  unreadRRefs_.undelivered(std::move(call.rrefs));
+  ended(call);
 }
 
 bool OpenCalls::setSent(

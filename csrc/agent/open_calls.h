@@ -18,6 +18,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 
 namespace torch_rpc_ext::agent {
 
@@ -37,13 +38,15 @@ class OpenCalls {
       metrics::Counters& counters,
       const Peers& peers,
       UnreadRRefs& unreadRRefs,
-      ExceptionDecoder decodeException);
+      const AgentHooks& hooks);
 
   // Counts a call of this thread. The call has to end, by withdraw(), finish(),
   // fail() or failLater().
   void begin(PendingCall& call);
   // Waits until the limits of calls in flight leave room for the call
   // (LoadLimits). Only calls of users' functions wait. After failAll(), fails.
+  // If checkInterrupt() of the hooks ends the wait, throws, and the call has
+  // ended.
   base::Error limit(
       PendingCall& call,
       const torch::distributed::rpc::Message& message);
@@ -98,6 +101,8 @@ class OpenCalls {
   void addTo(Metrics& metrics) const;
 
  private:
+  // Ends a call whose request nobody will read.
+  void drop(PendingCall& call);
   void failed(PendingCall& call, std::exception_ptr why);
   // The call no longer counts in the limits. Before its future is completed,
   // because a callback of the future may make the next call, and wait for room.
@@ -110,6 +115,7 @@ class OpenCalls {
   const Peers& peers_;
   UnreadRRefs& unreadRRefs_;
   const ExceptionDecoder decodeException_;
+  const std::function<void()> checkInterrupt_;
   LoadLimits load_;
   metrics::CallLog log_;
   base::Synchronized<uint64_t> ended_; // how many calls have ended so far

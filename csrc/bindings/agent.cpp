@@ -322,19 +322,6 @@ void bindAgent(py::module_& module) {
           py::arg("device_maps"),
           py::arg("reverse_device_maps"),
           py::arg("devices"))
-      .def(
-          "await_answer",
-          [](const std::shared_ptr<UcxAgent>& self,
-             const torch::jit::PythonFutureWrapper& future) {
-            auto held = future.fut;
-            py::gil_scoped_release release;
-            self->parts().caller().await(
-                AnswerWait::lastCall(),
-                *held,
-                AnswerWait::Sharing::kPrivate,
-                checkInterrupt);
-          },
-          py::arg("future"))
       // Upstream's class has this function without the overload for an id; a
       // function of the same name here hides all of its overloads.
       .def(

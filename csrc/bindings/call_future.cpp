@@ -1,7 +1,5 @@
 #include "bindings/call_future.h"
 
-#include "bindings/python_thread.h"
-
 #include <stdexcept>
 #include <utility>
 
@@ -54,8 +52,7 @@ py::object CallFuture::wait() {
           "process that made the call gets its result");
     }
     if (const auto agent = agent_.lock()) {
-      agent->parts().caller().await(
-          call_, *fut, AnswerWait::Sharing::kShared, checkInterrupt);
+      agent->parts().caller().await(call_, *fut);
     }
   }
   return PythonFutureWrapper::wait();

@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
@@ -126,6 +128,76 @@ def test_ctrl_c_during_a_call(waits: str) -> None:
             call.result()
         assert group[0].run(rpc.rpc_sync, "worker1", f.name_here) == "worker1"
         group.close(gently=False)  # a graceful end would wait for the sleeping call
+
+
+def call_itself(*files: Path) -> None:
+    rpc.rpc_sync("worker0", begin_and_wait, args=files, timeout=0)
+
+
+def fetch(*files: Path) -> None:
+    rpc.remote("worker1", begin_and_wait, args=files, timeout=0).to_here(timeout=0)
+
+
+def fetch_in_context(*files: Path) -> None:
+    with dist_autograd.context():
+        fetch(*files)
+
+
+def name_here(*_: object) -> str:
+    return f.name_here()
+
+
+def wait_for_room(*files: Path, call: Callable[..., object] = rpc.rpc_sync) -> None:
+    rpc.rpc_async("worker1", begin_and_wait, args=files, timeout=0)
+    # The RRef must be released as if the call had never been made.
+    call("worker1", name_here, args=(rpc.RRef(0),), timeout=0)
+
+
+def interrupt(wait: Callable[..., object], begun: Path, end: Path) -> None:
+    """Raise the KeyboardInterrupt that ends ``wait(begun, end)``."""
+
+    def ctrl_c() -> None:
+        wait_for_file(begun)
+        time.sleep(0.5)  # most likely, the main thread waits by then
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=ctrl_c)
+    thread.start()
+    try:
+        wait(begun, end)
+    finally:
+        thread.join()
+        end.touch()
+
+
+@needs_ucx("waits in C++, deaf to signals")
+@pytest.mark.parametrize(
+    "wait, options",
+    [
+        (call_itself, {}),
+        (fetch, {}),
+        (fetch_in_context, {}),
+        (wait_for_room, {"max_calls_in_flight": 1}),
+        (functools.partial(wait_for_room, call=rpc.rpc_async), {"max_calls_in_flight": 1}),
+        (functools.partial(wait_for_room, call=rpc.remote), {"max_calls_in_flight": 1}),
+    ],
+    ids=[
+        "itself",
+        "to_here",
+        "to_here in a context",
+        "room",
+        "room of rpc_async",
+        "room of remote",
+    ],
+)
+def test_ctrl_c_ends_each_wait(
+    wait: Callable[..., object], options: dict[str, Any], tmp_path: Path
+) -> None:
+    with Group(2, options=options) as group:
+        with pytest.raises(KeyboardInterrupt):
+            group[0].run(interrupt, wait, tmp_path / "begun", tmp_path / "end")
+        for worker in ("worker0", "worker1"):
+            assert group[0].run(rpc.rpc_sync, worker, f.name_here) == worker
 
 
 def handle_signals(folder: Path) -> None:

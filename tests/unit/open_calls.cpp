@@ -38,6 +38,11 @@ struct Fixture {
       : hooks([&] {
           agent::AgentHooks made;
           made.undelivered = std::move(undelivered);
+          // Throws what is no std::exception: those finish() takes for the
+          // answer.
+          made.decodeException = [this](const rpc::Message&) {
+            return throws ? throw 1 : std::exception_ptr();
+          };
           return made;
         }()) {}
 
@@ -49,16 +54,7 @@ struct Fixture {
   agent::AgentHooks hooks;
   agent::UnreadRRefs unreadRRefs{executor, hooks};
   bool throws = true;
-  // Throws what is no std::exception: those finish() takes for the answer.
-  OpenCalls calls{
-      options,
-      executor,
-      counters,
-      peers,
-      unreadRRefs,
-      [this](const rpc::Message&) -> std::exception_ptr {
-        return throws ? throw 1 : nullptr;
-      }};
+  OpenCalls calls{options, executor, counters, peers, unreadRRefs, hooks};
 
   agent::PendingCall call() {
     agent::PendingCall made;
@@ -331,18 +327,17 @@ void testTheRRefsOfARequestThatIsNotRead() {
 void testAWaitGivesTheFutureOneCallback() {
   Fixture f;
   f.executor.start();
-  agent::AnswerWait wait(f.executor, f.calls.pending());
+  int rounds = 0;
+  const std::runtime_error enough("enough");
+  agent::AnswerWait wait(f.executor, f.calls.pending(), [&] {
+    ++rounds == 3 ? throw enough : void();
+  });
   const auto future =
       c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
   for (const bool leads : {false, true}) {
-    int rounds = 0;
-    const std::runtime_error enough("enough");
+    rounds = 0;
     try {
-      wait.await(
-          {.wait = &wait, .id = 1, .leads = leads},
-          *future,
-          agent::AnswerWait::Sharing::kShared,
-          [&] { ++rounds == 3 ? throw enough : void(); });
+      wait.await({.wait = &wait, .id = 1, .leads = leads}, *future);
     } catch (const std::runtime_error&) {
     }
     require(rounds == 3, "three rounds");

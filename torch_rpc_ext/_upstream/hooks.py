@@ -218,9 +218,7 @@ def _invoke_rpc(
         else:
             future = _invoke(to, func, args, kwargs or {}, rpc_timeout)
     finally:
-        waits = set_synchronous(before)
-    if waits and (agent := _agent) is not None:
-        agent.await_answer(future)
+        set_synchronous(before)
     return future
 
 
