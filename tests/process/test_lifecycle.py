@@ -22,6 +22,7 @@ from tests.process.deaths import wait_for_file, wait_until_serving
 from tests.process.group import SECONDS, Group, shutdown, workers
 from tests.support import script
 from tests.support.backend import needs_ucx, on_ucx
+from torch_rpc_ext.retry import RetryPolicy
 
 # The beginning of a program of one process; its `init()` starts RPC.
 PROGRAM = """
@@ -143,6 +144,10 @@ def fetch_in_context(*files: Path) -> None:
         fetch(*files)
 
 
+def retry(*files: Path) -> None:
+    RetryPolicy().rpc_async("worker1", begin_and_wait, args=files, timeout=0).wait()
+
+
 def name_here(*_: object) -> str:
     return f.name_here()
 
@@ -177,6 +182,7 @@ def interrupt(wait: Callable[..., object], begun: Path, end: Path) -> None:
         (call_itself, {}),
         (fetch, {}),
         (fetch_in_context, {}),
+        (retry, {}),
         (wait_for_room, {"max_calls_in_flight": 1}),
         (functools.partial(wait_for_room, call=rpc.rpc_async), {"max_calls_in_flight": 1}),
         (functools.partial(wait_for_room, call=rpc.remote), {"max_calls_in_flight": 1}),
@@ -185,6 +191,7 @@ def interrupt(wait: Callable[..., object], begun: Path, end: Path) -> None:
         "itself",
         "to_here",
         "to_here in a context",
+        "retry",
         "room",
         "room of rpc_async",
         "room of remote",

@@ -7,6 +7,7 @@ lets them wait, for the devices that it was made with.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,13 +19,27 @@ cuda: Any = torch.cuda  # torch's functions have no types
 T = TypeVar("T")
 
 
+class _InterruptibleFuture(Future[Any]):
+    """A future whose wait() Ctrl-C ends; torch's own hears no signal while it waits."""
+
+    def wait(self) -> Any:
+        # Handlers of signals run on the main thread only.
+        if not self.done() and threading.current_thread() is threading.main_thread():
+            done = threading.Event()
+            self.add_done_callback(lambda _: done.set())
+            done.wait()
+        return super().wait()
+
+
 def new_future() -> Future[Any]:
     """Return a future whose value may have tensors on any device of this process."""
     # torch pickles the value of a future that has devices, to find the tensors in the value. That
     # takes time, so the future gets devices only where this process uses CUDA.
     if not cuda.is_initialized():
-        return Future()
-    return Future(devices=[torch.device("cuda", at) for at in range(cuda.device_count())])
+        return _InterruptibleFuture()
+    return _InterruptibleFuture(
+        devices=[torch.device("cuda", at) for at in range(cuda.device_count())]
+    )
 
 
 def leaves(value: Any) -> list[torch.Tensor]:
