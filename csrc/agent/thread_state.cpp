@@ -138,6 +138,25 @@ const NewThread& newThread() {
   return taken;
 }
 
+// The parts of autocast that at::ThreadLocalState does not contain.
+void restoreAutocast() {
+  at::autocast::set_autocast_cache_enabled(true);
+  int nesting = at::autocast::increment_nesting();
+  if (nesting == 1) {
+    at::autocast::decrement_nesting();
+    return;
+  }
+  while (nesting > 0) {
+    nesting = at::autocast::decrement_nesting();
+  }
+  // Less than 0: a context of autocast has ended that began before the thread
+  // was last given the state of a new one.
+  while (nesting < 0) {
+    nesting = at::autocast::increment_nesting();
+  }
+  at::autocast::clear_cache();
+}
+
 } // namespace
 
 void restoreThreadState() {
@@ -146,15 +165,17 @@ void restoreThreadState() {
   if (Values::here() != newThread().values) {
     at::ThreadLocalState::setThreadLocalState(newThread().state);
   }
-  // The parts of autocast that at::ThreadLocalState does not contain.
-  at::autocast::set_autocast_cache_enabled(true);
-  if (at::autocast::increment_nesting() > 1) {
-    while (at::autocast::decrement_nesting() > 0) {
-    }
-    at::autocast::clear_cache();
-  } else {
-    at::autocast::decrement_nesting();
+  restoreAutocast();
+}
+
+std::optional<at::ThreadLocalState> takeThreadState() {
+  std::optional<at::ThreadLocalState> taken;
+  if (Values::here() != newThread().values) {
+    taken.emplace();
+    at::ThreadLocalState::setThreadLocalState(newThread().state);
   }
+  restoreAutocast();
+  return taken;
 }
 
 OrdinaryTensors::OrdinaryTensors() {

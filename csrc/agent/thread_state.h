@@ -9,9 +9,12 @@ namespace torch_rpc_ext::agent {
 // The state that torch keeps for each thread: grad mode, inference mode,
 // autocast, Python modes (a default device is one), hooks, the profiler.
 
-// Gives a thread of the pool the state of a new thread, so that nothing that
-// user code has changed remains. Needs no GIL.
+// Gives this thread the state of a new thread, so that nothing that user code
+// has changed remains. Needs no GIL.
 void restoreThreadState();
+// The same, and returns the state that the thread had, without what autocast
+// keeps beside it; nothing where that was the state of a new thread.
+std::optional<at::ThreadLocalState> takeThreadState();
 
 // While an OrdinaryTensors lives, its thread makes ordinary tensors, also
 // within torch.inference_mode() or under a mode that makes its own tensors

@@ -10,6 +10,7 @@ void bindAgent(pybind11::module_& module);
 void bindRRefs(pybind11::module_& module);
 void bindCalls(pybind11::module_& module);
 void bindCurrentCall(pybind11::module_& module);
+void bindThreadState(pybind11::module_& module);
 void bindWorkerEvents(pybind11::module_& module);
 void bindWire(pybind11::module_& module);
 

@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, module) {
   bindCallFuture(module);
   bindCalls(module);
   bindCurrentCall(module);
+  bindThreadState(module);
   bindWorkerEvents(module);
   bindWire(module);
 }

@@ -3,9 +3,11 @@ tensor is an ordinary tensor, whatever the state of the thread that fetches it."
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import decimal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file
 from tests.process.group import Group, workers
+from torch_rpc_ext import aio
 
 CALLS = 16
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("_VARIABLE", default=0)
@@ -176,6 +180,42 @@ def by_callback(leave: Callable[[], None]) -> None:
     rpc.rpc_sync("worker1", leave_in_callback, args=(leave,))
 
 
+@aio.remote
+async def leave_in_task(leave: Callable[[], None]) -> None:
+    async def leave_in_another_task() -> None:
+        leave()
+        await asyncio.sleep(0)
+
+    await asyncio.create_task(leave_in_another_task())
+    leave()
+
+
+@aio.remote
+async def state_in_task() -> dict[str, Any]:
+    await asyncio.sleep(0)
+    return state()
+
+
+@aio.batched(max_size=1, max_wait=0)
+def leave_in_batch(leaves: list[Callable[[], None]]) -> list[None]:
+    for leave in leaves:
+        leave()
+    return [None] * len(leaves)
+
+
+@aio.batched(max_size=1, max_wait=0)
+def state_in_batch(numbers: list[int]) -> list[dict[str, Any]]:
+    return [state() for _ in numbers]
+
+
+def by_task(leave: Callable[[], None]) -> None:
+    leave_in_task.sync("worker1", leave)
+
+
+def by_batch(leave: Callable[[], None]) -> None:
+    leave_in_batch.sync("worker1", leave)
+
+
 def check_left(leave: Callable[[], None], by: Callable[..., None]) -> None:
     before = rpc.rpc_sync("worker1", state)
     here = state()
@@ -187,6 +227,8 @@ def check_left(leave: Callable[[], None], by: Callable[..., None]) -> None:
     for _ in range(CALLS):
         assert rpc.rpc_sync("worker1", state) == before
         assert rpc.remote("worker1", state).to_here() == before
+        assert state_in_task.sync("worker1") == before
+        assert state_in_batch.sync("worker1", 0) == before
     weight = torch.ones(2, requires_grad=True)
     for function in (torch.mul, f.times, multiplied):
         args = (weight,) if function is multiplied else (weight, 2.0)
@@ -199,8 +241,39 @@ def check_left(leave: Callable[[], None], by: Callable[..., None]) -> None:
 @pytest.mark.parametrize("leave", LEAVERS, ids=lambda leave: leave.__name__)
 def test_a_functions_state_of_its_thread_ends_with_it(leave: Callable[[], None]) -> None:
     with Group(2, options={"num_worker_threads": 2}) as group:
-        for by in (by_sync, by_remote, by_async_execution, by_callback):
+        for by in (by_sync, by_remote, by_async_execution, by_callback, by_task, by_batch):
             group[0].run(check_left, leave, by)
+
+
+@aio.remote
+async def state_before_and_after(leave: Callable[[], None], gate: str) -> list[dict[str, Any]]:
+    leave()
+    before = state()
+    Path(gate).touch()
+    while Path(gate).exists():
+        await asyncio.sleep(0.001)
+    return [before, state()]
+
+
+def check_task(leave: Callable[[], None], gate: Path) -> None:
+    new = state_in_task.sync("worker1")
+    future = state_before_and_after.async_("worker1", leave, str(gate))
+    wait_for_file(gate)
+    assert state_in_task.sync("worker1") == new
+    gate.unlink()
+    before, after = future.wait()
+    assert before == after != new
+    assert state_in_task.sync("worker1") == new
+
+
+# Of autocast, torch keeps the cache and the nesting for the thread.
+KEPT = [leave for leave in LEAVERS if leave is not autocast]
+
+
+@pytest.mark.parametrize("leave", KEPT, ids=lambda leave: leave.__name__)
+def test_a_tasks_state_is_its_own(leave: Callable[[], None], tmp_path: Path) -> None:
+    with Group(2) as group:
+        group[0].run(check_task, leave, tmp_path / "gate")
 
 
 def fetch(how: str, function: Callable[..., Any], args: tuple[Any, ...], to: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import threading
 import time
@@ -19,6 +20,7 @@ from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
 from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.remote_function import RemoteFunction
+from torch_rpc_ext._upstream import thread_state
 from torch_rpc_ext.aio._answers import answer, fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -222,20 +224,29 @@ class _Batcher:
         columns = [
             list(column) for column in zip(*(call.args.take() for call in batch), strict=True)
         ]
-        returned = function.function(*columns)
         try:
-            results = list(returned)
-        except TypeError as error:
-            raise TypeError(
-                f"batch function {function.__qualname__} returned a {type(returned).__name__}; it "
-                "must return a list of one result for each call"
-            ) from error
+            # In a new context, and with the state of a new thread afterwards, so that nothing that
+            # the function sets there reaches the next batch.
+            results = contextvars.Context().run(self._list, columns)
+        finally:
+            thread_state.take()
         if len(results) != len(batch):
             raise ValueError(
                 f"batch function {function.__qualname__} returned {len(results)} results for "
                 f"{len(batch)} calls; it must return one for each, in their order"
             )
         return results
+
+    def _list(self, columns: list[list[Any]]) -> list[Any]:
+        function = self._function
+        returned = function.function(*columns)
+        try:
+            return list(returned)
+        except TypeError as error:
+            raise TypeError(
+                f"batch function {function.__qualname__} returned a {type(returned).__name__}; it "
+                "must return a list of one result for each call"
+            ) from error
 
 
 _lock = threading.Lock()

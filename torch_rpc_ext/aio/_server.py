@@ -25,6 +25,7 @@ from torch_rpc_ext._calls import current_call
 from torch_rpc_ext._calls.current_call import CurrentCall
 from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.event_loops import Mailbox
+from torch_rpc_ext._upstream import thread_state
 from torch_rpc_ext.aio._answers import answer, fail
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -65,6 +66,7 @@ class _Host:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(thread_state.task_factory)
         self._mailbox = Mailbox(self._loop)
         self._running: dict[CallId, _Running] = {}
         self._cancelled: OrderedDict[CallId, None] = OrderedDict()

@@ -1,0 +1,98 @@
+"""The state that torch keeps for each thread: grad mode, autocast, the default device and more.
+
+For threads of Python that run the code of several calls, in turns: what the code of one call sets
+does not reach the others. csrc/agent/thread_state.cpp does the same for the threads of the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_rpc_ext._native import loader
+
+# For each thread: the device that torch.set_default_device() has set in that thread.
+default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
+
+
+class State(NamedTuple):
+    """What take() has taken from a thread.
+
+    Attributes:
+        native: what C++ keeps; None where that is the state of a new thread.
+        device: what torch.set_default_device() keeps.
+    """
+
+    native: Any
+    device: Any
+
+
+def take() -> State | None:
+    """Give this thread the state of a new one.
+
+    Returns:
+        The state that the thread had, for give_back(). None where that was the state of a new
+        thread, and in a process that does not use BackendType.UCX, where states stay as they are.
+    """
+    module = loader.loaded()
+    if module is None:
+        return None
+    native = module.take_thread_state()
+    # Not getattr() with a default, which would format the text of an AttributeError for nothing.
+    device = default_device.__dict__.get("device_context")
+    if device is not None:
+        default_device.device_context = None
+    return None if native is None and device is None else State(native, device)
+
+
+def give_back(state: State) -> None:
+    """Give this thread a state that take() has returned."""
+    if state.native is not None:
+        state.native.give_back()
+    default_device.device_context = state.device
+
+
+def task_factory(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
+    """Make a task whose thread state is its own; for loop.set_task_factory().
+
+    The task begins with the state of a new thread. What it sets stays as long as the task lives,
+    also over an `await`, and is hidden from the other tasks of the loop.
+    """
+    if asyncio.iscoroutine(coroutine):
+        coroutine = _with_own_state(coroutine)
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
+async def _with_own_state(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return await _Steps(coroutine)
+
+
+class _Steps:
+    """Awaits a coroutine; between its steps the thread has the state of a new one."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        state: State | None = None
+        step = partial(self._coroutine.send, None)
+        while True:
+            if state is not None:
+                give_back(state)
+            try:
+                awaited = step()
+            except StopIteration as end:
+                return end.value
+            finally:
+                state = take()
+            try:
+                step = partial(self._coroutine.send, (yield awaited))
+            except BaseException as error:  # noqa: BLE001  a cancellation, for example
+                step = partial(self._coroutine.throw, error)
