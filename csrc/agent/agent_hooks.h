@@ -18,6 +18,11 @@ using RRefs = std::vector<c10::intrusive_ptr<torch::distributed::rpc::RRef>>;
 // response holds a result.
 using ExceptionDecoder =
     std::function<std::exception_ptr(const torch::distributed::rpc::Message&)>;
+// Makes a response of what a function's future has failed with; null where that
+// is no Python exception.
+using ExceptionEncoder =
+    std::function<c10::intrusive_ptr<torch::distributed::rpc::Message>(
+        const std::exception_ptr&)>;
 
 // What Python does for the agent. Each hook but checkInterrupt may be null.
 struct AgentHooks {
@@ -38,6 +43,8 @@ struct AgentHooks {
   // If null, upstream's code decodes exceptions, and keeps only some of their
   // types.
   ExceptionDecoder decodeException;
+  // If null, the caller gets the text of the exception.
+  ExceptionEncoder encodeException;
   // See device::Launcher.
   cuda::PtxSource kernels;
 };

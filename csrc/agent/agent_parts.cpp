@@ -56,7 +56,8 @@ AgentParts::AgentParts(
           group_,
           devices_,
           unreadRRefs_,
-          callback),
+          callback,
+          std::move(hooks.encodeException)),
       groupShutdown_(
           group_,
           caller_,

@@ -27,7 +27,7 @@ thread_local std::chrono::nanoseconds waitedForGil{0};
 
 // The RRef that a RREF_USER_DELETE deletes; nothing where it names none.
 std::optional<rpc::RRefId> deletedRRef(const Decoder& decoder) {
-  if (decoder.payloadIsBulk()) { // upstream's is small
+  if (decoder.payloadIsBulk()) { // not by torch, whose payload is small
     return std::nullopt;
   }
   const auto payload = decoder.payload();
@@ -42,7 +42,7 @@ std::optional<rpc::RRefId> deletedRRef(const Decoder& decoder) {
   }
 }
 
-// execute() takes the message.
+// Whether the request was read: execute() then moves its message away.
 bool wasRead(Arrival& arrival) {
   auto& message = arrival.message;
   return message && message->ok() && message->value() == nullptr;
@@ -67,7 +67,8 @@ Server::Server(
     Group& group,
     Devices& devices,
     UnreadRRefs& unreadRRefs,
-    rpc::RequestCallback& callback)
+    rpc::RequestCallback& callback,
+    ExceptionEncoder encodeException)
     : executor_(executor),
       counters_(counters),
       memory_(memory),
@@ -75,6 +76,7 @@ Server::Server(
       devices_(devices),
       unreadRRefs_(unreadRRefs),
       callback_(callback),
+      encodeException_(std::move(encodeException)),
       queuedFrames_(options.receiveBudgetBytes),
       answers_(options, executor, counters, memory, group, devices) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
@@ -128,8 +130,8 @@ void Server::refuse(const Arrival& arrival) {
           std::to_string(queuedFrames_.limit()) +
           " (the larger of its receive_budget and 64 MiB). Wait for some of "
           "the calls, or lower max_calls_in_flight"};
-  // Else the caller would hear, maybe first, that its tensors were not taken,
-  // and nothing of the load.
+  // The caller may hear what became of its tensors before it gets the answer,
+  // so it gets this reason there, too.
   arrival.incoming->refuse(why);
   const Asker asker{
       .connection = arrival.connection, .callId = arrival.header().callId};
@@ -317,12 +319,17 @@ c10::intrusive_ptr<rpc::JitFuture> Server::execute(
 
 c10::intrusive_ptr<rpc::Message> Server::responseOf(
     rpc::JitFuture& future,
-    uint64_t callId) {
+    uint64_t callId) const {
   if (!future.hasError()) {
     return future.value().toCustomClass<rpc::Message>();
   }
+  const std::exception_ptr error = future.exception_ptr();
+  // An asynchronous function may return the future of a call of its own.
+  if (auto response = encodeException_ ? encodeException_(error) : nullptr) {
+    return response;
+  }
   try {
-    std::rethrow_exception(future.exception_ptr());
+    std::rethrow_exception(error);
   } catch (const Refusal& refusal) {
     return makeFailure(refusal.kind(), refusal.what());
   } catch (...) {

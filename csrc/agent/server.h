@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/agent_hooks.h"
 #include "agent/agent_metrics.h"
 #include "agent/agent_options.h"
 #include "agent/answers.h"
@@ -42,7 +43,8 @@ class Server {
       Group& group,
       Devices& devices,
       UnreadRRefs& unreadRRefs,
-      torch::distributed::rpc::RequestCallback& callback);
+      torch::distributed::rpc::RequestCallback& callback,
+      ExceptionEncoder encodeException);
 
   // A frame of `caller` is still to be fetched. Deletions of RRefs that arrive
   // later wait for it. The result is Incoming::ahead when the frame comes to
@@ -93,9 +95,9 @@ class Server {
   void answer(
       Served served,
       c10::intrusive_ptr<torch::distributed::rpc::Message> response);
-  static c10::intrusive_ptr<torch::distributed::rpc::Message> responseOf(
+  c10::intrusive_ptr<torch::distributed::rpc::Message> responseOf(
       torch::distributed::rpc::JitFuture& future,
-      uint64_t callId);
+      uint64_t callId) const;
 
   Executor& executor_;
   metrics::Counters& counters_;
@@ -104,6 +106,7 @@ class Server {
   Devices& devices_;
   UnreadRRefs& unreadRRefs_;
   torch::distributed::rpc::RequestCallback& callback_;
+  const ExceptionEncoder encodeException_;
   QueuedFrames queuedFrames_;
   const std::shared_ptr<Creations> creations_ = Creations::create();
   RunningRequests runningRequests_;

@@ -70,6 +70,7 @@ agent::AgentHooks pythonHooks() {
       .undelivered = unreadRRefsHook("undelivered"),
       .unread = unreadRRefsHook("unread"),
       .decodeException = decodeRemoteException,
+      .encodeException = encodeRemoteException,
       .kernels = pythonPtxSource()};
 }
 

@@ -1,5 +1,8 @@
 #include "bindings/remote_exception.h"
 
+#include <torch/csrc/distributed/rpc/python_resp.h>
+#include <torch/csrc/distributed/rpc/python_rpc_handler.h>
+
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -43,6 +46,11 @@ class PythonException : public std::runtime_error {
         reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
 
+  // The caller holds the GIL.
+  py::object exception() const {
+    return *exception_;
+  }
+
  private:
   std::shared_ptr<py::object> exception_;
 };
@@ -72,10 +80,12 @@ std::exception_ptr pythonException(py::error_already_set& error) {
 
 std::exception_ptr decodeRemoteException(const rpc::Message& response) {
   if (response.type() != rpc::MessageType::PYTHON_RET &&
-      response.type() != rpc::MessageType::FORWARD_AUTOGRAD_RESP) {
+      response.type() != rpc::MessageType::FORWARD_AUTOGRAD_RESP &&
+      response.type() != rpc::MessageType::RUN_WITH_PROFILING_RESP) {
     return nullptr;
   }
-  // Distributed autograd appends its data, so the marker is still in front.
+  // Distributed autograd and the profiler append their data, so the marker is
+  // still in front.
   const auto& payload = response.payload();
   if (!std::string_view(payload.data(), payload.size()).starts_with(kRaised)) {
     return nullptr;
@@ -97,6 +107,29 @@ std::exception_ptr decodeRemoteException(const rpc::Message& response) {
     // Either the response cannot be unpickled, or a signal handler has raised
     // meanwhile. The future gets this exception.
     return pythonException(error);
+  }
+}
+
+c10::intrusive_ptr<rpc::Message> encodeRemoteException(
+    const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PythonException& raised) {
+    auto& handler = rpc::PythonRpcHandler::getInstance(); // without the GIL
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object described =
+          py::module_::import("torch_rpc_ext._upstream.exceptions")
+              .attr("relayed")(raised.exception());
+      return described.is_none()
+          ? nullptr
+          : rpc::PythonResp(handler.serialize(described)).toMessage();
+    } catch (py::error_already_set& problem) {
+      problem.discard_as_unraisable("sending a remote exception on");
+      return nullptr;
+    }
+  } catch (...) {
+    return nullptr;
   }
 }
 

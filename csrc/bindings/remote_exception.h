@@ -14,6 +14,12 @@ namespace torch_rpc_ext::bindings {
 std::exception_ptr decodeRemoteException(
     const torch::distributed::rpc::Message& response);
 
+// The response that carries a Python exception which a call of this worker has
+// raised, on to the worker that waits for that call; null for any other error.
+// Takes the GIL.
+c10::intrusive_ptr<torch::distributed::rpc::Message> encodeRemoteException(
+    const std::exception_ptr& error);
+
 // Wraps a Python exception for a future: the first thread that waits for the
 // future raises the exception, each further wait raises a copy. Takes the GIL;
 // to copy and to destroy the result, the caller need not hold the GIL.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import pickle
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
@@ -189,6 +192,67 @@ def check_what_exceptions_hold() -> None:
 @needs_ucx("keeps the class of ValueError and TypeError only")
 def test_remote_exceptions_keep_what_they_hold(pair: Group) -> None:
     pair.run(check_what_exceptions_hold)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def relay(to: str, fn: Callable[[], object]) -> Any:
+    return rpc.rpc_async(to, fn)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def relay_from_another_thread(to: str, fn: Callable[[], object]) -> Any:
+    future = rpc.rpc_async(to, wait_for_the_relay)
+    return torch.futures.collect_all([future, rpc.rpc_async(to, fn)])
+
+
+def wait_for_the_relay() -> None:
+    time.sleep(0.05)  # most likely, the function has returned its future by then
+
+
+CONTEXTS: list[Callable[[], Any]] = [
+    contextlib.nullcontext,
+    dist_autograd.context,
+    torch.autograd.profiler.profile,
+    profiler_legacy.profile,
+]
+
+
+def check_ways_of_an_exception() -> None:
+    for context in CONTEXTS:
+        for fn, args in [
+            (raise_missing_file, ()),
+            (relay, ("worker0", raise_missing_file)),
+            (relay_from_another_thread, ("worker0", raise_missing_file)),
+        ]:
+            with context():
+                missing: Any = caught(fn, *args)
+            assert isinstance(missing, FileNotFoundError), (context, fn, repr(missing))
+            assert isinstance(missing, RuntimeError), (context, fn)
+            assert (missing.errno, missing.filename) == (errno.ENOENT, "/no such/file")
+            text = "".join(missing.__notes__)
+            assert "raise_missing_file" in text, "no remote traceback"
+            assert ("worker0" if args else "worker1") in text
+    with pytest.raises(FileNotFoundError) as raised:
+        rpc.remote("worker1", relay, args=("worker0", raise_missing_file)).to_here()
+    assert raised.value.filename == "/no such/file"
+    only: Any = caught(relay, "worker0", raise_keyword_only)
+    assert isinstance(only, KeywordOnly) and only.code == 7 and "worker0" in str(only)
+
+
+@needs_ucx("keeps the class of ValueError and TypeError only")
+def test_a_remote_exception_is_the_same_by_every_way(pair: Group) -> None:
+    pair.run(check_ways_of_an_exception)
+
+
+def test_a_remote_exception_is_raised_under_every_profiler(pair: Group) -> None:
+    pair.run(check_profilers)
+
+
+def check_profilers() -> None:
+    for context in CONTEXTS:
+        with context():
+            for error in (caught(raise_missing_file), caught(raise_here, ValueError("v"))):
+                assert isinstance(error, (RuntimeError, ValueError)), (context, repr(error))
 
 
 class Kept:

@@ -24,6 +24,7 @@ from torch.distributed.rpc import internal as _untyped_internal
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.failed_future import FailedResult
 from torch_rpc_ext._upstream import exception_parts
+from torch_rpc_ext._upstream.thread_state import default_device
 
 # Upstream's functions have no types.
 internal: Any = _untyped_internal
@@ -32,8 +33,6 @@ native_rpc: Any = _untyped_native_rpc
 # texts. Not for results of these types, which can always be sent.
 _last = threading.local()
 _SENT: frozenset[type] = frozenset({type(None), torch.Tensor, bool, int, float, str, bytes})
-# For each thread: the device that torch.set_default_device() has set in that thread.
-_default_device: Any = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
 
 
 @dataclass(frozen=True)
@@ -133,6 +132,13 @@ def passed_on(error: Exception) -> Any:
     return internal.RemoteException(str(text), RemoteType(tuple(exception_parts.take_apart(plain))))
 
 
+def relayed(error: BaseException) -> Any:
+    """Return what passed_on() does; called from C++ for the error of a future that an
+    rpc.functions.async_execution function has returned. None for what must not end the caller's
+    process, such as SystemExit: the caller gets its text."""
+    return passed_on(error) if isinstance(error, Exception) else None
+
+
 def built(described: Any) -> BaseException:
     """Return the error that describe() or passed_on() of a worker has described.
 
@@ -192,9 +198,9 @@ def run_function(python_udf: Any) -> Any:
             print(result.msg, file=sys.stderr)
         return result
     finally:
-        # Not getattr() with a default: where a threading.local() lacks the attribute, that would
-        # format the text of an AttributeError for nothing, at each call.
-        if _default_device.__dict__.get("device_context") is not None:
+        # Not getattr() with a default, which would format the text of an AttributeError for
+        # nothing, at each call.
+        if default_device.__dict__.get("device_context") is not None:
             torch.set_default_device(None)  # of this thread
 
 
