@@ -75,6 +75,22 @@ void testAWaitEnds() {
       std::chrono::milliseconds(20)); // or else after its time
 }
 
+void testAWaitThatThrowsLeavesTheWorkerUnlocked() {
+  Scene scene;
+  try {
+    scene.worker->progressUntil(
+        [](Locked&) -> bool { throw std::bad_alloc(); },
+        std::chrono::seconds(20));
+    require(false, "what the condition throws is thrown");
+  } catch (const std::bad_alloc&) {
+  }
+  bool entered = false;
+  std::thread([&] {
+    scene.worker->runLocked([&](Locked&) { entered = true; });
+  }).join(); // waits for ever where the first thread has kept the lock
+  require(entered, "another thread gets the lock");
+}
+
 void testOthersGetTheirTurn() {
   FloodedScene scene;
   std::atomic<bool> over{false};
@@ -136,6 +152,7 @@ void testADeadlineAfterOneThatThrew() {
 
 int main() {
   testAWaitEnds();
+  testAWaitThatThrowsLeavesTheWorkerUnlocked();
   testOthersGetTheirTurn();
   testADeadlineAfterOneThatThrew();
   return 0;

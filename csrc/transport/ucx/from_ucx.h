@@ -1,7 +1,9 @@
 #pragma once
 
-// How UCX calls this code: every callback that is registered with UCX is a
-// function of FromUcx; UCX calls nothing else.
+// How UCX calls this code: every callback about a message or an endpoint is a
+// function of FromUcx. UCX calls three more functions, which have no object and
+// no token: onUcxLog() in status.cpp, and what unfinished_endpoints.cpp puts in
+// the place of functions of UCX.
 
 #include "base/boundary.h"
 #include "base/buffer.h"

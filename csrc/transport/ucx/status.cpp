@@ -1,5 +1,6 @@
 #include "transport/ucx/status.h"
 
+#include "base/boundary.h"
 #include "base/log.h"
 
 #include <ucs/debug/log_def.h>
@@ -52,7 +53,7 @@ ucs_log_func_rc_t onUcxLog(
     ucs_log_level_t level,
     const ucs_log_component_config_t* /*component*/,
     const char* message,
-    va_list args) {
+    va_list args) noexcept {
   if (level == UCS_LOG_LEVEL_FATAL || level == UCS_LOG_LEVEL_PRINT) {
     return UCS_LOG_FUNC_RC_CONTINUE; // UCX is about to abort and says why
   }
@@ -61,10 +62,12 @@ ucs_log_func_rc_t onUcxLog(
   // An event that UCX calls an error (a peer has closed its socket) reaches
   // users as the error of the calls that it affects, so UCX's line is only for
   // debugging.
-  base::log(
-      level <= UCS_LOG_LEVEL_WARN ? base::LogLevel::kInfo
-                                  : base::LogLevel::kDebug,
-      std::string("UCX: ") + text);
+  base::caughtHere(base::Boundary::kOperation, [&] {
+    base::log(
+        level <= UCS_LOG_LEVEL_WARN ? base::LogLevel::kInfo
+                                    : base::LogLevel::kDebug,
+        std::string("UCX: ") + text);
+  });
   return UCS_LOG_FUNC_RC_STOP;
 }
 

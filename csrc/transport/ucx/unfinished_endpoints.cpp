@@ -1,5 +1,6 @@
 #include "transport/ucx/unfinished_endpoints.h"
 
+#include "base/boundary.h"
 #include "base/log.h"
 #include "base/synchronized.h"
 
@@ -72,24 +73,32 @@ Workers& workers() {
 }
 
 // What UCX calls in place of the original.
-void setFailed(ucp_ep_h endpoint, uint64_t lanes, ucs_status_t status) {
+void setFailed(
+    ucp_ep_h endpoint,
+    uint64_t lanes,
+    ucs_status_t status) noexcept {
   if (!isUnfinished(endpoint)) {
     originalSetFailed(endpoint, lanes, status);
     return;
   }
-  base::log(
-      base::LogLevel::kInfo,
-      std::string(
-          "UCX found no way to answer the first message of a process of this "
-          "host, which may have ended (") +
-          ucs_status_string(status) + ")");
-  workers().lock()->insert(workerOf(endpoint));
+  base::caughtHere(base::Boundary::kBroken, [&] {
+    workers().lock()->insert(workerOf(endpoint));
+    base::log(
+        base::LogLevel::kInfo,
+        std::string(
+            "UCX found no way to answer the first message of a process of this "
+            "host, which may have ended (") +
+            ucs_status_string(status) + ")");
+  });
 }
 
 // What UCX calls in place of the original. An unfinished endpoint is not handed
 // out: ucp_ep_create() would read its configuration.
-ucp_ep_h
-retrieve(ucp_worker_h worker, uint64_t peer, uint64_t number, uint64_t queue) {
+ucp_ep_h retrieve(
+    ucp_worker_h worker,
+    uint64_t peer,
+    uint64_t number,
+    uint64_t queue) noexcept {
   ucp_ep_h endpoint = originalRetrieve(worker, peer, number, queue);
   return endpoint != nullptr && isUnfinished(endpoint) ? nullptr : endpoint;
 }

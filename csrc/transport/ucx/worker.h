@@ -257,14 +257,11 @@ void Worker<role>::progressUntil(F&& done, std::chrono::milliseconds time) {
   const auto deadline = std::chrono::steady_clock::now() + time;
   bool over = false;
   do {
-    mutex_.lock();
-    {
-      Locked locked(*this);
+    runLocked([&](Locked& locked) {
       drainOperations(locked);
       progress(locked, kMostCalls);
       over = done(locked);
-    }
-    finish();
+    });
   } while (!over && std::chrono::steady_clock::now() < deadline);
 }
 
