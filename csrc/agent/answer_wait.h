@@ -69,11 +69,12 @@ class AnswerWait {
   // Waits for the answer to `call`, until `future` is completed. Others may
   // have the future, too.
   void await(const Call& call, torch::distributed::rpc::JitFuture& future);
-  // What this thread claims of that call, whose answer has arrived: the thread
-  // leads, and waits for the call; or it waits for another future, the answer
-  // is `plain` (Arrival::isPlainAnswer()), and nobody waits for the call. The
-  // own answer comes last, because to read it may run user code, which may
-  // wait.
+  // Whether this thread, which leads, is to complete the call whose answer has
+  // arrived. kLast: the thread waits for this call, and nobody else has given
+  // the future a callback. kFirst: the thread waits for another future, the
+  // answer is `plain` (Arrival::isPlainAnswer()), and nobody waits for the
+  // call. The thread's own answer comes last, because user code may run when
+  // that answer is read, and may wait.
   Executor::Claims claims(uint64_t callId, bool plain) const;
 
  private:

@@ -28,7 +28,8 @@ struct Arrival {
   std::optional<Decoder> decoder;
   // Brings the tensors that travel beside the frame; null where there are none.
   std::shared_ptr<device::ReceivingWay> beside;
-  // On the devices of this worker; empty until streams are chosen.
+  // The streams in whose order the tensors for devices are copied and used;
+  // empty until streams are chosen.
   device::Streams streams;
   Admission::Room room; // of a request with bulk, until it is served
   QueuedFrames::Held frame; // of a request, until it is served

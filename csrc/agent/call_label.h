@@ -19,7 +19,8 @@ namespace torch_rpc_ext::agent {
 // texts.
 std::string labelOf(const torch::distributed::rpc::Message& message);
 
-// Whether a call with this label only ends another call.
+// Whether a call with this label cancels another call, as those of
+// torch_rpc_ext.aio do. No limit may hold such a call back.
 bool endsAnother(std::string_view label);
 
 // Whether messages of this type call a function or an operator that a user

@@ -48,16 +48,18 @@ struct Encoded {
   bool mappable = false;
   // Whether the message may hold RRefs.
   bool holdsRRefs = true;
-  // What travels beside the frame (device/way.h): to be held until then, too,
-  // and to be told what has become of the frame.
+  // What travels beside the frame (device/way.h). Whoever sends the frame holds
+  // the parcel until send()'s callback has fired, and tells the parcel then
+  // whether the frame was taken.
   std::shared_ptr<device::Parcel> parcel;
 
   // Whether anything must be held until send()'s callback has fired.
   bool borrows() const {
     return !bulk.empty() || parcel != nullptr;
   }
-  // Whether the receiver copies the bulk out of memory that is the sender's
-  // until that callback. All of the bulk is in shared memory, or none.
+  // Whether the receiver has to copy the bulk out of this process's memory
+  // before that callback. Either all of the bulk lies in shared memory, or none
+  // of it.
   bool borrowsBulk() const {
     return !bulk.empty() && bulk.front().map == nullptr;
   }

@@ -15,11 +15,11 @@ namespace torch_rpc_ext::agent {
 // The messages CLEANUP_AUTOGRAD_CONTEXT_REQ, by which a worker that has ended a
 // distributed autograd context asks the workers that it has called in this
 // context to end the context, too. torch lets each of those workers send the
-// same message to all whom it knows in the context, so also back to the worker
-// that asked. That message is not sent: a worker that gets an answer to its
-// message ends the context once more instead, as it would have for the message
-// back. (An answer of a call within the context may have made the context
-// again, if the program left the context before.)
+// same message to all workers that it knows in the context, the worker that
+// asked included. That message back is not sent. In its place, the worker that
+// asked ends the context a second time when it gets the answer. (An answer of a
+// call within the context may have made the context again, if the program left
+// the context before.)
 //
 // Owns: nothing; the request that a thread serves is thread_local.
 // Thread: any.

@@ -147,9 +147,9 @@ void Executor::threadMain() {
       break;
     }
     // More threads than cores make a burst of short tasks slower. So while
-    // enough threads are busy this one only attends to the queue: it joins in
-    // when no task has been taken for a while, because then the busy threads
-    // are blocked.
+    // enough threads are busy, this thread only watches the queue. It takes a
+    // task when no task has been taken for a while, because then the busy
+    // threads are blocked.
     bool attends = readyCount_.load() != 0;
     if (std::exchange(served, false) && !attends) {
       // The caller often sends its next request at once.

@@ -87,9 +87,10 @@ class Executor final : public base::TaskRunner {
   class Leader;
   // Whether this thread is inside Leader::wait().
   bool leads() const;
-  // While a Claim lives on a thread that leads, the thread itself will run the
-  // tasks that it submits; its wait ends for that. They come before, or after,
-  // the tasks that the thread has claimed already.
+  // While a Claim lives on a thread that leads, the tasks that this thread
+  // submits are kept for the thread itself. Its wait ends when it has such a
+  // task, and it runs them. kFirst: a task comes before those that are kept
+  // already; kLast: behind them.
   enum class Claims : uint8_t { kNothing, kFirst, kLast };
   class Claim;
 

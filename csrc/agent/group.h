@@ -55,7 +55,8 @@ class Group {
       Listeners listeners);
 
   // Starts the transports, which call `handler` from here on. Each method of
-  // `handler` except onFrame() calls the function below of the same name.
+  // `handler` except onFrame() and onFrameAhead() calls the function below of
+  // the same name.
   void start(base::Poller& poller, transport::Handler& handler);
   std::string introduction() const;
   base::Error onAccept(

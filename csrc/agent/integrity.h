@@ -44,9 +44,10 @@ base::Error checkSum(
 // Thread: one at a time.
 class PendingSums {
  public:
-  // Adds the checksum of a storage: the device writes it to `here`; `sent` is
-  // the sender's checksum, or the address where that will be.
+  // A checksum, or the address at which it will arrive.
   using Other = std::variant<uint64_t, const uint64_t*>;
+  // Adds the checksum of a storage. The device writes its checksum to `here`;
+  // `sent` is the sender's.
   void add(
       const wire::CallFrameView& frame,
       uint32_t storage,

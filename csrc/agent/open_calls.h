@@ -78,8 +78,9 @@ class OpenCalls {
       uint64_t callId,
       const std::weak_ptr<transport::Connection>& connection,
       const base::Error& error);
-  // A call with RRefs, or one that has ended, has an answer, which says whether
-  // the callee has read the request. `type` is that of the answer's message.
+  // Notes what an answer says of whether the callee has read the request.
+  // Called for calls with RRefs, and for calls that have ended already. `type`
+  // is that of the answer's message.
   void answered(uint64_t callId, int type);
   void fail(PendingCall call, const base::Error& error);
   // As fail(), on a thread of the pool, because callbacks of the future may run

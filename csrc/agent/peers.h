@@ -53,7 +53,7 @@ class Peers {
       const transport::ConnectionPtr& connection,
       const std::string& hello);
   // Returns the name of the worker if this was the last connection to it; for
-  // each of its connections if the worker has said goodbye.
+  // each of its connections if the worker has said goodbye or has died.
   std::optional<std::string> onClosed(
       const transport::ConnectionPtr& connection,
       const base::Error& error);

@@ -6,9 +6,10 @@ using torch::distributed::rpc::JitFuture;
 
 namespace {
 
-// Not longer, or the end of a connection stays unnoticed; not shorter, because
-// a process that is stopped reads nothing, and Linux gives up a connection
-// whose receive buffer is full.
+// The longest pause between two probes of a silent connection. With a longer
+// pause the end of a connection would stay unnoticed. With a shorter one the
+// probes would fill the receive buffer of a process that is stopped, and Linux
+// gives up a connection whose buffer is full.
 constexpr std::chrono::minutes kLongestPatience{1};
 
 } // namespace

@@ -45,7 +45,8 @@ class UnreadRRefs {
       uint64_t callId,
       const transport::Connection* connection,
       Payload payload);
-  // Whether the callee has read the request. Does nothing for other calls.
+  // Says whether the callee has read the request. Does nothing for calls that
+  // were not given to sent().
   void judged(uint64_t callId, Read read);
   // A connection has ended. If the peer is gone, it will not read the requests
   // that were sent over the connection, or has lost what it read. A peer that

@@ -7,10 +7,10 @@
 // The asynchronous contract, for every transport:
 //  - a callback fires exactly once, also on error and on close;
 //  - callbacks and Handler methods run without any lock of the transport held,
-//    except introduction(), onAccept() and onConnected(), which must be quick.
-//    They run on a thread that polls the Poller, on the TaskRunner, on a thread
-//    of the transport's own, or on the thread that called into the transport,
-//    and may run concurrently;
+//    except introduction(), onAccept(), onConnected() and onFrameAhead(), which
+//    must be quick. They run on a thread that polls the Poller, on the
+//    TaskRunner, on a thread of the transport's own, or on the thread that
+//    called into the transport, and may run concurrently;
 //  - bulk memory that is passed to send() or receive() belongs to the transport
 //    until the callback has fired;
 //  - the first error wins; after onClosed() a Connection delivers nothing.

@@ -29,8 +29,8 @@ from torch_rpc_ext._upstream import exceptions
 dist_autograd: Any = _untyped_autograd
 rpc: Any = _untyped_rpc
 
-# Smaller tensors are sent to each worker by itself: a worker that passes them on costs the delay of
-# a second call.
+# Smaller tensors are sent to each worker directly, because to pass a call on adds the delay of a
+# second call.
 _LEAST_BYTES = 1 << 20
 # The caller waits this much longer for the worker that passes a call on than that worker waits for
 # the others, s: the answer of that worker says which of the others was late.

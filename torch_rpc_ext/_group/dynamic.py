@@ -345,8 +345,8 @@ def remove_member(session: sessions.Session, name: str, incarnation: str | None)
 
 
 def _enter(session: sessions.Session, member: Member) -> None:
-    """As add_member(), also where this worker has still to hear that the one has left which had the
-    newcomer's rank."""
+    """Add a member. If another member has the newcomer's rank, drop the workers that have left
+    first: this worker may not yet have heard that the other member left."""
     try:
         add_member(session, member)
     except (errors.RpcError, ValueError):

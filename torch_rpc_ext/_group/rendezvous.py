@@ -182,9 +182,8 @@ class Rendezvous:
         text += str(problem) or type(problem).__name__
         with contextlib.suppress(RuntimeError):
             if not self._entry:
-                # This worker has no entry yet: rank 0 gets the reason in the entry's place, or, if
-                # this is rank 0, the others see it there. An entry of another process in the
-                # mailbox stays.
+                # This worker has no entry yet. The reason takes the entry's place, where rank 0
+                # reads it, or, if this is rank 0, the others do. An entry of another process stays.
                 # The number tells this failure from one of an earlier start.
                 said = json.dumps({"error": text, "number": secrets.token_hex(8)})
                 self._replace(said, lambda there: not there or bool(_error_in(there)))

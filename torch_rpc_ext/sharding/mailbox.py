@@ -19,7 +19,8 @@ class Mailbox:
     """Values of numbered batches, each under a key, in any order of arrival.
 
     Thread Safety: any thread. One batch is open at a time; values of later batches are kept, values
-    of earlier ones are dropped. Streams of devices are synchronised from put() to take().
+    of earlier ones are dropped. The current streams of the thread that calls take() wait for those
+    of the thread that called put().
     """
 
     def __init__(self) -> None:

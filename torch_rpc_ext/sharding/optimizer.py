@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         The caller then holds the state of all stages; save_checkpoint() does without.
         """
         parts = self._parts.each("state", self._changed())
-        self._get([options for _, options in parts])
+        self._take_over([options for _, options in parts])
         states = dict(itertools.chain(*(part.items() for part, _ in parts)))
         self.state.update(
             (self._placeholders[name], states[name])
@@ -210,7 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
                         "they have different options"
                     )
             parts.append({index: options for index, (_, options) in first.items()})
-        self._get(parts)
+        self._take_over(parts)
 
     def _changed(self) -> list[Options]:
         """Return the options that the caller has changed, for each group."""
@@ -228,7 +228,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         # Copies, because a scheduler changes a learning rate that is a tensor in place.
         self._stages_have = copy.deepcopy([only_options(group) for group in self.param_groups])
 
-    def _get(self, parts: Sequence[Mapping[int, Options]]) -> None:
+    def _take_over(self, parts: Sequence[Mapping[int, Options]]) -> None:
         """Take over the options about which all stages agree.
 
         Args:

@@ -57,7 +57,7 @@ class Resident:
         return _refuse, (type(self).__name__,)
 
     def __setstate__(self, state: Any) -> None:
-        # A worker that writes pickles by hand could else make a Stage that holds what it likes.
+        # Without this, a worker that writes pickles by hand could make a Stage of any attributes.
         _refuse(type(self).__name__)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,13 +21,15 @@ __all__ = [
     "moved",
 ]
 
+T = TypeVar("T")
 
-def moved(value: Any, device: str) -> Any:
+
+def moved(value: T, device: str) -> T:
     """Return the value with its tensors on the device."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
-def for_the_wire(value: Any, stay: Collection[torch.device] = ()) -> Any:
+def for_the_wire(value: T, stay: Collection[torch.device] = ()) -> T:
     """Return the value as it is sent.
 
     Args:
@@ -40,14 +42,14 @@ def for_the_wire(value: Any, stay: Collection[torch.device] = ()) -> Any:
     )
 
 
-def detached(value: Any, stay: Collection[torch.device] = ()) -> Any:
+def detached(value: T, stay: Collection[torch.device] = ()) -> T:
     """As for_the_wire(), and the tensors have no history."""
     return for_the_wire(
         pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value), stay
     )
 
 
-def copied(value: Any) -> Any:
+def copied(value: T) -> T:
     """Return the value with copies of its tensors, on their devices, without their history."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 

@@ -58,7 +58,7 @@ class Launcher {
   struct State {
     bool tried = false; // whether loading the driver was tried
     std::unique_ptr<cuda::Kernels> kernels;
-    // Why a kernel could not be loaded last time; kNone: it is loaded.
+    // The error of the last attempt to load each kernel; kNone: it is loaded.
     std::map<Key, base::ErrorKind> outcomes;
   };
 

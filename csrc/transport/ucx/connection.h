@@ -63,7 +63,7 @@ class UcxConnection final : public Connection,
   void onHandshakeLate(Locked& locked);
   // The time is over in which the peer's process could have been seen to end.
   void onDoubtOver(Locked& locked);
-  // Sends what done() of the bulk has put off.
+  // Sends the acknowledgements that bulk::Exchange::done() has put off.
   void acknowledge(Locked& locked);
   // Whether the peer may still be reading memory of this process.
   bool lends(Locked& locked) const {
@@ -167,9 +167,10 @@ class UcxConnection final : public Connection,
       std::shared_ptr<void> ahead);
   // Calls Handler::onFrame(), and then deliveryEnds().
   void deliver(std::unique_ptr<Incoming> incoming);
-  // To be called after the delivery of each frame. A thread may still carry a
-  // frame to the Handler while another thread sees the end of the connection.
-  // The last deliveryEnds() tells the Handler of the end.
+  // To be called after the delivery of each frame, and once at the end of the
+  // connection. The last call tells the Handler of the end, so that the Handler
+  // hears of it after all frames: while one thread sees the end, others may
+  // still carry frames to the Handler.
   void deliveryEnds();
 
   // ---- the end (connection_ending.cpp) ----
@@ -189,10 +190,10 @@ class UcxConnection final : public Connection,
   bool endpointFailed_ = false; // UCX's error handler has run
   bool endpointCloses_ = false;
   bool isAccepting_ = false; // the peer has begun the handshake, which goes on
-  // Of a connection that has ended: whether the word that the connection broke
-  // was sent over the endpoint; and whether that word is to be sent once more
-  // when the endpoint is closed, because the peer still sends messages.
+  // The connection has ended, and the peer was told so over the endpoint.
   bool toldOfEnd_ = false;
+  // The peer still sends messages, so it is to be told once more when the
+  // endpoint is closed.
   bool tellsAgain_ = false;
   // The peer may take the connection for open: this end has answered the peer's
   // handshake, or has finished the handshake that it began.

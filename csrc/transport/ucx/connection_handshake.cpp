@@ -223,7 +223,7 @@ std::vector<std::string> UcxConnection::addressesForPeer(Locked&) const {
 
 void UcxConnection::establish(Locked& locked) {
   if (closed()) {
-    return; // the handshake's last message could not be sent
+    return;
   }
   const bool useCma = context_->options().useCma;
   bulk::Peer peer{

@@ -24,9 +24,9 @@ constexpr std::chrono::milliseconds kDrainTime{1000};
 // that the memory is its own again.
 constexpr std::chrono::milliseconds kAcknowledgeAfter{5};
 // How many handshakes may be under way at once that peers have begun, which is
-// more than any group needs. A stranger who has recorded what a peer of ours
-// said, and repeats it, has this many under way and no more. A peer beyond the
-// limit is not told of it, because that would take an endpoint.
+// more than any group needs. The limit is for a stranger who repeats first
+// messages that he has recorded. Beyond the limit no refusal is sent, because
+// that would take an endpoint.
 constexpr size_t kMaxAccepting = 4096;
 // When a process is killed, the kernel first resets its sockets and then
 // reports its end. A doubted peer's process has this time to be seen to end.

@@ -19,7 +19,7 @@
 //   kAbort    the receiver  text: why bulk that the receiver has asked for does
 //                           not come; count is the kind of the error
 //   kClose    the receiver  nothing; count 1: broken at the sender's end
-//   kSealed   the receiver  a message of a kind from kFrame on, encrypted
+//   kSealed   the receiver  a message after the handshake, encrypted
 //                           (secure_channel.h); `transfer` is its number
 //
 // A token is 64 random bits that the receiver of the message drew for this

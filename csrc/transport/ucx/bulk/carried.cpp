@@ -51,8 +51,9 @@ void Carried::release(Locked&, uint64_t transfer) {
 }
 
 bool Carried::arrive(Locked&, uint64_t bytes) {
-  // The peer's own count is never below this one: what is counted here is
-  // subtracted before the acknowledgement leaves.
+  // No peer that keeps to the protocol gets beyond the limit: its own count is
+  // at least as high as this one, because this process subtracts bytes before
+  // it acknowledges them.
   return arrived_.fetch_add(bytes) + bytes <= kMaxUntaken;
 }
 

@@ -73,8 +73,9 @@ class Exchange {
   // the callback gets the reason: the sender may have used its memory again
   // while this process read it, so the bytes cannot be trusted.
   void fetch(Fetch fetch);
-  // Tells the peer that the memory of `transfer`, `bytes` in all, is the peer's
-  // own again. The peer hears this at once after an error or if `bytes` is
+  // Tells the peer what has become of the memory of `transfer`, `bytes` in all:
+  // it is the peer's own again, unless kKept or kForked (protocol.h) is added
+  // to `transfer`. The peer hears this at once after an error or if `bytes` is
   // large, else a little later, together with other messages.
   void done(uint64_t transfer, uint64_t bytes, const base::Error& error);
 

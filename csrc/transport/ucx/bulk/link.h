@@ -66,10 +66,10 @@ class Link {
   virtual void giveUp(Locked&, base::Error why) = 0;
   // Calls Exchange::acknowledge() a little later.
   virtual void acknowledgeSoon(Locked&) = 0;
-  // Calls `callback` with `error`. If `error` is kPeerLost and the peer's
-  // process is watched, this first waits for the verdict about the peer. If the
-  // connection is over, `callback` gets ending() instead, which says what has
-  // become of the peer.
+  // Calls `callback` with the error that users are to see: ending() if the
+  // connection is over, which says what has become of the peer; else `error`.
+  // If `error` is kPeerLost and the peer's process is watched, the callback
+  // comes after the verdict about the peer.
   virtual void whenJudged(base::Error error, Callback callback) = 0;
 
  protected:
