@@ -58,7 +58,10 @@ def give_back(state: State) -> None:
 
 
 def task_factory(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+    /,
+    **options: Any,
 ) -> asyncio.Task[Any]:
     """Make a task whose thread state is its own; for loop.set_task_factory().
 

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 def moved(value: T, device: str) -> T:
     """Return the value with its tensors on the device."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+    result: T = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+    return result
 
 
 def for_the_wire(value: T, stay: Collection[torch.device] = ()) -> T:
@@ -37,21 +38,22 @@ def for_the_wire(value: T, stay: Collection[torch.device] = ()) -> T:
         stay: devices that the connection carries; all other tensors go to the CPU, where every
             back end can send them.
     """
-    return pytree.tree_map_only(
+    result: T = pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor if tensor.device in stay else tensor.cpu(), value
     )
+    return result
 
 
 def detached(value: T, stay: Collection[torch.device] = ()) -> T:
     """As for_the_wire(), and the tensors have no history."""
-    return for_the_wire(
-        pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value), stay
-    )
+    plain: T = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach(), value)
+    return for_the_wire(plain, stay)
 
 
 def copied(value: T) -> T:
     """Return the value with copies of its tensors, on their devices, without their history."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+    result: T = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+    return result
 
 
 def micro_batches(value: Any, count: int) -> list[Any]:
