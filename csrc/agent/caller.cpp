@@ -126,9 +126,22 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     throw std::runtime_error(error.message);
   }
   if (waits) {
-    wait_.afterSending(id, leader, *future);
+    try {
+      wait_.afterSending(id, leader, *future);
+    } catch (...) {
+      releaseUnread(*future);
+      throw;
+    }
   }
   return future;
+}
+
+void Caller::releaseUnread(rpc::JitFuture& future) {
+  future.addCallback([this](rpc::JitFuture& done) {
+    if (!done.hasError()) {
+      unreadRRefs_.unread(*done.value().toCustomClass<Message>());
+    }
+  });
 }
 
 c10::intrusive_ptr<rpc::JitFuture> Caller::ask(

@@ -153,6 +153,9 @@ class Caller {
       const transport::ConnectionPtr& connection);
   void completeLater(ArrivalPtr arrival);
   void complete(const ArrivalPtr& arrival);
+  // Releases the RRefs in the answer of a call whose thread has stopped to
+  // wait, and whose future nobody else has.
+  void releaseUnread(JitFuture& future);
   // An answer for which nobody waits any more.
   void tooLate(const ArrivalPtr& arrival);
 

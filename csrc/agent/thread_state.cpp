@@ -138,23 +138,28 @@ const NewThread& newThread() {
   return taken;
 }
 
+int autocastNesting() {
+  at::autocast::increment_nesting();
+  return at::autocast::decrement_nesting();
+}
+
+void setAutocastNesting(int nesting) {
+  int now = autocastNesting();
+  while (now > nesting) {
+    now = at::autocast::decrement_nesting();
+  }
+  while (now < nesting) {
+    now = at::autocast::increment_nesting();
+  }
+}
+
 // The parts of autocast that at::ThreadLocalState does not contain.
 void restoreAutocast() {
   at::autocast::set_autocast_cache_enabled(true);
-  int nesting = at::autocast::increment_nesting();
-  if (nesting == 1) {
-    at::autocast::decrement_nesting();
-    return;
+  if (autocastNesting() != 0) {
+    setAutocastNesting(0);
+    at::autocast::clear_cache();
   }
-  while (nesting > 0) {
-    nesting = at::autocast::decrement_nesting();
-  }
-  // Less than 0: a context of autocast has ended that began before the thread
-  // was last given the state of a new one.
-  while (nesting < 0) {
-    nesting = at::autocast::increment_nesting();
-  }
-  at::autocast::clear_cache();
 }
 
 } // namespace
@@ -168,14 +173,22 @@ void restoreThreadState() {
   restoreAutocast();
 }
 
-std::optional<at::ThreadLocalState> takeThreadState() {
-  std::optional<at::ThreadLocalState> taken;
-  if (Values::here() != newThread().values) {
-    taken.emplace();
-    at::ThreadLocalState::setThreadLocalState(newThread().state);
+std::optional<ThreadState> takeThreadState() {
+  const int nesting = autocastNesting();
+  const bool caches = at::autocast::is_autocast_cache_enabled();
+  if (nesting == 0 && caches && Values::here() == newThread().values) {
+    return std::nullopt;
   }
-  restoreAutocast();
+  ThreadState taken{
+      .torch = {}, .autocastNesting = nesting, .autocastCaches = caches};
+  restoreThreadState();
   return taken;
+}
+
+void giveBackThreadState(const ThreadState& state) {
+  at::ThreadLocalState::setThreadLocalState(state.torch);
+  at::autocast::set_autocast_cache_enabled(state.autocastCaches);
+  setAutocastNesting(state.autocastNesting);
 }
 
 OrdinaryTensors::OrdinaryTensors() {

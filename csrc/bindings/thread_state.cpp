@@ -5,23 +5,21 @@
 #include "bindings/bindings.h"
 
 #include <memory>
+#include <utility>
 
 namespace torch_rpc_ext::bindings {
 
 namespace py = pybind11;
-using at::ThreadLocalState;
+using agent::ThreadState;
 
 void bindThreadState(py::module_& module) {
-  py::class_<ThreadLocalState>(
-      module, "ThreadState", "From take_thread_state().")
-      .def("give_back", [](const ThreadLocalState& self) {
-        ThreadLocalState::setThreadLocalState(self);
-      });
+  py::class_<ThreadState>(module, "ThreadState", "From take_thread_state().")
+      .def("give_back", &agent::giveBackThreadState);
   module.def(
       "take_thread_state",
       [] {
         auto taken = agent::takeThreadState();
-        return taken ? std::make_unique<ThreadLocalState>(std::move(*taken))
+        return taken ? std::make_unique<ThreadState>(std::move(*taken))
                      : nullptr;
       },
       "Give this thread the state of a new one; return the state that it had, "

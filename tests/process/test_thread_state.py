@@ -266,11 +266,7 @@ def check_task(leave: Callable[[], None], gate: Path) -> None:
     assert state_in_task.sync("worker1") == new
 
 
-# Of autocast, torch keeps the cache and the nesting for the thread.
-KEPT = [leave for leave in LEAVERS if leave is not autocast]
-
-
-@pytest.mark.parametrize("leave", KEPT, ids=lambda leave: leave.__name__)
+@pytest.mark.parametrize("leave", LEAVERS, ids=lambda leave: leave.__name__)
 def test_a_tasks_state_is_its_own(leave: Callable[[], None], tmp_path: Path) -> None:
     with Group(2) as group:
         group[0].run(check_task, leave, tmp_path / "gate")

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ def make_later() -> Any:
 
 def pass_what_cannot_be_sent(rref: Any) -> Any:
     return rref, threading.Lock()
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(wait: Callable[[], Any]) -> Any:
+    """Interrupt a wait for what takes half a second."""
+    before = signal.signal(signal.SIGALRM, raise_interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        return wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def held() -> int:
@@ -111,6 +127,14 @@ ANSWERS: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
     "cannot be sent": (
         lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_sent, args=(r,)),
         RuntimeError,
+    ),
+    "interrupted": (
+        lambda r: interrupted(lambda: rpc.rpc_sync(USER, pass_later, args=(r,))),
+        KeyboardInterrupt,
+    ),
+    "interrupted, of to_here": (
+        lambda r: interrupted(rpc.remote(USER, pass_later, args=(r,)).to_here),
+        KeyboardInterrupt,
     ),
 }
 

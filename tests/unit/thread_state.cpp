@@ -62,7 +62,6 @@ struct Case {
   std::string name;
   std::function<void()> change;
   std::function<bool()> isChanged;
-  bool isKept = true; // by at::ThreadLocalState
 };
 
 const std::vector<Case>& cases() {
@@ -93,22 +92,19 @@ const std::vector<Case>& cases() {
        [] { return at::autocast::get_autocast_dtype(at::kCPU) == at::kHalf; }},
       {"autocast's cache",
        [] { at::autocast::set_autocast_cache_enabled(false); },
-       [] { return !at::autocast::is_autocast_cache_enabled(); },
-       /*isKept=*/false},
+       [] { return !at::autocast::is_autocast_cache_enabled(); }},
       {"autocast's nesting",
        [] { at::autocast::increment_nesting(); },
        [] {
          at::autocast::increment_nesting();
          return at::autocast::decrement_nesting() != 0;
-       },
-       /*isKept=*/false},
+       }},
       {"autocast's nesting below 0",
        [] { at::autocast::decrement_nesting(); },
        [] {
          at::autocast::increment_nesting();
          return at::autocast::decrement_nesting() != 0;
-       },
-       /*isKept=*/false},
+       }},
       {"dispatch mode",
        [] {
          TorchDispatchModeTLS::push_non_infra_mode_onto_stack(dispatchMode());
@@ -216,12 +212,11 @@ int main() {
     check(!entry.isChanged(), "the change is undone");
     entry.change();
     const auto taken = agent::takeThreadState();
-    check(!entry.isChanged(), "the change is taken away");
-    check(taken.has_value() == entry.isKept, "what torch keeps is taken");
-    if (taken) {
-      at::ThreadLocalState::setThreadLocalState(*taken);
-      check(entry.isChanged(), "the change is given back");
-      agent::restoreThreadState();
-    }
+    check(taken.has_value(), "the change is taken");
+    check(!entry.isChanged(), "the thread has no change any more");
+    agent::giveBackThreadState(*taken);
+    check(entry.isChanged(), "the change is given back");
+    agent::restoreThreadState();
+    check(!entry.isChanged(), "the change is undone again");
   }
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,9 +68,15 @@ def task_factory(
     The task begins with the state of a new thread. What it sets stays as long as the task lives,
     also over an `await`, and is hidden from the other tasks of the loop.
     """
-    if asyncio.iscoroutine(coroutine):
-        coroutine = _with_own_state(coroutine)
-    return asyncio.Task(coroutine, loop=loop, **options)
+    if not asyncio.iscoroutine(coroutine):
+        return asyncio.Task(coroutine, loop=loop, **options)  # raises
+    stepped = _with_own_state(coroutine)
+    for name in ("__name__", "__qualname__"):  # which asyncio shows
+        setattr(stepped, name, getattr(coroutine, name, type(coroutine).__name__))
+    task = asyncio.Task(stepped, loop=loop, **options)
+    # A task that is cancelled before its first step never begins the coroutine.
+    task.add_done_callback(lambda _: coroutine.close())
+    return task
 
 
 async def _with_own_state(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -78,24 +84,38 @@ async def _with_own_state(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _Steps:
-    """Awaits a coroutine; between its steps the thread has the state of a new one."""
+    """Awaits a coroutine, and keeps its thread state between its steps."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
+        self._state: State | None = None
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        state: State | None = None
-        step = partial(self._coroutine.send, None)
+        steps: list[Callable[[], Any]] = [partial(self._coroutine.send, None)]
         while True:
-            if state is not None:
-                give_back(state)
             try:
-                awaited = step()
+                awaited = self._run(steps.pop())
             except StopIteration as end:
                 return end.value
-            finally:
-                state = take()
             try:
-                step = partial(self._coroutine.send, (yield awaited))
+                steps.append(partial(self._coroutine.send, (yield awaited)))
+            except GeneratorExit:
+                self._run(self._coroutine.close)
+                raise
             except BaseException as error:  # noqa: BLE001  a cancellation, for example
-                step = partial(self._coroutine.throw, error)
+                steps.append(partial(self._coroutine.throw, error))
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        # A task that nobody holds any more ends within other code, on any thread, whose state it
+        # must not change.
+        outside = take()
+        if self._state is not None:
+            give_back(self._state)
+        try:
+            return step()
+        finally:
+            # An error that is thrown refers to this frame, and the step refers to the error.
+            del step
+            self._state = take()
+            if outside is not None:
+                give_back(outside)
