@@ -182,9 +182,13 @@ bool mayHoldRRefs(base::ConstSpan payload) {
 
 std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {
   using torch::distributed::rpc::PythonRemoteCall;
+  using torch::distributed::rpc::PythonRRefFetchRet;
+  using torch::distributed::rpc::SerializedPyObj;
   const auto& payload = message.payload();
   const bool isAnswer = message.type() == MessageType::PYTHON_RET ||
       message.type() == MessageType::SCRIPT_RET ||
+      message.type() == MessageType::PYTHON_RREF_FETCH_RET ||
+      message.type() == MessageType::SCRIPT_RREF_FETCH_RET ||
       message.type() == MessageType::FORWARD_AUTOGRAD_RESP;
   if (!(isUserCall(message.type()) || isAnswer) ||
       !mayHoldRRefs({payload.data(), payload.size()})) {
@@ -195,10 +199,15 @@ std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {
   if (type == MessageType::PYTHON_CALL) {
     return std::make_unique<std::string>(bytes.substr(1));
   }
+  // These two are a pickle of torch's, with the one of Python's as a text.
+  if (type == MessageType::PYTHON_RREF_FETCH_RET) {
+    const auto fetched = PythonRRefFetchRet::fromMessage(message);
+    return std::make_unique<std::string>(
+        SerializedPyObj::fromIValues(fetched->values()).payload_);
+  }
   if (type != MessageType::PYTHON_REMOTE_CALL) {
     return std::make_unique<std::string>(bytes);
   }
-  // A pickle of torch's, with the one of Python's as a text.
   const auto inner = c10::make_intrusive<Message>(
       std::vector<char>(bytes.begin(), bytes.end()),
       std::vector<at::Tensor>(message.tensors()),

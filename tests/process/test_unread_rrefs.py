@@ -124,6 +124,10 @@ ANSWERS: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
         lambda r: rpc.rpc_sync(OWNER, make_later, timeout=0.2),
         RuntimeError,
     ),
+    "late, of to_here": (
+        lambda r: rpc.remote(USER, pass_later, args=(r,)).to_here(timeout=0.2),
+        RuntimeError,
+    ),
     "cannot be sent": (
         lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_sent, args=(r,)),
         RuntimeError,
