@@ -91,6 +91,8 @@ class _Steps:
         self._state: State | None = None
 
     def __await__(self) -> Generator[Any, Any, Any]:
+        # The next step, in a list: a variable would still hold the error of a step that throws it,
+        # and the error's traceback holds this frame.
         steps: list[Callable[[], Any]] = [partial(self._coroutine.send, None)]
         while True:
             try:
