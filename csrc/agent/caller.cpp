@@ -230,7 +230,8 @@ void Caller::sendFrameNow(
   // has taken the bulk, even after the call has timed out. If the call is not
   // sent, because it has timed out already, `held` drops the memory here.
   auto held = hold(encoded, executor_);
-  if (!calls_.setSent(callId, connection, untaken) && encoded.holdsRRefs) {
+  const bool holdsRRefs = encoded.holdsRRefs;
+  if (!calls_.setSent(callId, connection, untaken) && holdsRRefs) {
     return; // the call has timed out, and its RRefs have been released
   }
   metrics::add(counters_.bytesSent, encoded.totalBytes);
@@ -246,6 +247,7 @@ void Caller::sendFrameNow(
       [this,
        callId,
        untaken,
+       holdsRRefs,
        via = std::weak_ptr(connection),
        held = std::move(held)](const base::Error& error) {
         if (untaken != nullptr) {
@@ -254,10 +256,12 @@ void Caller::sendFrameNow(
         if (held != nullptr && held->parcel != nullptr) {
           held->parcel->sent(error);
         }
+        if (holdsRRefs) {
+          calls_.sendEnded(callId, via, error);
+        }
         if (!error) {
           return;
         }
-        calls_.sendFailed(callId, via, error);
         auto call = calls_.pending().take(callId);
         if (!call) {
           return;

@@ -191,16 +191,19 @@ bool OpenCalls::setSent(
   return here;
 }
 
-void OpenCalls::sendFailed(
+void OpenCalls::sendEnded(
     uint64_t callId,
     const std::weak_ptr<transport::Connection>& connection,
     const base::Error& error) {
   const auto open = connection.lock();
   // If a way to the peer has ended, the peer says whether it has read the
   // request, or its connection ends. Else the peer did not take the bulk.
-  if (error.notSent ||
-      (open != nullptr && !open->closed() && !saysThatPeerEnded(error))) {
+  const bool refused =
+      error && open != nullptr && !open->closed() && !saysThatPeerEnded(error);
+  if (error.notSent || refused) {
     unreadRRefs_.judged(callId, Read::kNo);
+  } else {
+    unreadRRefs_.sendEnded(callId);
   }
 }
 

@@ -71,10 +71,11 @@ class OpenCalls {
       uint64_t callId,
       const transport::ConnectionPtr& connection,
       UntakenPtr untaken);
-  // Releases the RRefs in a request whose send has failed, if the callee does
-  // not read the request. The call, which may have ended, is still to be
-  // failed.
-  void sendFailed(
+  // The connection is done with the frame of a request with RRefs; see
+  // Connection::send(). Releases the RRefs if the callee does not read the
+  // request. If there is an error, the call, which may have ended, is still to
+  // be failed.
+  void sendEnded(
       uint64_t callId,
       const std::weak_ptr<transport::Connection>& connection,
       const base::Error& error);

@@ -39,15 +39,33 @@ void UnreadRRefs::judged(uint64_t callId, Read read) {
   }
 }
 
+void UnreadRRefs::sendEnded(uint64_t callId) {
+  auto requests = requests_.lock();
+  const auto it = requests->find(callId);
+  if (it == requests->end()) {
+    return;
+  }
+  it->second.sendEnded = true;
+  if (it->second.connection == nullptr) {
+    requests->erase(it);
+  }
+}
+
 void UnreadRRefs::ended(const transport::Connection* connection, bool gone) {
   std::vector<Payload> over;
   {
     auto requests = requests_.lock();
     for (auto it = requests->begin(); it != requests->end();) {
-      if (it->second.connection == connection) {
-        over.push_back(std::move(it->second.payload));
+      Request& request = it->second;
+      if (request.connection != connection) {
+        ++it;
+      } else if (gone || request.sendEnded) {
+        over.push_back(std::move(request.payload));
         it = requests->erase(it);
       } else {
+        // A connection that ends while a thread begins to send says only to
+        // that thread that the request has not left.
+        request.connection = nullptr;
         ++it;
       }
     }

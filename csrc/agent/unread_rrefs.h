@@ -38,9 +38,9 @@ class UnreadRRefs {
   // For a message to this worker.
   void unread(const Message& message);
 
-  // A request, whose payloadWithRRefs() is not null, is about to be sent.
-  // judged() or ended() says what becomes of the request, whether or not its
-  // caller waits.
+  // A request, whose payloadWithRRefs() is not null, is about to be given to
+  // the connection. The functions below say what becomes of the request,
+  // whether or not its caller waits.
   void sent(
       uint64_t callId,
       const transport::Connection* connection,
@@ -48,17 +48,21 @@ class UnreadRRefs {
   // Says whether the callee has read the request. Does nothing for calls that
   // were not given to sent().
   void judged(uint64_t callId, Read read);
+  // The connection is done with the request, and the peer may have read it.
+  void sendEnded(uint64_t callId);
   // A connection has ended. If the peer is gone, it will not read the requests
   // that were sent over the connection, or has lost what it read. A peer that
-  // lives may use what it has read: nothing is released.
+  // lives may use what it has read: nothing is released, except what judged()
+  // or sendEnded() has still to be called for.
   void ended(const transport::Connection* connection, bool gone);
 
  private:
   using Hook = std::function<void(const std::string&)>;
 
   struct Request {
-    const transport::Connection* connection;
+    const transport::Connection* connection; // null once it has ended
     Payload payload;
+    bool sendEnded = false;
   };
 
   void runLater(const Hook& hook, Payload payload);

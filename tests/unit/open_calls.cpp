@@ -253,7 +253,10 @@ struct Sent {
     calls.answered(id, message->type());
   }
   void sendFails(const base::Error& error) const {
-    calls.sendFailed(id, connection, error);
+    calls.sendEnded(id, connection, error);
+  }
+  void sendEnds() const {
+    sendFails({});
   }
 
   OpenCalls& calls;
@@ -299,6 +302,25 @@ void testTheRRefsOfARequestThatIsNotRead() {
       {0,
        [](const Sent& sent) { // it may use what it has read
          sent.connection->state = PeerState::kBroken;
+         sent.calls.failAll(sent.connection.get(), {ErrorKind::kPeerLost, ""});
+         sent.sendFails({ErrorKind::kPeerLost, "the connection broke"});
+       }},
+      {1,
+       [](const Sent& sent) { // it broke while this thread began to send
+         sent.connection->state = PeerState::kBroken;
+         sent.calls.failAll(sent.connection.get(), {ErrorKind::kPeerLost, ""});
+         sent.sendFails(base::notSent({ErrorKind::kPeerLost, "no"}));
+       }},
+      {0,
+       [](const Sent& sent) {
+         sent.sendEnds();
+         sent.connection->state = PeerState::kBroken;
+         sent.calls.failAll(sent.connection.get(), {ErrorKind::kPeerLost, ""});
+       }},
+      {1,
+       [](const Sent& sent) {
+         sent.sendEnds();
+         sent.connection->state = PeerState::kDead;
          sent.calls.failAll(sent.connection.get(), {ErrorKind::kPeerLost, ""});
        }},
   };
