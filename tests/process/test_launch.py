@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import array
 import contextlib
 import fcntl
@@ -476,13 +477,21 @@ def ctrl_c_when(condition: Callable[[], bool]) -> Iterator[None]:
     def press() -> None:
         assert wait_until(condition, 60)
         signal.pthread_kill(main_thread, signal.SIGINT)
+        # The signal does not end a wait that begins just after it. Another signal does.
+        while not heard.wait(0.5):
+            signal.pthread_kill(main_thread, signal.SIGURG)
 
-    main_thread = threading.get_ident()
+    main_thread, heard = threading.get_ident(), threading.Event()
+    before = signal.signal(signal.SIGURG, lambda *_: None)
     thread = threading.Thread(target=press)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        heard.set()
+        thread.join()
+        signal.signal(signal.SIGURG, before)
 
 
 def bytes_on_the_way(worker: Worker) -> int:
@@ -530,6 +539,34 @@ def test_interrupt_reaches_a_worker_that_still_starts() -> None:
             asleep.result(60)
         assert after.result(60) == 4
         group[0].interrupt()  # does nothing: no function runs
+        assert group[0].submit(len, "four").result(60) == 4
+
+
+def sleep_as_the_signal_comes(pipe: Path) -> None:
+    """Sleep, and let SIGINT come as it may on a busy machine: after Python has looked for signals
+    for the last time, and before the system call has begun. Python is told, the sleep goes on."""
+    kill = signal.pthread_kill
+
+    def tell(thread: int, number: int) -> None:
+        if number == signal.SIGINT:
+            _thread.interrupt_main(number)
+        else:
+            kill(thread, number)
+
+    signal.pthread_kill = tell
+    pipe.write_text("goes to sleep")
+    time.sleep(1000)
+
+
+def test_interrupt_that_comes_as_the_function_goes_to_sleep(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with WorkerGroup(1) as group:
+        asleep = group[0].submit(sleep_as_the_signal_comes, pipe)
+        assert pipe.read_text() == "goes to sleep"
+        time.sleep(0.2)  # if the function does not yet sleep, this test tests nothing new
+        group[0].interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            asleep.result(60)
         assert group[0].submit(len, "four").result(60) == 4
 
 

@@ -19,8 +19,11 @@ from typing import NoReturn
 
 from torch_rpc_ext.launch import _protocol
 
-# How often the reading thread checks that the parent is still there, s.
+# How often the reading thread checks that the parent is still there, and that the main thread has
+# heard an interrupt, s.
 _LOOK = 0.5
+# Wakes the main thread from a system call. Ignored by a process that has no handler for it.
+_KNOCK = signal.SIGURG
 
 
 def main(name: str, handle: int, parent: int) -> NoReturn:
@@ -33,6 +36,7 @@ def main(name: str, handle: int, parent: int) -> NoReturn:
     """
     # SIGINT counts only while a request runs: see _run().
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(_KNOCK, lambda *_: None)
     pipe = Connection(handle)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     interrupts = _Interrupts()
@@ -61,29 +65,47 @@ class _Interrupts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: bytes | None = None
+        self._signaled = False  # the request that runs
         self._early: set[bytes] = set()
 
     def interrupt(self, key: bytes) -> None:
         """Raise KeyboardInterrupt in a request, now if it runs, otherwise when it begins."""
         with self._lock:  # so the next request cannot begin before the signal is sent
             if self._running == key:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                self._signaled = True
+                self._send(signal.SIGINT)
             else:
                 self._early.add(key)
+
+    def knock(self) -> None:
+        """Wake the main thread if the request that runs was interrupted.
+
+        A signal that comes when the main thread is about to make a system call does not end that
+        call, and Python raises KeyboardInterrupt only after the call. A second SIGINT would be a
+        second KeyboardInterrupt in a function that handles the first.
+        """
+        with self._lock:
+            if self._signaled:
+                self._send(_KNOCK)
+
+    @staticmethod
+    def _send(number: int) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     @contextlib.contextmanager
     def running(self, key: bytes) -> Iterator[None]:
         """Let interrupt() reach the request during the block."""
-        with self._lock:
-            if key in self._early:
-                self._early.remove(key)
-                raise KeyboardInterrupt
-            self._running = key
         try:
+            with self._lock:
+                if key in self._early:
+                    self._early.remove(key)
+                    raise KeyboardInterrupt
+                self._running = key
             yield
         finally:
             with self._lock:
                 self._running = None
+                self._signaled = False
 
 
 def _run(name: str, request: bytes, interrupts: _Interrupts) -> bytes:
@@ -108,6 +130,7 @@ def _read(
             while not pipe.poll(_LOOK):
                 if os.getppid() != parent:
                     _die()
+                interrupts.knock()
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             _die()
