@@ -96,6 +96,12 @@ SOURCES = (
         "Memory of requests that no thread serves yet, without their large tensors.",
     ),
     _Source(
+        "agent.held_call_bytes",
+        "held_call_bytes",
+        "Memory of requests whose functions wait to begin: for the `limit` of an `async def`, for "
+        "a batch, or until the owners of RRefs among the arguments have answered.",
+    ),
+    _Source(
         "agent.receive_held_bytes",
         "receive_held_bytes",
         "Tensors of requests that are received, or on their way, and that no thread serves yet.",

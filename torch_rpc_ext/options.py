@@ -269,7 +269,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         "yet; more stay with their callers. By default an eighth of the machine's memory, or "
         "of the cgroup's limit; 0 for no limit of all callers together. In any case one caller "
         "has room for one request of any size, or for several that together take at most 64 MiB, "
-        "or half of this budget if that is less. See [faults.md](faults.md#load).",
+        "or half of this budget if that is less. Calls that are received and wait for their "
+        "functions to begin (`limit`, batches) may take as much again, or 64 MiB if that is more, "
+        "and further ones are refused. See [faults.md](faults.md#load).",
         "bytes",
         default="see right (bytes)",
     )

@@ -57,6 +57,9 @@ class Admission : public std::enable_shared_from_this<Admission> {
     ~Room() {
       release();
     }
+    uint64_t bytes() const {
+      return from_ == nullptr ? 0 : bytes_;
+    }
     void release();
 
    private:

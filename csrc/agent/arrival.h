@@ -5,7 +5,7 @@
 #include "agent/codec.h"
 #include "agent/creations.h"
 #include "agent/pending_calls.h"
-#include "agent/queued_frames.h"
+#include "agent/waiting_bytes.h"
 #include "transport/transport.h"
 
 #include <memory>
@@ -32,7 +32,7 @@ struct Arrival {
   // empty until streams are chosen.
   device::Streams streams;
   Admission::Room room; // of a request with bulk, until it is served
-  QueuedFrames::Held frame; // of a request, until it is served
+  WaitingBytes::Held frame; // of a request, until it is served
   // Of a request that may make an RRef.
   std::shared_ptr<Creations::Begun> creation;
   base::Error error; // why the bulk could not be received

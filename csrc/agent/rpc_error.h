@@ -28,13 +28,12 @@ class RpcError : public std::runtime_error {
   std::string worker_;
 };
 
-// This worker refuses a request. The answer carries the kind of a Refusal, so
-// that the caller can tell it from other errors in the request's function, of
-// which the answer carries only the text.
+// This worker does not run a request. The answer carries the kind of a Refusal,
+// so that the caller can tell it from other errors in the request's function,
+// of which the answer carries only the text.
 class Refusal : public RpcError {
  public:
-  Refusal(std::string worker, const std::string& text)
-      : RpcError(base::ErrorKind::kRefused, std::move(worker), text) {}
+  using RpcError::RpcError;
 };
 
 } // namespace torch_rpc_ext::agent

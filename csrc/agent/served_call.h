@@ -4,6 +4,7 @@
 #include "transport/transport.h"
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 
 namespace torch_rpc_ext::agent {
@@ -22,6 +23,8 @@ struct ServedCall {
   // The caller had given up before a thread took the request: the request is
   // read, and its function is not called.
   bool isOnlyRead = false;
+  // What this worker has received for the request. Not what its caller lends.
+  uint64_t bytes = 0;
   // Null where the request makes no RRef.
   std::shared_ptr<Creations::Begun> creation = nullptr;
 

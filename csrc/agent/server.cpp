@@ -78,6 +78,7 @@ Server::Server(
       callback_(callback),
       encodeException_(std::move(encodeException)),
       queuedFrames_(options.receiveBudgetBytes),
+      heldCalls_(options.receiveBudgetBytes),
       answers_(options, executor, counters, memory, group, devices) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
     sayThatAllAreBusy(waiting, seconds);
@@ -121,15 +122,7 @@ bool Server::announced(Arrival& arrival) {
 
 void Server::refuse(const Arrival& arrival) {
   metrics::add(counters_.callsNotBegun, 1);
-  const base::Error why{
-      base::ErrorKind::kOverloaded,
-      "worker \"" + group_.self().name_ +
-          "\" did not begin the call: the requests that wait there for a "
-          "thread take " +
-          std::to_string(queuedFrames_.bytes()) + " bytes, of " +
-          std::to_string(queuedFrames_.limit()) +
-          " (the larger of its receive_budget and 64 MiB). Wait for some of "
-          "the calls, or lower max_calls_in_flight"};
+  const base::Error why = overloaded(queuedFrames_, "a thread");
   // The caller may hear what became of its tensors before it gets the answer,
   // so it gets this reason there, too.
   arrival.incoming->refuse(why);
@@ -138,6 +131,29 @@ void Server::refuse(const Arrival& arrival) {
   executor_.submit(base::makeTask([this, asker, why] {
     answers_.send(asker, makeFailure(why.kind, why.message));
   }));
+}
+
+base::Error Server::overloaded(
+    const WaitingBytes& waiting,
+    const char* forWhat) {
+  return {
+      base::ErrorKind::kOverloaded,
+      "worker \"" + group_.self().name_ +
+          "\" did not begin the call: the requests that wait there for " +
+          forWhat + " take " + std::to_string(waiting.bytes()) + " bytes, of " +
+          std::to_string(waiting.limit()) +
+          " (the larger of its receive_budget and 64 MiB). Wait for some of "
+          "the calls, or lower max_calls_in_flight or max_bytes_in_flight"};
+}
+
+base::Result<WaitingBytes::Held> Server::hold(uint64_t bytes, bool mayRefuse) {
+  const bool others = heldCalls_.bytes() != 0;
+  auto held = heldCalls_.hold(bytes);
+  if (mayRefuse && others && heldCalls_.exceeded()) {
+    metrics::add(counters_.callsNotBegun, 1);
+    return overloaded(heldCalls_, "their functions to begin");
+  }
+  return held;
 }
 
 void Server::arrived(ArrivalPtr arrival) {
@@ -204,6 +220,7 @@ void Server::serve(const ArrivalPtr& arrival) {
     return;
   }
   arrival->decoder.reset();
+  const uint64_t bytes = arrival->room.bytes() + arrival->frame.bytes();
   arrival->room.release();
   arrival->frame.release();
   if (arrival->creation != nullptr && !createsRRef(*message.value())) {
@@ -233,7 +250,11 @@ void Server::serve(const ArrivalPtr& arrival) {
     }
     const RunningRequests::Entry entry(runningRequests_, std::move(label));
     const ServedCall call{
-        arrival->connection, arrival->deadline, givenUp, arrival->creation};
+        arrival->connection,
+        arrival->deadline,
+        givenUp,
+        bytes,
+        arrival->creation};
     const ServedCall::Scope scope(call);
     const auto before = waitedForGil;
     future = execute(std::move(message.value()), streams, *arrival->connection);
@@ -355,6 +376,7 @@ void Server::stop() {
 
 void Server::addTo(Metrics& metrics) const {
   metrics["agent.queued_frame_bytes"] = std::to_string(queuedFrames_.bytes());
+  metrics["agent.held_call_bytes"] = std::to_string(heldCalls_.bytes());
 }
 
 } // namespace torch_rpc_ext::agent

@@ -10,10 +10,10 @@
 #include "agent/executor.h"
 #include "agent/group.h"
 #include "agent/lost_callers.h"
-#include "agent/queued_frames.h"
 #include "agent/receive_memory.h"
 #include "agent/running_requests.h"
 #include "agent/unread_rrefs.h"
+#include "agent/waiting_bytes.h"
 #include "metrics/call_log.h"
 #include "metrics/counters.h"
 
@@ -67,6 +67,11 @@ class Server {
   LostCallers& lostCallers() {
     return lostCallers_;
   }
+  // A request has been read, and has to wait for its function to begin: counts
+  // its ServedCall::bytes for as long as the result lives. If `mayRefuse`, and
+  // such requests take too much memory already, the result is an error, and the
+  // function is not to be called.
+  base::Result<WaitingBytes::Held> hold(uint64_t bytes, bool mayRefuse);
   // The connection to a caller has ended: runs the callbacks of its requests.
   void lose(const transport::Connection* connection);
   // Adds to the time that this thread has waited for the GIL.
@@ -86,6 +91,7 @@ class Server {
   void sayThatAllAreBusy(size_t waiting, double seconds);
   // Answers that too many frames wait already.
   void refuse(const Arrival& arrival);
+  base::Error overloaded(const WaitingBytes& waiting, const char* forWhat);
   void serveLater(ArrivalPtr arrival);
   void serve(const ArrivalPtr& arrival);
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> execute(
@@ -107,7 +113,8 @@ class Server {
   UnreadRRefs& unreadRRefs_;
   torch::distributed::rpc::RequestCallback& callback_;
   const ExceptionEncoder encodeException_;
-  QueuedFrames queuedFrames_;
+  WaitingBytes queuedFrames_; // wait for a thread
+  WaitingBytes heldCalls_; // wait for their functions to begin
   const std::shared_ptr<Creations> creations_ = Creations::create();
   RunningRequests runningRequests_;
   LostCallers lostCallers_;

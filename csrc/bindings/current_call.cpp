@@ -1,5 +1,6 @@
 // _C.ServedCall: what a remote function may ask about the call that it serves.
 
+#include "agent/rpc_error.h"
 #include "agent/served_call.h"
 #include "agent/ucx_agent.h"
 #include "base/log.h"
@@ -21,6 +22,7 @@ namespace py = pybind11;
 namespace rpc = torch::distributed::rpc;
 using agent::ServedCall;
 using agent::UcxAgent;
+using agent::WaitingBytes;
 
 namespace {
 
@@ -29,6 +31,7 @@ namespace {
 struct PyServedCall {
   std::weak_ptr<transport::Connection> connection;
   ServedCall::Clock::time_point deadline;
+  uint64_t bytes;
   std::string caller;
   std::weak_ptr<UcxAgent> agent;
 };
@@ -47,6 +50,7 @@ std::optional<PyServedCall> currentCall() {
   return PyServedCall{
       call->connection,
       call->deadline,
+      call->bytes,
       ours->parts().group().peers().nameOf(call->connection.get()),
       ours};
 }
@@ -96,6 +100,21 @@ void forget(const PyServedCall& self, uint64_t number) {
   }
 }
 
+// See Server::hold().
+WaitingBytes::Held hold(const PyServedCall& self) {
+  const auto agent = self.agent.lock();
+  if (agent == nullptr) {
+    return {}; // RPC has ended
+  }
+  auto& parts = agent->parts();
+  auto held = parts.server().hold(self.bytes, /*mayRefuse=*/true);
+  if (!held.ok()) {
+    throw agent::RpcError(
+        held.error().kind, parts.group().self().name_, held.error().message);
+  }
+  return std::move(held.value());
+}
+
 } // namespace
 
 void bindCurrentCall(py::module_& module) {
@@ -104,7 +123,10 @@ void bindCurrentCall(py::module_& module) {
       .def_property_readonly("deadline", &deadlineOf)
       .def_property_readonly("cancelled", &isCancelled)
       .def("when_lost", &whenLost, py::arg("callback"))
-      .def("forget", &forget, py::arg("number"));
+      .def("forget", &forget, py::arg("number"))
+      .def("hold", &hold);
+  py::class_<WaitingBytes::Held>(module, "HeldCall")
+      .def("release", &WaitingBytes::Held::release);
   module.def(
       "current_call",
       &currentCall,

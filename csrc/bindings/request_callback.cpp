@@ -211,13 +211,28 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     // Owners have still to confirm RRefs among the arguments. The function runs
     // on the thread that receives the last confirmation.
     const auto* const current = agent::ServedCall::current();
+    auto held = std::make_shared<agent::WaitingBytes::Held>();
+    const auto ours = ready->completed() ? nullptr : ucxAgent();
+    if (current != nullptr && ours != nullptr) {
+      // For an RRef that the request makes others than the caller may wait.
+      const bool mayRefuse = !current->isOnlyRead &&
+          (request.type() == rpc::MessageType::PYTHON_CALL ||
+           request.type() == rpc::MessageType::SCRIPT_CALL);
+      auto counted = ours->parts().server().hold(current->bytes, mayRefuse);
+      if (!counted.ok()) {
+        return failed(counted.error());
+      }
+      *held = std::move(counted.value());
+    }
     return ready->thenAsync(
         [this,
          command = std::move(command),
          type = request.type(),
          streams = std::move(streams),
+         held = std::move(held),
          call = current == nullptr ? agent::ServedCall()
                                    : *current](rpc::JitFuture& /*ready*/) {
+          held->release();
           const agent::ServedCall::Scope scope(call);
           if (type == rpc::MessageType::PYTHON_CALL && isGivenUp()) {
             return notBegun(at::AnyClassType::get());
@@ -247,11 +262,16 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     return answer;
   }
 
+  // The agent of this process; null if it is not ours.
+  static std::shared_ptr<agent::UcxAgent> ucxAgent() {
+    return std::dynamic_pointer_cast<agent::UcxAgent>(
+        rpc::RpcAgent::getCurrentRpcAgent());
+  }
+
   // While the GIL is profiled: takes the GIL, counts how long that took, and
   // releases it, because the caller must not hold it.
   static void waitForGil() {
-    const auto ours = std::dynamic_pointer_cast<agent::UcxAgent>(
-        rpc::RpcAgent::getCurrentRpcAgent());
+    const auto ours = ucxAgent();
     if (ours == nullptr || !ours->isGILProfilingEnabled()) {
       return;
     }
@@ -312,10 +332,15 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
   }
 
   FuturePtr failed(const std::string& why) const {
+    return failed(
+        {base::ErrorKind::kRefused, "worker \"" + worker_ + "\" " + why});
+  }
+
+  FuturePtr failed(const base::Error& error) const {
     auto future = c10::make_intrusive<rpc::JitFuture>(at::AnyClassType::get());
     future->setError(
         std::make_exception_ptr(
-            agent::Refusal(worker_, "worker \"" + worker_ + "\" " + why)));
+            agent::Refusal(error.kind, worker_, error.message)));
     return future;
   }
 

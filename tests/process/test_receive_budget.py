@@ -3,9 +3,12 @@ and the rest waits at the senders."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.process import functions as f
 from tests.process.deaths import check_alive
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
+from torch_rpc_ext import aio
 from torch_rpc_ext.errors import OverloadedError
 
 pytestmark = needs_ucx("has no such option")
@@ -43,6 +47,7 @@ FLOODS = [
 _free = threading.Event()
 _began: list[int] = []
 CALLS_MADE: list[Any] = []
+RREF: Any = None
 
 
 def hold(data: torch.Tensor, number: int) -> tuple[int, float]:
@@ -306,6 +311,113 @@ def test_leaving_while_requests_wait() -> None:
         assert len(errors) >= waiting
         assert {kind for kind, _ in errors} == {"ShutDownError"}, errors
         group[0].killed = group[1].killed = True
+
+
+@aio.remote(limit=1)
+async def hold_async(data: torch.Tensor, number: int) -> tuple[int, float]:
+    while not _free.is_set():
+        await asyncio.sleep(0.01)
+    return number, float(data[0]) + float(data[-1])
+
+
+@aio.batched(max_size=1, max_wait=0)
+def hold_batch(data: list[torch.Tensor], numbers: list[int]) -> list[tuple[int, float]]:
+    assert _free.wait(50)
+    return [(numbers[0], float(data[0][0]) + float(data[0][-1]))]
+
+
+@aio.remote(limit=1)
+async def answer_async(data: torch.Tensor) -> float:
+    return float(data[0])
+
+
+@aio.batched(max_size=1, max_wait=0)
+def answer_batch(data: list[torch.Tensor]) -> list[float]:
+    return [float(data[0][0])]
+
+
+def call_others() -> None:
+    """Call functions that need not wait."""
+    assert answer_async.sync("worker1", make(1)) == answer_batch.sync("worker1", make(1)) == 1.0
+
+
+def do_not_hold(data: torch.Tensor, number: int, rref: Any) -> tuple[int, float]:
+    return number, float(data[0]) + float(data[-1])
+
+
+def keep_one_at(owner: str) -> None:
+    global RREF
+    RREF = rpc.remote(owner, f.identity, args=(1,))
+    RREF.to_here()
+
+
+QUEUES: dict[str, Callable[[torch.Tensor, int], Any]] = {
+    "limit": lambda data, number: hold_async.async_("worker1", data, number),
+    "batch": lambda data, number: hold_batch.async_("worker1", data, number),
+    "RRefs": lambda data, number: rpc.rpc_async("worker1", do_not_hold, (data, number, RREF)),
+}
+
+
+def flood_queue(kind: str, calls: int) -> None:
+    CALLS_MADE[:] = [QUEUES[kind](make(number), number) for number in range(calls)]
+
+
+def wait_until_over(count: int) -> None:
+    deadline = time.monotonic() + 40
+    while (now := sum(call.done() for call in CALLS_MADE)) < count:
+        assert time.monotonic() < deadline, f"{now} of {count} calls are over"
+        time.sleep(0.01)
+
+
+def check_refusals(count: int) -> None:
+    """Check that so many calls were refused at least, and that the others have their results."""
+    refused = []
+    for number, call in enumerate(CALLS_MADE):
+        try:
+            assert call.wait() == (number, 2.0 * number)
+        except OverloadedError as error:
+            refused.append(str(error))
+    assert count <= len(refused) < len(CALLS_MADE)
+    assert all("wait there for their functions to begin" in text for text in refused), refused[0]
+
+
+@pytest.mark.parametrize("kind", QUEUES)
+def test_calls_that_wait_for_their_function_are_refused(kind: str) -> None:
+    way = {"use_cma": False, "use_shared_memory": False}
+    with Group(3, options={**SMALL, **way}) as group:
+        group[0].run(check_alive, "worker1")
+        group[0].run(keep_one_at, "worker2")
+        before = group[1].run(anonymous_bytes)
+        if kind == "RRefs":
+            group[1].run(check_alive, "worker2")
+            group[2].signal(signal.SIGSTOP)  # so the owner confirms nothing
+        # One call may run, the first that waits for a batch does not count, and no more wait than
+        # the budget holds.
+        refused = CALLS - 2 - BUDGET // TENSOR
+        group[0].run(flood_queue, kind, CALLS)
+        group[0].run(wait_until_over, refused)
+        group[0].run(call_others)
+        now = group[1].run(counters)["held_call_bytes"]
+        # A request that is being refused counts for a moment.
+        assert BUDGET // 2 < now <= BUDGET + THREADS * (TENSOR + MB)
+        grown = group[1].run(anonymous_bytes) - before
+        assert grown <= 2 * BUDGET + (1 + THREADS) * TENSOR + 32 * MB, f"{grown >> 20} MiB"
+        if kind == "RRefs":
+            group[2].signal(signal.SIGCONT)
+        group[1].run(let_go)
+        group[0].run(check_refusals, refused)
+        assert group[1].run(counters)["held_call_bytes"] == 0
+        group[0].run(flood_queue, kind, 1)
+        group[0].run(check_answers, range(1))
+        group[2].run(wait_for_forks, 1)
+
+
+def wait_for_forks(count: int) -> None:
+    """Wait until other workers have so many forks of this worker's RRefs."""
+    deadline = time.monotonic() + 20
+    while (now := int(rpc._get_debug_info()["num_forks"])) != count:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.01)
 
 
 def leave_now() -> None:

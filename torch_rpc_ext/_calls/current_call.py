@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from torch_rpc_ext._native import loader
 
@@ -116,6 +116,34 @@ def current_call() -> CurrentCall:
             "and pass on what it returns."
         )
     return call
+
+
+class Held(Protocol):
+    """Counts a call among those that wait for their functions to begin, until it is released."""
+
+    def release(self) -> None:
+        """The function begins. Also done when nobody refers to this object any more."""
+
+
+class _NotCounted:
+    def release(self) -> None: ...
+
+
+_NOT_COUNTED = _NotCounted()
+
+
+def hold(call: CurrentCall | None) -> Held:
+    """Count what this worker has received for a call whose function does not begin yet.
+
+    Args:
+        call: what find() has returned; None, as over another back end, for a call that does not
+            count.
+
+    Raises:
+        OverloadedError: the calls that wait so take more memory than they may.
+    """
+    held: Held = _NOT_COUNTED if call is None else call._native.hold()
+    return held
 
 
 def find() -> CurrentCall | None:

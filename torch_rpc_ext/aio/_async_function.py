@@ -55,7 +55,8 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
 
     Args:
         function: an `async def` at the top level of its module.
-        limit: how many calls run at once on a callee, the others wait; None for any number.
+        limit: how many calls run at once on a callee, the others wait there. Those that would take
+            too much memory get OverloadedError at once. None for any number.
         reduce: makes one result of two, for map_reduce().
 
     Raises:
@@ -132,7 +133,8 @@ def remote(
 
     Args:
         function: an `async def` at the top level of a module that callees can import.
-        limit: how many calls run at once on a callee, the others wait; None for any number.
+        limit: how many calls run at once on a callee, the others wait there. Those that would take
+            too much memory get OverloadedError at once. None for any number.
         reduce: makes one result of two, for map_reduce().
 
     Returns:

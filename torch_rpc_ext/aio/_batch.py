@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch_rpc_ext import errors
 from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._calls import current_call
-from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.current_call import CurrentCall, Held
 from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.remote_function import RemoteFunction
 from torch_rpc_ext._upstream import thread_state
@@ -138,10 +138,11 @@ def batched(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     args: HandedOver[tuple[Any, ...]]
     served: CurrentCall | None = field(default_factory=current_call.find)
+    held: Held = field(default_factory=lambda: current_call.hold(None))
     future: Future[Any] = field(default_factory=new_future)
     arrived: float = field(default_factory=time.monotonic)
 
@@ -167,6 +168,12 @@ class _Batcher:
         with self._changed:
             waiting = len(self._queue)
             if waiting < function.max_queue:
+                if waiting != 0:  # so one function with many calls does not keep out the others
+                    try:
+                        call.held = current_call.hold(call.served)
+                    except errors.OverloadedError as error:
+                        fail(call.future, error)
+                        return call.future
                 self._queue.append(call)
                 # The thread waits for the first call, then for the call that fills the batch.
                 if waiting + 1 in (1, function.max_size):
@@ -186,6 +193,8 @@ class _Batcher:
 
     def _serve(self, batch: list[_Call]) -> None:
         """Run a batch and answer its calls; nothing of the batch is held afterwards."""
+        for call in batch:
+            call.held.release()
         try:
             batch = self._wanted(batch)
             results = self._results(batch) if batch else []
@@ -262,7 +271,8 @@ def enqueue(function: Any, args: tuple[Any, ...]) -> Future[Any]:
         args: one item for each argument of the function.
 
     Returns:
-        A future of the call's result.
+        A future of the call's result; of an OverloadedError if too many calls wait, or those that
+        wait take too much memory.
 
     Raises:
         TypeError: `function` is of another kind, or the number of arguments is wrong.

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call
-from torch_rpc_ext._calls.current_call import CurrentCall
+from torch_rpc_ext._calls.current_call import CurrentCall, Held
 from torch_rpc_ext._calls.device_futures import HandedOver, new_future
 from torch_rpc_ext._calls.event_loops import Mailbox
 from torch_rpc_ext._upstream import thread_state
@@ -71,6 +71,7 @@ class _Host:
         self._running: dict[CallId, _Running] = {}
         self._cancelled: OrderedDict[CallId, None] = OrderedDict()
         self._slots: dict[Any, asyncio.Semaphore] = {}
+        self._calls: Counter[Any] = Counter()  # of each function: those that run or wait
         # A daemon thread, so that the process can end: rpc.shutdown() has waited for the calls.
         self.thread = threading.Thread(target=self._run, name="rpc-aio", daemon=True)
         self.thread.start()
@@ -111,13 +112,14 @@ class _Host:
             fail(future, ValueError(f"the call {call} of {function.__qualname__} runs already"))
             return
         try:
-            body = self._body(function, *given.take())
+            body = self._body(function, served, *given.take())
             context = contextvars.copy_context()
             context.run(current_call.of_task.set, served)
             task = self._loop.create_task(body, context=context)
             self._running[call] = _Running(task, served, self._watch(call, served))
+            self._calls[function] += 1
             task.add_done_callback(partial(self._finish, future, function, call))
-        except Exception as error:  # noqa: BLE001  the arguments do not fit the function
+        except Exception as error:  # noqa: BLE001  the arguments do not fit the function, say
             fail(future, error)
 
     def _watch(self, call: CallId, served: CurrentCall | None) -> list[Callable[[], object]]:
@@ -133,17 +135,20 @@ class _Host:
             undo.append(self._loop.call_later(remaining, give_up).cancel)
         return undo
 
-    def _body(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _body(self, function: Any, served: CurrentCall | None, args: Any, kwargs: Any) -> Any:
         if function.limit is None:
             return function.function(*args, **kwargs)
+        waits = self._calls[function] >= function.limit
+        held = current_call.hold(served if waits else None)
         slots = self._slots.get(function)
         if slots is None:
             slots = self._slots[function] = asyncio.Semaphore(function.limit)
-        return _in_turn(slots, function, args, kwargs)
+        return _in_turn(slots, function, held, args, kwargs)
 
     def _finish(
         self, future: Future[Any], function: Any, call: CallId, task: asyncio.Task[Any]
     ) -> None:
+        self._calls[function] -= 1
         try:
             for undo in self._running.pop(call).undo:
                 undo()
@@ -173,8 +178,11 @@ class _Host:
             self._cancelled.popitem(last=False)
 
 
-async def _in_turn(slots: asyncio.Semaphore, function: Any, args: Any, kwargs: Any) -> Any:
+async def _in_turn(
+    slots: asyncio.Semaphore, function: Any, held: Held, args: Any, kwargs: Any
+) -> Any:
     async with slots:
+        held.release()
         return await function.function(*args, **kwargs)
 
 
@@ -207,7 +215,8 @@ def run(function: Any, call: CallId, args: Any, kwargs: Any) -> Future[Any]:
         kwargs: the function's keyword arguments.
 
     Returns:
-        A future of what the function returns.
+        A future of what the function returns; of an OverloadedError if the call would have to wait
+        for the function's limit, and the calls that wait take too much memory already.
 
     Raises:
         TypeError: `function` is no AsyncFunction.

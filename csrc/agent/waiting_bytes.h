@@ -9,18 +9,22 @@
 
 namespace torch_rpc_ext::agent {
 
-// Counts the bytes of the frames of requests that no thread serves yet. A frame
-// cannot wait at its sender as large tensors do (Admission), because the
-// receiver learns of a frame by receiving it. So further calls are refused
-// (Server) when the bytes exceed a limit: the budget, but at least kLeastLimit,
-// so that nested calls work with any budget.
+// Counts the bytes of requests that wait here because they cannot wait at their
+// senders, as the large tensors do that nobody has received (Admission). There
+// are two kinds:
+//  - The frames of requests that no thread serves yet: the receiver learns of a
+//    frame by receiving it.
+//  - Requests that a thread has read and whose functions have not begun:
+//    whether a request has to wait for its function is known when it is read.
+// Further calls are refused (Server) when the bytes exceed a limit: the budget,
+// but at least kLeastLimit, so that nested calls work with any budget.
 //
 // Thread: any.
-class QueuedFrames {
+class WaitingBytes {
   using Bytes = std::shared_ptr<std::atomic<uint64_t>>;
 
  public:
-  // Counts one frame for as long as the Held lives.
+  // Counts one request for as long as the Held lives.
   class Held {
    public:
     Held() = default;
@@ -34,6 +38,9 @@ class QueuedFrames {
     ~Held() {
       release();
     }
+    uint64_t bytes() const {
+      return all_ == nullptr ? 0 : bytes_;
+    }
     void release() {
       if (const auto all = std::exchange(all_, nullptr)) {
         all->fetch_sub(bytes_, std::memory_order_relaxed);
@@ -41,17 +48,17 @@ class QueuedFrames {
     }
 
    private:
-    friend class QueuedFrames;
+    friend class WaitingBytes;
     Held(Bytes all, uint64_t bytes) : all_(std::move(all)), bytes_(bytes) {}
 
-    Bytes all_; // null: counts no frame
+    Bytes all_; // null: counts nothing
     uint64_t bytes_ = 0;
   };
 
   static constexpr uint64_t kLeastLimit = uint64_t{64} << 20;
 
   // 0: no limit.
-  explicit QueuedFrames(uint64_t budget)
+  explicit WaitingBytes(uint64_t budget)
       : limit_(
             budget == 0 ? std::numeric_limits<uint64_t>::max()
                         : std::max(budget, kLeastLimit)) {}
