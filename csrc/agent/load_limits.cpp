@@ -20,10 +20,6 @@ bool LoadLimits::fits(const Load& load, uint64_t bytes) const {
       (maxBytes_ == 0 || load.bytes == 0 || load.bytes + bytes <= maxBytes_);
 }
 
-bool LoadLimits::mayGoOn(State& state, worker_id_t to, uint64_t bytes) const {
-  return state.stopped || fits(state.loads[to], bytes);
-}
-
 base::Error LoadLimits::begin(
     worker_id_t to,
     uint64_t bytes,
@@ -31,17 +27,16 @@ base::Error LoadLimits::begin(
     const std::function<void()>& checkInterrupt) {
   for (bool first = true;; first = false) {
     auto state = state_.lock();
-    if (!mayGoOn(*state, to, bytes)) {
+    Load& load = state->loads[to]; // stays valid while others enter theirs
+    const auto goesOn = [&] { return state->stopped || fits(load, bytes); };
+    if (!goesOn()) {
       state->heldBack += first ? 1 : 0;
       ++state->waiting;
       state.waitUntil(
-          changed_, std::min(deadline, Clock::now() + kLookEvery), [&] {
-            return mayGoOn(*state, to, bytes);
-          });
+          changed_, std::min(deadline, Clock::now() + kLookEvery), goesOn);
       --state->waiting;
     }
-    Load& load = state->loads[to];
-    if (mayGoOn(*state, to, bytes)) {
+    if (goesOn()) {
       if (base::Error error = stopped(*state)) {
         return error;
       }

@@ -62,8 +62,6 @@ class LoadLimits {
   };
 
   bool fits(const Load& load, uint64_t bytes) const;
-  // Whether the wait for room is over, by room or by stop().
-  bool mayGoOn(State& state, worker_id_t to, uint64_t bytes) const;
   static base::Error stopped(const State& state);
 
   const uint64_t maxCalls_;
