@@ -195,7 +195,9 @@ void Executor::poll(
     const auto before = std::exchange(now, Clock::now());
     interrupted = interrupted || (!took && now - before > kInterruption);
   }
-  busyPoll_.ended(what, now - begin, done(), interrupted);
+  // What is above `most` is the time in which another thread had the core.
+  const auto spent = std::min<base::BusyPoll::Duration>(now - begin, most);
+  busyPoll_.ended(what, spent, done(), interrupted);
 }
 
 void Executor::pollForRequests() {
