@@ -52,8 +52,8 @@ class UnreadRRefs {
   void sendEnded(uint64_t callId);
   // A connection has ended. If the peer is gone, it will not read the requests
   // that were sent over the connection, or has lost what it read. A peer that
-  // lives may use what it has read: nothing is released, except what judged()
-  // or sendEnded() has still to be called for.
+  // lives may use what it has read: its requests are forgotten. But a request
+  // for which neither judged() nor sendEnded() was called is kept until then.
   void ended(const transport::Connection* connection, bool gone);
 
  private:
