@@ -151,7 +151,7 @@ class RetryPolicy:
         """Call as this class's rpc_sync() does, but do not wait.
 
         No thread waits for the call: the thread that receives a failed attempt's answer begins the
-        next attempt, or hands the pause to one thread that ends the pauses of all calls.
+        next attempt, or hands the pause to a thread that ends the pauses of all calls.
 
         Args:
             to: as in rpc_sync().

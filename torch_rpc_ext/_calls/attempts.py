@@ -7,6 +7,8 @@ next step.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import heapq
 import itertools
 import math
@@ -22,6 +24,7 @@ from torch.futures import Future
 
 from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._calls.device_futures import new_future
+from torch_rpc_ext._upstream import thread_state
 
 
 def begin(arguments: dict[str, Any], call: Callable[[], Future[Any]]) -> Future[Any]:
@@ -98,11 +101,13 @@ class _Attempts:
 
 
 class _Pauses:
-    """Runs callables when their pauses are over, each in a thread of its own: an attempt may wait
-    for room, and the last attempt's error runs the callbacks of the user, which may wait for
-    another pause.
+    """Runs callables when their pauses are over.
 
-    Owns: a thread, from the first pause on.
+    A callable may take long: an attempt may wait for room, and the last attempt's error runs the
+    callbacks of the user, which may wait for another pause. So one thread always waits for the next
+    end of a pause: a thread that is to run a callable starts another one before if no thread waits.
+
+    Owns: threads, from the first pause on: up to two that wait, and those that run callables.
     Thread Safety: any thread.
     """
 
@@ -112,28 +117,39 @@ class _Pauses:
         # (end of the pause on time.monotonic(), serial number, callable). By the serial numbers
         # heapq never compares two callables.
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._thread: threading.Thread | None = None
+        self._waiting = 0  # threads
 
     def end_after(self, seconds: float, callback: Callable[[], None]) -> None:
         with self._changed:
+            if self._waiting == 0:
+                self._start()
             heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), callback))
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="rpc-retry", daemon=True)
-                thread.start()
-                self._thread = thread
             self._changed.notify()
 
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="rpc-retry", daemon=True).start()
+        self._waiting += 1  # the thread does, as soon as this one has released the lock
+
     def _run(self) -> None:
-        while True:
+        waits = True
+        while waits:
             with self._changed:
                 while not self._due or self._due[0][0] > time.monotonic():
                     left = self._due[0][0] - time.monotonic() if self._due else math.inf
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 _, _, callback = heapq.heappop(self._due)
-            try:
-                threading.Thread(target=callback, name="rpc-attempt", daemon=True).start()
-            except RuntimeError:  # no thread can be started
-                callback()
+                self._waiting -= 1
+                if self._waiting == 0:
+                    with contextlib.suppress(RuntimeError):  # no thread can be started
+                        self._start()
+            # What the user's code sets in a context variable, or in the state that torch keeps for
+            # each thread, does not reach the next call.
+            contextvars.Context().run(callback)
+            thread_state.take()
+            del callback
+            with self._changed:
+                waits = self._waiting < 2
+                self._waiting += waits
 
 
 _pauses = _Pauses()
