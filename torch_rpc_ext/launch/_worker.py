@@ -19,8 +19,7 @@ from typing import NoReturn
 
 from torch_rpc_ext.launch import _protocol
 
-# How often the reading thread checks that the parent is still there, and that the main thread has
-# heard an interrupt, s.
+# How often the reading thread checks that the parent is still there, s.
 _LOOK = 0.5
 # Wakes the main thread from a system call. Ignored by a process that has no handler for it.
 _KNOCK = signal.SIGURG
@@ -78,7 +77,7 @@ class _Interrupts:
                 self._early.add(key)
 
     def knock(self) -> None:
-        """Wake the main thread if the request that runs was interrupted.
+        """Wake the main thread if the request that runs was interrupted, now or long ago.
 
         A signal that comes when the main thread is about to make a system call does not end that
         call, and Python raises KeyboardInterrupt only after the call. A second SIGINT would be a
@@ -101,6 +100,7 @@ class _Interrupts:
                     self._early.remove(key)
                     raise KeyboardInterrupt
                 self._running = key
+                self._signaled = False
             yield
         finally:
             with self._lock:
@@ -131,6 +131,7 @@ def _read(
                 if os.getppid() != parent:
                     _die()
                 interrupts.knock()
+            interrupts.knock()
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             _die()
