@@ -102,7 +102,7 @@ _running: list[Any] = []
 def occupy(until: Path) -> None:
     """Run a function in the only thread for requests until a file exists."""
     me = rpc.get_worker_info().name
-    _running.append(rpc.rpc_async(me, wait_for_file, args=(until,), timeout=0))
+    _running.append(rpc.rpc_async(me, wait_for_file, args=(until, 120.0), timeout=0))
 
 
 def open_sockets() -> int:

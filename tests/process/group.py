@@ -75,7 +75,7 @@ class Call:
         try:
             kind, value, text = pickle.loads(worker.pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            worker.child.process.join(5)
+            worker.child.process.join(60)  # it ends a little later than its pipe
             worker.group.broken = True
             raise WorkerDied(
                 f"{worker.name} ended (exit code {worker.exitcode}) in {self._what}"

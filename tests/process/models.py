@@ -116,13 +116,16 @@ class Sleep(nn.Module):
 
 
 class Hang(nn.Module):
-    """Waits in its forward until a file exists, for two minutes at most."""
+    """Waits in its forward until a file exists, for two minutes at most; makes the file ``begun``
+    before."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, begun: Path | None = None) -> None:
         super().__init__()
-        self.file = file
+        self.file, self.begun = file, begun
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.begun is not None:
+            self.begun.touch()
         wait_for_file(self.file, 120)
         return x
 
@@ -139,6 +142,18 @@ def sleep(seconds: float) -> None:
 
 def slept_since(begin: float) -> list[tuple[float, float]]:
     return [interval for interval in SLEPT if interval[0] >= begin]
+
+
+def run_until_slept_at_once(workers: Sequence[str], run: Callable[[], object]) -> None:
+    """Run something until :func:`slept_at_once` is true of it. On a busy machine, a stage may get
+    its first value when the stage before it has slept for all values."""
+    end = time.monotonic() + 40
+    while True:
+        begin = time.monotonic()
+        run()
+        if slept_at_once(workers, begin):
+            return
+        assert time.monotonic() < end, "the stages do not work at once"
 
 
 def slept_at_once(workers: Sequence[str], begin: float) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed import rpc
 from tests.process import functions as f
 from tests.process.deaths import wait_for_file
 from torch_rpc_ext import aio, scripting
+from torch_rpc_ext.aio import _server
 
 WORKERS = ["worker0", "worker1", "worker2", "worker3"]
 
@@ -201,10 +202,17 @@ def inside() -> int:
 
 
 @aio.remote(limit=1)
-async def one_at_a_time(seconds: float, value: Any) -> Any:
+async def one_at_a_time(value: Any, gate: str = "") -> Any:
+    """Return ``value``, after the file ``gate`` was made if one is named."""
     RAN.append(value)
-    await asyncio.sleep(seconds)
+    while gate and not Path(gate).exists():
+        await asyncio.sleep(0.01)
     return value
+
+
+def one_at_a_time_calls() -> int:
+    """How many calls of one_at_a_time() run or wait here."""
+    return _server._running_host()._calls[one_at_a_time]
 
 
 @aio.remote

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 
 from tests.process import functions as f
 from tests.process import remote_functions as m
+from tests.process.deaths import wait_for_file
 from tests.process.group import Group, init
 from tests.support.backend import needs_ucx, on_ucx
 from tests.support.child import Child, wait_for_end
@@ -85,55 +86,74 @@ def check_errors() -> None:
 
 
 def check_awaiting() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        await_futures(Path(folder) / "ticked", Path(folder) / "closed")
+
+
+def await_futures(ticked: Path, closed: Path) -> None:
     from torch_rpc_ext import aio
 
-    async def main() -> None:
+    async def main() -> Any:
         add = rpc.rpc_async(TO, torch.add, (torch.ones(2), 1))
         failing = rpc.rpc_async(TO, f.raise_value_error)
         assert (await aio.as_asyncio(add)).tolist() == [2, 2]
         with pytest.raises(ValueError, match="the value was wrong"):
             await aio.as_asyncio(failing)
-        # The event loop goes on while a call is under way.
-        slow = asyncio.ensure_future(aio.as_asyncio(rpc.rpc_async(TO, f.sleep, (0.5,))))
-        ticks = 0
-        while not slow.done():
+        # The event loop goes on while a call is under way: without ticks the call would not end.
+        slow = asyncio.ensure_future(aio.as_asyncio(rpc.rpc_async(TO, wait_for_file, (ticked,))))
+        for _ in range(6):
             await asyncio.sleep(0.02)
-            ticks += 1
-        assert ticks > 5
-        given_up = aio.as_asyncio(rpc.rpc_async(TO, f.sleep, (0.2,)))
+            assert not slow.done()
+        ticked.touch()
+        assert await slow is None
+        late = rpc.rpc_async(TO, wait_for_file, (closed,))
+        given_up = aio.as_asyncio(late)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(given_up, 0.05)
+        return late
 
-    asyncio.run(main())
+    late = asyncio.run(main())
     with pytest.raises(RuntimeError, match="no running event loop"):
         aio.as_asyncio(torch.futures.Future())
     # An answer that comes after the loop was closed is dropped.
-    time.sleep(0.3)
+    assert not late.done()
+    closed.touch()
+    late.then(lambda _: None).wait()  # which is called after what as_asyncio() has added
     assert rpc.rpc_sync(TO, f.identity, (1,)) == 1
 
 
-async def cancelled(call: Any, after: float) -> None:
-    task = asyncio.ensure_future(call)
-    await asyncio.sleep(after)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
 def check_cancellation() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cancel_what_waits(Path(folder) / "gate")
+    cancel_what_runs()
+
+
+def cancel_what_waits(gate: Path) -> None:
+    from torch_rpc_ext import aio
+
     rpc.rpc_sync(TO, m.ran)
 
+    async def until_calls(count: int) -> None:
+        end = time.monotonic() + 30
+        while await aio.as_asyncio(rpc.rpc_async(TO, m.one_at_a_time_calls)) != count:
+            assert time.monotonic() < end, f"there are never {count} calls"
+            await asyncio.sleep(0.01)
+
     async def not_begun() -> None:
-        running = asyncio.ensure_future(m.one_at_a_time.call(TO, 2.0, "first"))
-        await asyncio.sleep(0.1)
-        await cancelled(m.one_at_a_time.call(TO, 0.0, "dropped"), 0.1)
+        running = asyncio.ensure_future(m.one_at_a_time.call(TO, "first", str(gate)))
+        await until_calls(1)
+        dropped = asyncio.ensure_future(m.one_at_a_time.call(TO, "dropped"))
+        await until_calls(2)
+        dropped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+        await until_calls(1)  # it is given up while the first still runs
+        gate.touch()
         assert await running == "first"
-        assert await m.one_at_a_time.call(TO, 0.0, "last") == "last"
+        assert await m.one_at_a_time.call(TO, "last") == "last"
 
     asyncio.run(not_begun())
     assert rpc.rpc_sync(TO, m.ran) == ["first", "last"]
-
-    cancel_what_runs()
 
 
 def cancel_what_runs() -> None:

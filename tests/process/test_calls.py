@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import rpc
 from torch.jit import _builtins
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 
@@ -91,23 +93,30 @@ def test_calls_from_threads_with_little_and_much(pair: Group) -> None:
     pair.run(check_threads, 4, 12, 3_600_000)
 
 
-def check_time_out_beside_another_thread(seconds: float, much: int) -> None:
+def wait_for_gate(gate: Path, *_: object) -> None:
+    wait_for_file(gate, 30)
+
+
+def check_time_out_beside_another_thread(seconds: float, much: int, gate: Path) -> None:
     other = threading.Thread(
-        target=rpc.rpc_sync, args=("worker1", f.sleep), kwargs={"args": (5.0,)}
+        target=rpc.rpc_sync, args=("worker1", wait_for_gate), kwargs={"args": (gate,)}
     )
     other.start()
     time.sleep(0.2)
     with pytest.raises(RuntimeError, match="ran for more than"):
-        rpc.rpc_sync("worker1", f.sleep, args=(5.0, torch.ones(much)), timeout=seconds)
+        rpc.rpc_sync("worker1", wait_for_gate, args=(gate, torch.ones(much)), timeout=seconds)
     assert other.is_alive(), "the call ended when the other one's answer arrived"
     assert rpc.rpc_sync("worker1", f.name_here) == "worker1"
+    gate.touch()
     other.join()
 
 
 @needs_ucx("its time-outs are looked at once a second")
 @pytest.mark.parametrize("much", [1, 5_000_000])
-def test_a_time_out_reaches_a_thread_that_waits_beside_another(pair: Group, much: int) -> None:
-    pair.run(check_time_out_beside_another_thread, 0.5, much)
+def test_a_time_out_reaches_a_thread_that_waits_beside_another(
+    pair: Group, much: int, tmp_path: Path
+) -> None:
+    pair.run(check_time_out_beside_another_thread, 0.5, much, tmp_path / "gate")
 
 
 def check_many(count: int) -> None:
@@ -144,10 +153,12 @@ def test_ring_of_synchronous_calls(size: int, threads: int) -> None:
 
 @needs_ucx("queues responses behind requests")
 @workers(2, options={"num_worker_threads": 1})
-def test_a_response_does_not_wait_behind_a_slow_request() -> None:
-    slow = rpc.rpc_async("worker0", f.sleep, args=(3.0,))
+def test_a_response_does_not_wait_behind_a_slow_request(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    slow = rpc.rpc_async("worker0", wait_for_gate, args=(gate,))
     assert rpc.rpc_async("worker1", f.identity, args=(5,)).wait() == 5
     assert not slow.done(), "the response came after the slow request had left the only thread"
+    gate.touch()
     slow.wait()
 
 

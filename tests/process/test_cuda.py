@@ -149,11 +149,13 @@ def test_nothing_waits_for_a_device(cuda_pair: Group) -> None:
     assert here["device_to_host"] == 2 and here["host_to_device"] == 2
 
 
-def returns_early(size: int) -> tuple[float, float]:
-    """Send a tensor that is late; return the seconds until the call returned, and until its result
-    was there."""
+LATE = 0.5  # s
+
+
+def seconds_to_send(size: int) -> float:
+    """Send a tensor that comes to be after LATE; return the seconds until the call returned."""
     tensor = ramp(size, "cuda:0")
-    fake_cuda.set_delay(0.5)
+    fake_cuda.set_delay(LATE)
     try:
         start = time.monotonic()
         tensor = tensor + 1
@@ -161,14 +163,15 @@ def returns_early(size: int) -> tuple[float, float]:
         sent = time.monotonic() - start
         del tensor
         assert_ramp(future.wait(), "cuda:0", 2)
-        return sent, time.monotonic() - start
+        return sent
     finally:
         fake_cuda.set_delay(fake_cuda.DELAY)
 
 
 def test_the_caller_is_not_blocked(cuda_pair: Group) -> None:
-    sent, whole = cuda_pair.run(returns_early, 100)
-    assert sent < whole / 3
+    """A caller that is blocked needs LATE or more each time. On a busy machine another one may need
+    as long, but not each time."""
+    assert any(cuda_pair.run(seconds_to_send, 100) < LATE for _ in range(5))
 
 
 def streams_of_the_user() -> None:

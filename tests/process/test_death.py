@@ -220,9 +220,9 @@ ZOMBIE = """
     import sys, threading
     from torch.distributed import rpc
     from torch_rpc_ext import UcxRpcBackendOptions
+    print("imported", flush=True)
     rpc.init_rpc("worker1", backend=rpc.BackendType.UCX, rank=1, world_size=2,
                  rpc_backend_options=UcxRpcBackendOptions(init_method=sys.argv[1]))
-    print("ready", flush=True)
     threading.Event().wait()
 """
 
@@ -234,6 +234,7 @@ def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
     code = textwrap.dedent(ZOMBIE)
     with Group(1, init=False, init_method=store) as group:
         with running([sys.executable, "-c", code, store]) as script:
+            script.wait_for("imported")  # which may take longer than init_rpc waits
             group[0].init(2).result()
             call = group[0].start(lose_while_it_sleeps, str(tmp_path / "began"))
             wait_for_file(tmp_path / "began")

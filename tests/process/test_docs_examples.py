@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -77,27 +76,34 @@ def in_folder(words: Sequence[str], folder: Path) -> list[str]:
     return [str(folder / word) if word.endswith(".json") else word for word in words]
 
 
-@pytest.mark.parametrize("calls", [3, 6000])
+# Not the page's 6000 calls: on a busy machine `ping` may start when they are over.
+@pytest.mark.parametrize("calls", [3, 1_000_000])
+@pytest.mark.timeout(400)
 @needs_ucx("is not what the commands join")
-def test_a_group_to_watch(tmp_path: Path, calls: int) -> None:
+def test_a_group_to_watch(tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [program] = [program for program in programs("docs/cli.md") if program.name == "watched.py"]
     path = tmp_path / program.name
+    assert program.code.count("6000") == 1
     path.write_text(program.code.replace("6000", str(calls)))
     port = str(free_port())
     words = shlex.split(program.command.replace("29500", port))
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words[1:-1], str(path)]
     with script.running(torchrun) as group:
         if calls == 3:
-            ended = group.end(60)
+            ended = group.end(350)
             assert ended.code == 0, ended
             return
-        env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        ping = [sys.executable, "-m", "torch_rpc_ext", "ping", "worker1"]
-        deadline = time.monotonic() + 60
-        while (found := subprocess.run(ping, env=env, capture_output=True, text=True)).returncode:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.2)
-        assert "worker1" in found.stdout, found
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", port)
+        deadline = time.monotonic() + 200
+        try:
+            while (found := command("ping", "worker1")).code:
+                assert time.monotonic() < deadline, found
+                time.sleep(0.2)
+        finally:
+            group.process.terminate()  # torchrun ends its workers, which are in other sessions
+            group.end()
+        assert "worker1" in found.out, found
 
 
 @needs_ucx("is not what the example runs on")

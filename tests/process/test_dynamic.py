@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from torch.distributed import rpc
 
 from tests.process import functions as f
-from tests.process.deaths import check_alive, wait_for_file
+from tests.process.deaths import check_alive, wait_for_file, wait_until_stopped
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
 
@@ -142,7 +143,7 @@ def hold_rref_of(owner: str) -> None:
 
 
 def wait_until_nobody_knows(name: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 40
     while name in names():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -191,6 +192,7 @@ def test_one_that_leaves_confirms_the_rrefs_that_it_got() -> None:
         group.run(hold_rref_of, "worker1")
         # Then torch runs the function before it confirms the RRef to worker0.
         group[1].signal(signal.SIGSTOP)
+        wait_until_stopped(group[1].child.pid)
         call = group[0].start(pass_to_one_that_leaves)
         group[2].run(wait_until_it_waits_for_the_owner)
         leaving = group[2].start(leave_when_it_has_come)
@@ -234,14 +236,30 @@ def test_an_rref_is_used_until_its_owner_has_left() -> None:
             worker.run(leave)
 
 
+def wait_until_nothing_leads_to(name: str) -> None:
+    """Wait until the connection to a worker has ended."""
+    end = time.monotonic() + 30
+    agent: Any = rpc.api._get_current_rpc_agent()
+    while any(peer["worker"] == name for peer in agent.describe_peers()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def be_patient_about_rrefs() -> None:
+    from torch_rpc_ext._lifecycle import shutdown
+
+    shutdown._RREF_PATIENCE = timedelta(seconds=50)
+
+
 @needs_ucx("waits 10 s for the owner")
 def test_an_rref_of_an_owner_that_left_holds_nothing_up() -> None:
     with Group(2, dynamic=True, init=False) as group:
         begin_to_leave_with_an_rref_in_use(group)
         group[1].kill()
-        time.sleep(0.5)  # the connection has ended
+        group[0].run(wait_until_nothing_leads_to, "worker1")
+        group[0].run(be_patient_about_rrefs)
         group[0].run(drop_the_rref)
-        assert group[0].run(seconds_to_leave) < 8
+        assert group[0].run(seconds_to_leave) < 30
         assert "Error occurred when deleting" not in group.output()
 
 

@@ -50,7 +50,7 @@ class Fork:
             return
         code = 1
         try:
-            signal.alarm(50)  # ends the child even if the test fails
+            signal.alarm(170)  # ends the child even if the test fails, which takes no longer
             os.close(self._go)
             os.read(ours, 1)
             check()

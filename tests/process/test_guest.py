@@ -4,6 +4,7 @@ it as it was."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -31,6 +32,8 @@ from tests.support.ports import free_port
 pytestmark = needs_ucx("is not what the commands join")
 COMMAND = [sys.executable, "-m", "torch_rpc_ext"]
 MEMBERS = ["worker0", "worker1"]
+PATIENCE = 150.0  # s, for a command's start in a new interpreter and its end, on a busy machine
+ANSWER = 60.0  # s, for a worker's answer on a busy machine; without one the worker is suspect
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +74,16 @@ def running(*arguments: str) -> Iterator[Child]:
 
 def enter(arguments: Sequence[str]) -> None:
     from torch_rpc_ext.__main__ import main
+    from torch_rpc_ext.cli import poller
 
+    # Of `top`, which has no option for it.
+    poller.Poller = functools.partial(poller.Poller, timeout=ANSWER)  # type: ignore[assignment,misc]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(list(arguments)))
 
 
 def end(child: Child) -> Ended:
-    child.process.join(40)
+    child.process.join(PATIENCE)
     return Ended(child.exitcode, child.log.read_text())
 
 
@@ -93,7 +99,7 @@ def run(name: str, group: Group, *arguments: str) -> Ended:
 
 
 def wait_for_output(child: Child) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not child.log.stat().st_size:
         assert time.monotonic() < deadline and child.exitcode is None, child.output()
         time.sleep(0.05)
@@ -170,7 +176,9 @@ class Terminal:
     def __init__(self, argv: list[str], env: Mapping[str, str] | None = None) -> None:
         size = (24, 80)
         environment = {**os.environ, **(env or {}), "TERM": "xterm-256color"}
-        self.process = pexpect.spawn(argv[0], argv[1:], dimensions=size, env=environment)
+        self.process = pexpect.spawn(
+            argv[0], argv[1:], dimensions=size, env=environment, timeout=PATIENCE
+        )
         self.output = b""
         self._screen = pyte.Screen(size[1], size[0])
         self._stream = pyte.ByteStream(self._screen)
@@ -178,7 +186,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self._screen.display)
 
-    def wait_for(self, *words: str, without: str = "", seconds: float = 30) -> str:
+    def wait_for(self, *words: str, without: str = "", seconds: float = 60) -> str:
         """Wait until the screen shows all the words, in this order, and not `without`; return it.
 
         The output arrives in pieces, so the returned screen may show half of a picture: a test must
@@ -208,11 +216,13 @@ def live_top(group: Group, *arguments: str) -> Iterator[Terminal]:
     argv = [*COMMAND, "top", "--init-method", group.init_method, "--interval", "0.3", *arguments]
     terminal = Terminal(argv)
     try:
+        terminal.wait_for("alive", seconds=PATIENCE)
         yield terminal
     finally:
         terminal.process.close(force=True)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("key", ["q", "\x03"], ids=["q", "ctrl-c"])
 def test_top_in_a_terminal(group: Group, key: str) -> None:
     with live_top(group) as terminal:
@@ -228,6 +238,7 @@ def test_top_in_a_terminal(group: Group, key: str) -> None:
         assert b"Traceback" not in terminal.output
 
 
+@pytest.mark.timeout(400)
 def test_keys_of_top(group: Group, tmp_path: Path) -> None:
     busy = group[1].start(call_without, "worker0", str(tmp_path / "done"))
     try:
@@ -279,6 +290,7 @@ def test_the_columns_sort_what_has_no_figure_last() -> None:
     assert columns.in_order(states, "") == states
 
 
+@pytest.mark.timeout(400)
 def test_top_shows_suspects_and_dead() -> None:
     with Group(3, dynamic=True, init=False) as group:
         init_one_by_one(group)
@@ -311,7 +323,7 @@ def look_from_inside() -> None:
 
     (answer,) = ping.ping(calls=3, tensor_bytes=1000)
     assert answer.worker == "worker1" and answer.error is None
-    assert [state.state for state in poller.Poller().poll()] == ["alive", "alive"]
+    assert [state.state for state in poller.Poller(timeout=ANSWER).poll()] == ["alive", "alive"]
 
 
 def test_env_finds_the_group(unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,4 +416,4 @@ def check_allow_list(state: str, error: str | None) -> None:
 
     (answer,) = ping.ping(calls=2, tensor_bytes=1000)
     assert answer.error is None if error is None else error in str(answer.error)
-    assert [worker.state for worker in poller.Poller().poll()] == ["alive", state]
+    assert [worker.state for worker in poller.Poller(timeout=ANSWER).poll()] == ["alive", state]

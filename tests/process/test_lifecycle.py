@@ -490,7 +490,12 @@ QUIET = (
 
 @needs_ucx("warns at every init (pytorch issue 149393)")
 def test_init_calls_and_shutdown_write_nothing() -> None:
-    ended = script.python(QUIET)
+    for _ in range(3):
+        ended = script.python(QUIET)
+        # On a busy machine the threads may take longer to end than shutdown waits for them. What
+        # happens each time is a fault.
+        if "is still running" not in ended.err:
+            break
     assert (ended.code, ended.out, ended.err) == (0, "", ""), ended
 
 
@@ -561,6 +566,10 @@ def test_init_and_shutdown_leave_no_files_and_threads_behind() -> None:
                 call.result()
             time.sleep(0.2)
             counts.append((group.run(open_files), group.run(threads)))
-    # The first rounds may create what stays, such as a thread pool or an eventfd; after that
-    # nothing may grow.
-    assert counts[5][0] <= counts[2][0] + 1 and counts[5][1] <= counts[2][1] + 1, counts
+        # The first rounds may create what stays, such as a thread pool or an eventfd; after that
+        # nothing may grow. A thread may still be ending for a while after its shutdown.
+        deadline = time.monotonic() + 30
+        while counts[-1][0] > counts[2][0] + 1 or counts[-1][1] > counts[2][1] + 1:
+            assert time.monotonic() < deadline, counts
+            time.sleep(0.2)
+            counts.append((group.run(open_files), group.run(threads)))

@@ -91,16 +91,25 @@ def text_there() -> str:
 
 
 PAUSE = 0.4
-PAUSES: list[Any] = []
+PAUSES: list[tuple[float, Any]] = []  # when the call was made, and its future
 
 
 def begin_pauses() -> None:
-    PAUSES.extend(rpc.rpc_async("worker1", sleep_when_told, args=(PAUSE,)) for _ in range(3))
+    for _ in range(3):
+        made = time.monotonic()
+        PAUSES.append((made, rpc.rpc_async("worker1", sleep_when_told, args=(PAUSE,))))
 
 
-def end_pauses() -> None:
-    torch.futures.wait_all(PAUSES)
+def end_pauses() -> float:
+    """Return the sum of the seconds that the three pauses and one more call took, as their caller
+    saw them."""
+    took = 0.0
+    for made, future in PAUSES:
+        future.wait()
+        took += time.monotonic() - made
+    made = time.monotonic()
     rpc.rpc_sync("worker1", f.identity, args=(torch.ones(250_000),))
+    return took + time.monotonic() - made
 
 
 TOLD = threading.Event()
@@ -126,14 +135,17 @@ def test_histograms_tell_queue_from_execution() -> None:
         before = group[1].run(text_there)
         group[0].run(begin_pauses)
         group[1].run(tell_when_queued, 2)
-        group[0].run(end_pauses)
+        took = group[0].run(end_pauses)
         after = group[1].run(text_there)
     queue, execution = (Histogram(before, after, f"{n}_seconds") for n in ("queue", "execution"))
-    assert execution.count == 4 and execution.above(PAUSE / 2) == 3, execution.buckets
+    # More than these come to be above on a busy machine.
+    assert execution.count == 4 and execution.above(PAUSE / 2) >= 3, execution.buckets
     assert 3 * PAUSE <= execution.sum < 100 * PAUSE
     # One of the three calls found the only thread free.
-    assert queue.count == 4 and queue.above(PAUSE / 2) == 2, queue.buckets
+    assert queue.count == 4 and queue.above(PAUSE / 2) >= 2, queue.buckets
     assert 3 * PAUSE * 0.9 <= queue.sum < 100 * PAUSE
+    # No second of a call counts as both.
+    assert queue.sum + execution.sum <= took, (queue.sum, execution.sum, took)
     sizes = Histogram(before, after, "message_bytes")
     assert sizes.above(500_000) == 1 and 1e6 < sizes.sum < 1.1e6, sizes.buckets
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.process.deaths import (
     kill,
     named,
     open_sockets,
+    wait_for_file,
     wait_until_serving,
 )
 from tests.process.group import Group
@@ -340,25 +340,50 @@ def test_calls_to_a_dead_worker_elsewhere_open_nothing(hosts: Hosts) -> None:
         assert group[0].run(sockets_after_knocks, "worker1", 8.0) == before
 
 
-def longest_call_beside_knocks(to: str, gone: str, seconds: float) -> float:
-    with ThreadPoolExecutor(1) as pool:
-        knocks = pool.submit(knock, gone, seconds)
-        longest = sleep_through(to, seconds)
-        assert knocks.result() > 1
-    return longest
+def lose(gone: str) -> None:
+    """Call a worker that is about to die until it is lost."""
+    with pytest.raises(RuntimeError, match=gone):
+        while True:
+            rpc.rpc_sync(gone, f.nothing, timeout=60)
+
+
+def seconds_beside_an_attempt(to: str, gone: str) -> float:
+    """Call a worker while this one tries to connect to another; return the seconds from the
+    beginning of the attempt to the last answer."""
+    deadline = time.monotonic() + 60
+    while True:
+        start = time.monotonic()
+        attempt = rpc.rpc_async(gone, f.nothing, timeout=60)
+        while not attempt.done() and time.monotonic() < start + 1:
+            time.sleep(0.01)
+        if not attempt.done():
+            break
+        # After the loss there is a pause, in which calls fail at once.
+        with pytest.raises(RuntimeError, match=gone):
+            attempt.wait()
+        assert time.monotonic() < deadline, "there is no attempt that takes a while"
+    check_alive(to)
+    return time.monotonic() - start
 
 
 @needs_ucx("not a promise of its")
 def test_connecting_to_a_host_that_is_gone_delays_nobody_else(hosts: Hosts) -> None:
-    with group_on(hosts, hosts[0].ipv4, size=3, keepalive=2.0) as group:
+    with group_on(hosts, hosts[0].ipv4, size=3, keepalive=20.0) as group:
         group[0].run(check_alive, "worker1")
+        loses = group[0].start(lose, "worker1")
+        group[1].kill()
+        loses.result()
+        # The kernel knows where to send to, so that it waits for an answer for the 20 s.
+        ether = hosts[1].run("cat", "/sys/class/net/eth0/address").strip()
+        neighbour = (hosts[1].ipv4, "dev", "eth0")
+        hosts[0].run("ip", "neigh", "replace", *neighbour, "lladdr", ether, "nud", "permanent")
         hosts[1].run("ip", "link", "set", "eth0", "down")
         try:
-            longest = group[0].run(longest_call_beside_knocks, "worker2", "worker1", 9.0)
-            assert longest < 1.5, "an attempt to connect took the others along"  # takes 2 s
+            seconds = group[0].run(seconds_beside_an_attempt, "worker2", "worker1")
+            assert seconds < 15, "an attempt to connect took the others along"  # takes > 20 s
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
-        group[1].killed = True
+            hosts[0].run("ip", "neigh", "del", *neighbour)
         group.close(gently=False)
 
 
@@ -378,36 +403,45 @@ def test_a_connection_that_broke_at_one_end_only(hosts: Hosts) -> None:
         group[0].run(lose_an_answer, "worker1")
 
 
-def sleep_through(to: str, seconds: float, size: int = 1) -> float:
-    """Make calls, two at once, while the callee may be stopped; return the seconds that the
-    longest took."""
+def sleep_through(to: str, size: int, begun: Path, stopped: Path, waited: Path) -> None:
+    """Make calls, two at once, and the file ``begun``. When the callee is ``stopped``, wait until
+    two calls take 4 s more, and make the file ``waited``, after which the callee has to go on."""
     sent = torch.ones(size, dtype=torch.uint8)
-    longest, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        start = time.monotonic()
-        calls = [rpc.rpc_async(to, f.total, args=(sent,), timeout=30) for _ in range(2)]
+    while not waited.exists():
+        calls = [rpc.rpc_async(to, f.total, args=(sent,), timeout=60) for _ in range(2)]
+        begun.touch()
+        end = float("inf")
+        while not all(call.done() for call in calls):
+            if stopped.exists():
+                end = min(end, time.monotonic() + 4)
+            if time.monotonic() > end:
+                waited.touch()
+            time.sleep(0.01)
         assert [call.wait() for call in calls] == [size, size]
-        longest = max(longest, time.monotonic() - start)
-    return longest
 
 
 @needs_ucx("not a promise of its")
 @pytest.mark.parametrize("size", [1, 262_144])  # the second is what a frame carries at most
-def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts, size: int) -> None:
+def test_a_stopped_process_elsewhere_is_not_dead(hosts: Hosts, size: int, tmp_path: Path) -> None:
     with group_on(hosts, hosts[0].ipv4, keepalive=1.0) as group:
         group[0].run(check_alive, "worker1")
         pid = str(group[1].run(os.getpid))  # the pid in its namespace
+        begun, stopped, waited = (tmp_path / name for name in ("begun", "stopped", "waited"))
+        arguments = ("worker1", size, begun, stopped, waited)
         if size == 1:
-            call = group[0].start(sleep_through, "worker1", 6.0, size)
-            time.sleep(0.5)
+            call = group[0].start(sleep_through, *arguments)
+            wait_for_file(begun)
             hosts[1].run("kill", "-STOP", pid)
         else:  # the kernel's receive buffer is as small as at first
             hosts[1].run("kill", "-STOP", pid)
             time.sleep(0.2)  # a peer that has just said something is taken to go on
-            call = group[0].start(sleep_through, "worker1", 6.0, size)
-        time.sleep(4)
+            call = group[0].start(sleep_through, *arguments)
+        stopped.touch()
+        while not (waited.exists() or call.done()):
+            time.sleep(0.01)
         hosts[1].run("kill", "-CONT", pid)
-        assert call.result(60) > 3
+        call.result()
+        assert waited.exists(), "no call waited for the callee"
         group[0].run(check_alive, "worker1")
 
 

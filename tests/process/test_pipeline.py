@@ -19,6 +19,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from tests.process import models as m
+from tests.process.deaths import wait_for_file
 from tests.process.group import Group, workers
 
 THREE = ["worker1", "worker2", "worker3"]
@@ -98,9 +99,7 @@ def check_stages_work_at_once(schedule: str) -> None:
     model = shard(sleeps, THREE, partition=[2, 1, 1])
     pipe = pipeline(model, mse, n_microbatches=6, schedule=schedule)
     run(pipe, model, torch.ones(6, 2), torch.ones(6, 2))  # opens connections and starts threads
-    begin = time.monotonic()
-    run(pipe, model, torch.ones(6, 2), torch.ones(6, 2))
-    assert m.slept_at_once(THREE, begin)
+    m.run_until_slept_at_once(THREE, lambda: run(pipe, model, torch.ones(6, 2), torch.ones(6, 2)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -271,30 +270,69 @@ def test_a_loss_that_is_no_number(four: Group) -> None:
     four.run(check_a_bad_loss)
 
 
-def check_slow_stage(file: Path) -> None:
-    from torch_rpc_ext.sharding import StageError
+def wait_until_told_to_stop(name: str, batch: int) -> None:
+    from torch_rpc_ext.sharding import runner
+
+    found = runner.find(name)
+    assert found is not None
+    end = time.monotonic() + 30
+    while found.mailbox.stopped(batch) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def hanging_pipeline(file: Path, **options: Any) -> tuple[Any, Any]:
+    """A pipeline whose stage 1 hangs until the file is there. The time of a batch begins when it
+    hangs."""
+    begun = file.with_suffix(".begun")
+    model = shard(nn.Sequential(nn.Linear(6, 3), m.Hang(file, begun), nn.Linear(3, 3)), THREE)
+    pipe = pipeline(model, mse, timeout=1, **options)
+    collect = pipe._collect
+
+    def collect_later(*args: Any) -> Any:
+        wait_for_file(begun)
+        return collect(*args)
+
+    pipe._collect = collect_later
+    return model, pipe
+
+
+def check_slow_stage(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    from torch_rpc_ext.sharding import StageError, runner
+    from torch_rpc_ext.sharding import pipeline as pipelines
 
     x, y = m.batch_of("mlp")
-    quick = shard(m.mlp(), THREE)
-    run(pipeline(quick, mse), quick, x, y)  # opens connections
-    slow = nn.Sequential(nn.Linear(6, 3), m.Sleep(2.5, 0), nn.Linear(3, 3))
-    model = shard(slow, THREE)
     # When the time is over, its first forward goes on, and all other stages wait for it.
-    pipe = pipeline(model, mse, n_microbatches=2, timeout=2)
-    with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 2 s.*forward"):
-        run(pipe, model, x, y)
+    patch.setattr(pipelines, "_GRACE", 60.0)
+    slow, pipe = hanging_pipeline(folder / "slow", n_microbatches=2)
+    stop = pipe._stop
+
+    def stop_and_let_it_go_on(reason: str) -> None:
+        stop(reason)
+        told = (runner.runner_name(pipe.name, 1), pipe._batch)
+        rpc.rpc_sync("worker2", wait_until_told_to_stop, args=told)
+        (folder / "slow").touch()
+
+    pipe._stop = stop_and_let_it_go_on
+    with pytest.raises(StageError, match="stage 1 on worker2.*did not end within 1 s.*forward"):
+        run(pipe, slow, x, y)
     # A stage that hangs is named too, for as long as it hangs.
-    stuck = shard(nn.Sequential(nn.Linear(6, 3), m.Hang(file), nn.Linear(3, 3)), THREE)
-    pipe = pipeline(stuck, mse, timeout=2)
+    patch.setattr(pipelines, "_GRACE", 5.0)
+    stuck, pipe = hanging_pipeline(folder / "stuck")
     with pytest.raises(StageError, match="stage 1 on worker2 gave no result"):
         run(pipe, stuck, x, y)
     with pytest.raises(StageError, match="stage 1 on worker2 raised.*still busy"):
         run(pipe, stuck, x, y)
-    file.touch()
+    (folder / "stuck").touch()
+
+
+def check_slow_stages(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        check_slow_stage(folder, patch)
 
 
 def test_a_stage_that_takes_too_long(four: Group, tmp_path: Path) -> None:
-    four.run(check_slow_stage, tmp_path / "go on")
+    four.run(check_slow_stages, tmp_path)
 
 
 WATCHED: list[Any] = []
@@ -325,7 +363,7 @@ def check_nothing_stays() -> None:
     assert [rpc.rpc_sync(worker, alive) for worker in THREE] == [2, 2, 2]
     del pipe, model, handle
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(rpc.rpc_sync(worker, alive) for worker in THREE):
         assert time.monotonic() < deadline
         time.sleep(0.05)

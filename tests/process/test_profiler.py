@@ -521,17 +521,17 @@ def test_a_stopped_worker_is_left_out(tmp_path: Path) -> None:
         finally:
             group[2].signal(signal.SIGCONT)
         assert list(missing) == ["worker2"] and recorded == ["worker0", "worker1"]
-        assert "did not answer for 2 s" in missing["worker2"], missing
+        assert "did not answer for 6 s" in missing["worker2"], missing
 
 
 def profile_a_silent_one(entered: str, stopped: str) -> tuple[dict[str, str], list[str]]:
-    with profiled(timeout=2.0) as prof:
+    with profiled(timeout=6.0) as prof:  # the others have to answer within it
         rpc.rpc_sync("worker1", f.nothing)
         Path(entered).touch()
         while not Path(stopped).exists():
             time.sleep(0.01)
         begin = time.monotonic()
-    assert time.monotonic() - begin < 20  # not the minutes that a call may take
+    assert time.monotonic() - begin < 40  # not the minutes that a call may take
     assert "missing: worker2" in prof.summary()
     return prof.missing, sorted(prof.recordings)
 

@@ -20,6 +20,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from tests.process import models as m
+from tests.process.deaths import wait_until_stopped
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx
 
@@ -415,10 +416,12 @@ def check_after_a_death() -> None:
 KEPT: list[Any] = []
 
 
-def keep_one() -> None:
+def keep_one(timeout: float | None = None) -> None:
     x, _ = m.batch_of("mlp")
-    KEPT.append(shard(m.mlp(), THREE, timeout=5))
+    KEPT.append(shard(m.mlp(), THREE))
     KEPT[0](x)
+    if timeout is not None:
+        KEPT[0]._timeout = timeout  # only now: the first batch opens connections
 
 
 @needs_ucx("hands an RRef of a dead worker on, and its receiver waits")
@@ -441,9 +444,10 @@ def check_beside_a_stopped_worker(index: int) -> None:
 @pytest.mark.parametrize("index", range(3))
 def test_a_worker_that_is_stopped_is_named(index: int) -> None:
     with Group(4) as group:
-        group.run(keep_one)
+        group.run(keep_one, 5.0)
         group[1 + index].signal(signal.SIGSTOP)
         try:
+            wait_until_stopped(group[1 + index].child.pid)
             group.run(check_beside_a_stopped_worker, index)
         finally:
             group[1 + index].signal(signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from tests.support import script
 from tests.support.backend import needs_ucx
 from tests.support.ports import free_port
 
+# Four interpreters import torch in a run, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+run = functools.partial(script.run, timeout=350)
 TUTORIAL = str(Path(__file__).with_name("tutorial.py"))
 OPT_IN = {"TORCH_RPC_BACKEND": "ucx"}
 #: Ways in which a program names its back end. Each run imports torch four times, so one variant
@@ -42,20 +46,20 @@ def agent_of(ended: script.Ended) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 def test_without_the_opt_in_nothing_changes(how: str) -> None:
-    assert agent_of(script.run([sys.executable, TUTORIAL, how], store())) == "TensorPipeAgent"
+    assert agent_of(run([sys.executable, TUTORIAL, how], store())) == "TensorPipeAgent"
 
 
 @needs_ucx("is what is taken over")
 @pytest.mark.parametrize("how", HOW)
 def test_environment_variable(how: str) -> None:
-    assert "Ucx" in agent_of(script.run([sys.executable, TUTORIAL, how], OPT_IN | store()))
+    assert "Ucx" in agent_of(run([sys.executable, TUTORIAL, how], OPT_IN | store()))
 
 
 @needs_ucx("is what is taken over")
 @pytest.mark.parametrize("how", HOW)
 def test_run_command(how: str) -> None:
     assert "Ucx" in agent_of(
-        script.run([sys.executable, "-m", "torch_rpc_ext", "run", TUTORIAL, how], store())
+        run([sys.executable, "-m", "torch_rpc_ext", "run", TUTORIAL, how], store())
     )
 
 
@@ -64,7 +68,7 @@ def test_run_command_passes_arguments_and_exit_codes(tmp_path: Path) -> None:
     path = script.write(
         tmp_path, "args.py", "import sys; print(sys.argv[1:], __name__); sys.exit(3)"
     )
-    ended = script.run([sys.executable, "-m", "torch_rpc_ext", "run", path, "--flag", "a b", "-x"])
+    ended = run([sys.executable, "-m", "torch_rpc_ext", "run", path, "--flag", "a b", "-x"])
     assert (ended.code, ended.out.strip()) == (3, "['--flag', 'a b', '-x'] __main__"), ended
 
 
@@ -79,12 +83,12 @@ def test_run_command_with_torchrun_options() -> None:
         "--nproc-per-node=3",
         TUTORIAL,
     ]
-    assert "Ucx" in agent_of(script.run(command))
+    assert "Ucx" in agent_of(run(command))
 
 
 @needs_ucx("is what is taken over")
 def test_torchrun_ranks() -> None:
-    assert "Ucx" in agent_of(script.run([*TORCHRUN, TUTORIAL], OPT_IN))
+    assert "Ucx" in agent_of(run([*TORCHRUN, TUTORIAL], OPT_IN))
 
 
 TAKE_OVER = """
@@ -140,5 +144,5 @@ def test_both_back_ends_side_by_side_in_one_program() -> None:
 
 @needs_ucx("needs no entry point")
 def test_a_backend_name_that_is_not_ours_is_refused() -> None:
-    ended = script.run([sys.executable, TUTORIAL], {"TORCH_RPC_BACKEND": "ucxx"})
+    ended = run([sys.executable, TUTORIAL], {"TORCH_RPC_BACKEND": "ucxx"})
     assert ended.code != 0 and "TORCH_RPC_BACKEND" in ended.err and "ucxx" in ended.err, ended

@@ -15,7 +15,8 @@ import pytest
 from tests.support.backend import ROOT, needs_ucx
 from torch_rpc_ext._upstream import torch_names
 
-pytestmark = needs_ucx("uses no such names")
+# The first test runs the program, which imports the package once for each name.
+pytestmark = [needs_ucx("uses no such names"), pytest.mark.timeout(620)]
 
 PROGRAM = Path(__file__).with_name("renamed_names.py")
 NAMES = [
@@ -39,7 +40,7 @@ def found() -> dict[str, dict[str, Any]]:
         },
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -16,7 +16,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import RRef
 
 from tests.process import functions as f
-from tests.process.deaths import served, wait_until_serving
+from tests.process.deaths import served, wait_until_serving, wait_until_stopped
 from tests.process.group import Group
 from tests.support import native
 from tests.support.backend import needs_ucx
@@ -42,13 +42,25 @@ def forget_function() -> None:
     del sys.modules[__name__].only_here  # type: ignore[attr-defined]
 
 
+LATER = threading.Event()
+
+
+def set_later(now: bool) -> None:
+    """Let the functions of this worker that answer later go on; or, not ``now``, let the next ones
+    wait."""
+    if now:
+        LATER.set()
+    else:
+        LATER.clear()
+
+
 def pass_later(rref: Any) -> Any:
-    time.sleep(0.5)
+    assert LATER.wait(60)
     return rref
 
 
 def make_later() -> Any:
-    time.sleep(0.5)
+    assert LATER.wait(60)
     return rpc.RRef(torch.ones(2))
 
 
@@ -61,7 +73,7 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def interrupted(wait: Callable[[], Any]) -> Any:
-    """Interrupt a wait for what takes half a second."""
+    """Interrupt a wait for what takes longer."""
     before = signal.signal(signal.SIGALRM, raise_interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
@@ -223,7 +235,9 @@ def test_answers_that_are_not_read() -> None:
     with Group(3) as group:
         for name in ANSWERS:
             group.run(pass_in_answer, name)
+            group.run_all(set_later, True)  # the answer comes after the error, however late that is
             wait_until_released(group, name)
+            group.run_all(set_later, False)
 
 
 @torch.jit.script
@@ -273,6 +287,7 @@ def test_the_callee_dies_before_it_reads(connected: bool) -> None:
         if connected:
             group[0].run(connect)
         group[2].signal(signal.SIGSTOP)
+        wait_until_stopped(group[2].child.pid)
         call = group[0].start(call_that_dies, 0.0)
         time.sleep(0.3)
         group[2].kill()
@@ -288,6 +303,7 @@ def test_the_callee_dies_after_the_time_out(connected: bool) -> None:
         if connected:
             group[0].run(connect)
         group[2].signal(signal.SIGSTOP)
+        wait_until_stopped(group[2].child.pid)
         group[0].run(call_that_dies, 0.0, 0.5)
         assert group[1].run(held) == 1  # the callee may still read the request
         group[2].kill()
