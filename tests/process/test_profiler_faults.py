@@ -153,7 +153,7 @@ def test_a_fork_leaves_the_recording_to_the_parent(tmp_path: Path) -> None:
             child = os.fork()
         if child == 0:
             try:
-                signal.alarm(50)
+                signal.alarm(170)
                 join_alone(tmp_path / "store")
                 assert not is_recording()
                 expect_it_works_alone()
