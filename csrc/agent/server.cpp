@@ -122,7 +122,8 @@ bool Server::announced(Arrival& arrival) {
 
 void Server::refuse(const Arrival& arrival) {
   metrics::add(counters_.callsNotBegun, 1);
-  const base::Error why = overloaded(queuedFrames_, "a thread");
+  const base::Error why =
+      overloaded(queuedFrames_, "the requests that wait there for a thread");
   // The caller may hear what became of its tensors before it gets the answer,
   // so it gets this reason there, too.
   arrival.incoming->refuse(why);
@@ -133,14 +134,11 @@ void Server::refuse(const Arrival& arrival) {
   }));
 }
 
-base::Error Server::overloaded(
-    const WaitingBytes& waiting,
-    const char* forWhat) {
+base::Error Server::overloaded(const WaitingBytes& waiting, const char* what) {
   return {
       base::ErrorKind::kOverloaded,
-      "worker \"" + group_.self().name_ +
-          "\" did not begin the call: the requests that wait there for " +
-          forWhat + " take " + std::to_string(waiting.bytes()) + " bytes, of " +
+      "worker \"" + group_.self().name_ + "\" did not begin the call: " + what +
+          " take " + std::to_string(waiting.bytes()) + " bytes, of " +
           std::to_string(waiting.limit()) +
           " (the larger of its receive_budget and 64 MiB). Wait for some of "
           "the calls, or lower max_calls_in_flight or max_bytes_in_flight"};
@@ -151,7 +149,9 @@ base::Result<WaitingBytes::Held> Server::hold(uint64_t bytes, bool mayRefuse) {
   auto held = heldCalls_.hold(bytes);
   if (mayRefuse && others && heldCalls_.exceeded()) {
     metrics::add(counters_.callsNotBegun, 1);
-    return overloaded(heldCalls_, "their functions to begin");
+    return overloaded(
+        heldCalls_,
+        "the requests that wait there for their functions to begin");
   }
   return held;
 }

@@ -91,7 +91,7 @@ class Server {
   void sayThatAllAreBusy(size_t waiting, double seconds);
   // Answers that too many frames wait already.
   void refuse(const Arrival& arrival);
-  base::Error overloaded(const WaitingBytes& waiting, const char* forWhat);
+  base::Error overloaded(const WaitingBytes& waiting, const char* what);
   void serveLater(ArrivalPtr arrival);
   void serve(const ArrivalPtr& arrival);
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> execute(
