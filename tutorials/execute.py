@@ -33,6 +33,19 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 
 
+def kernel(folder: str) -> jupyter_client.AsyncKernelManager:
+    """Return a kernel for nbclient that has Unix sockets in a folder instead of TCP ports.
+
+    Between jupyter_client's search for a free port and the kernel's start another process may take
+    the port, and the kernel would end.
+    """
+    return jupyter_client.AsyncKernelManager(
+        kernel_name="python3",
+        transport="ipc",
+        connection_file=os.path.join(folder, "kernel.json"),
+    )
+
+
 def execute(source: Path, *, small: bool = False) -> Any:
     """Return the notebook of a .py file, executed.
 
@@ -55,16 +68,9 @@ def execute(source: Path, *, small: bool = False) -> Any:
             tempfile.TemporaryDirectory(prefix="tutorial_") as folder,
             tempfile.TemporaryDirectory(prefix="kernel_") as sockets,
         ):
-            # Unix sockets instead of TCP ports: between jupyter_client's search for a free port and
-            # the kernel's start another process may take the port, and the kernel would end.
-            kernel = jupyter_client.AsyncKernelManager(
-                kernel_name="python3",
-                transport="ipc",
-                connection_file=os.path.join(sockets, "kernel.json"),
-            )
             client = nbclient.NotebookClient(
                 notebook,
-                km=kernel,
+                km=kernel(sockets),
                 timeout=CELL_LIMIT,
                 coalesce_streams=True,
                 extra_arguments=["--log-level=ERROR"],

@@ -63,8 +63,8 @@ void UnreadRRefs::ended(const transport::Connection* connection, bool gone) {
         over.push_back(std::move(request.payload));
         it = requests->erase(it);
       } else {
-        // A connection that ends while a thread begins to send says only to
-        // that thread that the request has not left.
+        // A thread may be about to give the request to the connection. Then
+        // only the callback of that send says that the request has not left.
         request.connection = nullptr;
         ++it;
       }

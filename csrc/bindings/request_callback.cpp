@@ -214,7 +214,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     auto held = std::make_shared<agent::WaitingBytes::Held>();
     const auto ours = ready->completed() ? nullptr : ucxAgent();
     if (current != nullptr && ours != nullptr) {
-      // For an RRef that the request makes others than the caller may wait.
+      // Others than the caller may wait for an RRef that the request makes.
       const bool mayRefuse = !current->isOnlyRead &&
           (request.type() == rpc::MessageType::PYTHON_CALL ||
            request.type() == rpc::MessageType::SCRIPT_CALL);

@@ -23,7 +23,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import jupyter_client
 import nbclient
 import nbformat
 import psutil
@@ -33,6 +32,9 @@ from torch.distributed import rpc as untyped_rpc
 
 from tests.support.backend import ROOT, backend_name
 from torch_rpc_ext.launch import Worker, WorkerExitedError, WorkerGroup, _rpc
+
+sys.path.append(str(ROOT / "tutorials"))
+import execute  # noqa: E402
 
 rpc: Any = untyped_rpc
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -609,15 +611,9 @@ def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in CELLS]
     )
     with tempfile.TemporaryDirectory(prefix="kernel_") as sockets:
-        # Unix sockets, as in tutorials/execute.py: another process may take a port that was free.
-        kernel = jupyter_client.AsyncKernelManager(
-            kernel_name="python3",
-            transport="ipc",
-            connection_file=os.path.join(sockets, "kernel.json"),
-        )
         client = nbclient.NotebookClient(
             notebook,
-            km=kernel,
+            km=execute.kernel(sockets),
             timeout=600,
             startup_timeout=600,
             resources={"metadata": {"path": "."}},

@@ -105,7 +105,7 @@ class _Pauses:
 
     A callable may take long: an attempt may wait for room, and the last attempt's error runs the
     callbacks of the user, which may wait for another pause. So one thread always waits for the next
-    end of a pause: a thread that is to run a callable starts another one before if no thread waits.
+    end of a pause: before a thread runs a callable, it starts another thread if none waits.
 
     Owns: threads, from the first pause on: up to two that wait, and those that run callables.
     Thread Safety: any thread.

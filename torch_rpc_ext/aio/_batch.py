@@ -168,7 +168,8 @@ class _Batcher:
         with self._changed:
             waiting = len(self._queue)
             if waiting < function.max_queue:
-                if waiting != 0:  # so one function with many calls does not keep out the others
+                # A first call is not counted, so a function with many calls keeps out no other.
+                if waiting != 0:
                     try:
                         call.held = current_call.hold(call.served)
                     except errors.OverloadedError as error:

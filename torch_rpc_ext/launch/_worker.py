@@ -64,7 +64,7 @@ class _Interrupts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: bytes | None = None
-        self._signaled = False  # the request that runs
+        self._signaled = False  # whether the request that runs was interrupted
         self._early: set[bytes] = set()
 
     def interrupt(self, key: bytes) -> None:
