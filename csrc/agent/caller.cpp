@@ -59,16 +59,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     const c10::intrusive_ptr<Message>& message,
     std::chrono::milliseconds timeout,
     const rpc::DeviceMap& deviceMap) {
-  PendingCall call;
-  call.future = c10::make_intrusive<rpc::JitFuture>(
-      at::AnyClassType::get(), devices_.used());
-  call.worker = to.name_;
-  call.to = to.id_;
-  call.label = labelOf(*message);
-  call.createsRRef = createsRRef(*message);
-  call.rrefs = payloadWithRRefs(*message);
-  call.timeout = timeout;
-  call.sentAt = PendingCall::Clock::now();
+  PendingCall call = newCall(to, *message, timeout);
   auto future = call.future;
   calls_.begin(call);
   if (base::Error error = group_.ownerDied(*message, to.id_)) {
@@ -87,12 +78,7 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
   }
   const uint64_t id = call.id;
 
-  device::Route route{.receiver = &to.name_};
-  if (!deviceMap.empty()) {
-    route.map = &deviceMap;
-  } else if (devices_.tables().any()) {
-    route.map = devices_.tables().mapTo(to.name_);
-  }
+  const device::Route route = routeTo(to, deviceMap);
   const bool toSelf = to.id_ == group_.self().id_;
   const bool waits = AnswerWait::isAwaited(*message);
   base::Error error;
@@ -134,6 +120,35 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     }
   }
   return future;
+}
+
+PendingCall Caller::newCall(
+    const WorkerInfo& to,
+    const Message& message,
+    std::chrono::milliseconds timeout) const {
+  PendingCall call;
+  call.future = c10::make_intrusive<rpc::JitFuture>(
+      at::AnyClassType::get(), devices_.used());
+  call.worker = to.name_;
+  call.to = to.id_;
+  call.label = labelOf(message);
+  call.createsRRef = createsRRef(message);
+  call.rrefs = payloadWithRRefs(message);
+  call.timeout = timeout;
+  call.sentAt = PendingCall::Clock::now();
+  return call;
+}
+
+device::Route Caller::routeTo(
+    const WorkerInfo& to,
+    const rpc::DeviceMap& deviceMap) const {
+  device::Route route{.receiver = &to.name_};
+  if (!deviceMap.empty()) {
+    route.map = &deviceMap;
+  } else if (devices_.tables().any()) {
+    route.map = devices_.tables().mapTo(to.name_);
+  }
+  return route;
 }
 
 void Caller::releaseUnread(rpc::JitFuture& future) {

@@ -133,6 +133,14 @@ class Caller {
   }
 
  private:
+  PendingCall newCall(
+      const WorkerInfo& to,
+      const Message& message,
+      std::chrono::milliseconds timeout) const;
+  // The map of the call itself goes before that of the options.
+  device::Route routeTo(
+      const WorkerInfo& to,
+      const torch::distributed::rpc::DeviceMap& deviceMap) const;
   EncodeOptions encodeOptions(
       uint64_t callId,
       uint32_t timeout,

@@ -205,32 +205,22 @@ void Server::serve(const ArrivalPtr& arrival) {
       .arrived = arrival->at,
       .started = started};
   counters_.queue.add(served.started - served.arrived);
-  const device::Streams& streams = arrival->streams;
-  auto& message = *arrival->message;
-  if (!message.ok()) {
-    logDamage(
-        group_.peers().nameOf(arrival->connection.get()), message.error());
-    answers_.send(
-        served.asker,
-        makeFailure(
-            message.error().kind,
-            "worker \"" + group_.self().name_ +
-                "\" could not take the message: " + message.error().message,
-            Read::kNo));
+  if (!arrival->message->ok()) {
+    answerDamaged(*arrival, served.asker);
     return;
   }
   arrival->decoder.reset();
   const uint64_t bytes = arrival->room.bytes() + arrival->frame.bytes();
   arrival->room.release();
   arrival->frame.release();
-  if (arrival->creation != nullptr && !createsRRef(*message.value())) {
+  auto& message = arrival->message->value();
+  if (arrival->creation != nullptr && !createsRRef(*message)) {
     arrival->creation.reset();
   }
-  const bool givenUp =
-      arrival->givenUp(started) && isUserCall(message.value()->type());
+  const bool givenUp = arrival->givenUp(started) && isUserCall(message->type());
   if (givenUp) {
     notBegun(*arrival);
-    const auto& payload = message.value()->payload();
+    const auto& payload = message->payload();
     if (arrival->creation == nullptr &&
         !mayHoldRRefs({payload.data(), payload.size()})) {
       return; // the caller has an error already
@@ -239,27 +229,46 @@ void Server::serve(const ArrivalPtr& arrival) {
     // (request_callback.cpp): so the RRefs in the request are confirmed, and
     // the RRef that it makes gets an error, for which others may wait.
   }
+  auto future = begin(*arrival, served, givenUp, bytes);
+  answerWhenDone(std::move(served), std::move(future), arrival->streams);
+}
+
+void Server::answerDamaged(const Arrival& arrival, const Asker& to) {
+  const base::Error& error = arrival.message->error();
+  logDamage(group_.peers().nameOf(arrival.connection.get()), error);
+  answers_.send(
+      to,
+      makeFailure(
+          error.kind,
+          "worker \"" + group_.self().name_ +
+              "\" could not take the message: " + error.message,
+          Read::kNo));
+}
+
+c10::intrusive_ptr<rpc::JitFuture>
+Server::begin(Arrival& arrival, Served& served, bool givenUp, uint64_t bytes) {
   metrics::add(counters_.callsServed, 1);
   counters_.serverActiveCalls.fetch_add(1);
-
-  c10::intrusive_ptr<rpc::JitFuture> future;
-  {
-    std::string label = labelOf(*message.value());
-    if (log_.on()) {
-      served.label = label;
-    }
-    const RunningRequests::Entry entry(runningRequests_, std::move(label));
-    const ServedCall call{
-        arrival->connection,
-        arrival->deadline,
-        givenUp,
-        bytes,
-        arrival->creation};
-    const ServedCall::Scope scope(call);
-    const auto before = waitedForGil;
-    future = execute(std::move(message.value()), streams, *arrival->connection);
-    served.gilWait = waitedForGil - before;
+  auto& message = arrival.message->value();
+  std::string label = labelOf(*message);
+  if (log_.on()) {
+    served.label = label;
   }
+  const RunningRequests::Entry entry(runningRequests_, std::move(label));
+  const ServedCall call{
+      arrival.connection, arrival.deadline, givenUp, bytes, arrival.creation};
+  const ServedCall::Scope scope(call);
+  const auto before = waitedForGil;
+  auto future =
+      execute(std::move(message), arrival.streams, *arrival.connection);
+  served.gilWait = waitedForGil - before;
+  return future;
+}
+
+void Server::answerWhenDone(
+    Served served,
+    c10::intrusive_ptr<rpc::JitFuture> future,
+    const device::Streams& streams) {
   const uint64_t id = served.asker.callId;
   if (future->completed()) {
     counters_.serverActiveCalls.fetch_sub(1);

@@ -94,6 +94,18 @@ class Server {
   base::Error overloaded(const WaitingBytes& waiting, const char* what);
   void serveLater(ArrivalPtr arrival);
   void serve(const ArrivalPtr& arrival);
+  // Answers that the request could not be decoded.
+  void answerDamaged(const Arrival& arrival, const Asker& to);
+  // Calls the request's function, or, if its caller has given up, only reads
+  // the request; counts and logs that. `bytes` is what the request took while
+  // it waited.
+  c10::intrusive_ptr<torch::distributed::rpc::JitFuture>
+  begin(Arrival& arrival, Served& served, bool givenUp, uint64_t bytes);
+  // Sends the answer now, or when `future` completes.
+  void answerWhenDone(
+      Served served,
+      c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future,
+      const device::Streams& streams);
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> execute(
       c10::intrusive_ptr<torch::distributed::rpc::Message> request,
       device::Streams streams,

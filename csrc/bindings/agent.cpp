@@ -224,42 +224,9 @@ void bindProfiling(
       .def_static("last_call_id", [] { return AnswerWait::lastCall().id; });
 }
 
-} // namespace
-
-void bindAgent(py::module_& module) {
-  compat::keepRRefErrorsHarmless();
-  bindOptions(module);
-  module.def("set_synchronous", &AnswerWait::setSynchronous, py::arg("value"));
-  module.def(
-      "set_call_dtype",
-      [](std::optional<int> dtype) -> std::optional<int> {
-        std::optional<wire::WireDtype> chosen;
-        if (dtype) {
-          chosen = static_cast<wire::WireDtype>(*dtype);
-        }
-        const auto before = agent::setCallDtype(chosen);
-        return before ? std::optional<int>(static_cast<int>(*before))
-                      : std::nullopt;
-      },
-      py::arg("dtype"),
-      "Set the dtype as which float32 travels in this thread's calls; returns "
-      "the dtype that was set before.");
-  module.def(
-      "prepare_reinit",
-      &compat::forgetAutogradWorker,
-      "Lets init_rpc run again in this process with another rank.");
-  // join(), shutdown(), get_metrics() and more come from upstream's class, and
-  // call the virtual functions of UcxAgent.
-  py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>> agent(
-      module, "UcxAgent");
-  bindProfiling(agent);
+void bindGroup(
+    py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>>& agent) {
   agent
-      .def(
-          py::init(&makeAgent),
-          py::arg("options"),
-          py::arg("name"),
-          py::arg("worker_id"),
-          py::arg("is_static"))
       .def_property_readonly(
           "address",
           [](UcxAgent& self) {
@@ -311,18 +278,6 @@ void bindAgent(py::module_& module) {
             self.parts().group().remove(name);
           },
           py::arg("name"))
-      .def(
-          "set_device_maps",
-          [](UcxAgent& self,
-             std::unordered_map<std::string, rpc::DeviceMap> maps,
-             std::unordered_map<std::string, rpc::DeviceMap> reverseMaps,
-             std::vector<c10::Device> devices) {
-            self.parts().devices().tables().set(
-                std::move(maps), std::move(reverseMaps), std::move(devices));
-          },
-          py::arg("device_maps"),
-          py::arg("reverse_device_maps"),
-          py::arg("devices"))
       // Upstream's class has this function without the overload for an id; a
       // function of the same name here hides all of its overloads.
       .def(
@@ -355,7 +310,58 @@ void bindAgent(py::module_& module) {
           },
           Release(),
           py::arg("worker_id"))
-      .def("describe_peers", &describePeers, Release())
+      .def("describe_peers", &describePeers, Release());
+}
+
+} // namespace
+
+void bindAgent(py::module_& module) {
+  compat::keepRRefErrorsHarmless();
+  bindOptions(module);
+  module.def("set_synchronous", &AnswerWait::setSynchronous, py::arg("value"));
+  module.def(
+      "set_call_dtype",
+      [](std::optional<int> dtype) -> std::optional<int> {
+        std::optional<wire::WireDtype> chosen;
+        if (dtype) {
+          chosen = static_cast<wire::WireDtype>(*dtype);
+        }
+        const auto before = agent::setCallDtype(chosen);
+        return before ? std::optional<int>(static_cast<int>(*before))
+                      : std::nullopt;
+      },
+      py::arg("dtype"),
+      "Set the dtype as which float32 travels in this thread's calls; returns "
+      "the dtype that was set before.");
+  module.def(
+      "prepare_reinit",
+      &compat::forgetAutogradWorker,
+      "Lets init_rpc run again in this process with another rank.");
+  // join(), shutdown(), get_metrics() and more come from upstream's class, and
+  // call the virtual functions of UcxAgent.
+  py::class_<UcxAgent, rpc::RpcAgent, std::shared_ptr<UcxAgent>> agent(
+      module, "UcxAgent");
+  bindGroup(agent);
+  bindProfiling(agent);
+  agent
+      .def(
+          py::init(&makeAgent),
+          py::arg("options"),
+          py::arg("name"),
+          py::arg("worker_id"),
+          py::arg("is_static"))
+      .def(
+          "set_device_maps",
+          [](UcxAgent& self,
+             std::unordered_map<std::string, rpc::DeviceMap> maps,
+             std::unordered_map<std::string, rpc::DeviceMap> reverseMaps,
+             std::vector<c10::Device> devices) {
+            self.parts().devices().tables().set(
+                std::move(maps), std::move(reverseMaps), std::move(devices));
+          },
+          py::arg("device_maps"),
+          py::arg("reverse_device_maps"),
+          py::arg("devices"))
       .def("waiting_callers", &describeWaiting, Release())
       .def("stop", &UcxAgent::stop, Release())
       .def_property_readonly("stopped", &UcxAgent::stopped)
