@@ -1,7 +1,7 @@
 """Folders from which workers import: for the working tree, and for another revision.
 
-Each folder holds links to packages: torch_rpc_ext of that revision; benchmarks, and tests for its
-network namespaces, of the working tree.
+Each folder holds links to packages: torch_rpc_ext and scripting of that revision; benchmarks, and
+tests for its network namespaces, of the working tree.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def _linked(tree: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="rpc_bench_path_") as folder:
         for package, place in (
             ("torch_rpc_ext", tree),
+            ("scripting", tree),
             ("benchmarks", ROOT),
             ("tests", ROOT),  # its namespaces
         ):

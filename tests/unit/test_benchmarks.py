@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import time
+import tomllib
 import types
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import commands, page, plots, records, summary, table
+from benchmarks import commands, page, plots, records, summary, table, trees
 from benchmarks.__main__ import main
 from benchmarks.backends import BACKENDS, cuda, flat
 from benchmarks.backends.interface import Backend, Place
@@ -506,3 +507,12 @@ def test_the_operations_are_the_same_in_all_kinds(function: str) -> None:
     for _ in range(100):
         wanted = wanted * 0.5 + 1.0
     assert torch.equal(FUNCTIONS[function](given), wanted)
+
+
+def test_another_revision_brings_its_own_packages(tmp_path: Path) -> None:
+    """One package of the working tree, imported by one of the other revision, may not fit."""
+    configured = tomllib.loads((trees.ROOT / "pyproject.toml").read_text())
+    packages = set(configured["tool"]["importlinter"]["root_packages"])
+    with trees._linked(tmp_path) as folder:
+        brought = {link.name for link in folder.iterdir() if link.readlink().parent == tmp_path}
+    assert brought == packages
