@@ -2,7 +2,7 @@
 """A parameter server as upstream's tutorials write it, without any mention of torch_rpc_ext in its
 code.
 
-``python tutorial.py`` spawns a server and two trainers; under torchrun every process takes its rank
+``python tutorial.py`` spawns a server and a trainer; under torchrun every process takes its rank
 from torchrun. The last line that rank 0 prints is the class of the agent.
 """
 
@@ -44,7 +44,7 @@ def train(server: rpc.RRef, steps: int) -> float:
 
 
 def run_worker(rank: int, world_size: int, how: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=30)
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=300)
     name = "ps" if rank == 0 else f"trainer{rank}"
     if how == "explicit":
         rpc.init_rpc(
@@ -75,7 +75,7 @@ def main(how: str) -> None:
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    mp.spawn(run_worker, args=(3, how), nprocs=3, join=True)
+    mp.spawn(run_worker, args=(2, how), nprocs=2, join=True)
 
 
 if __name__ == "__main__":

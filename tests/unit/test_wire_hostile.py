@@ -101,10 +101,15 @@ def test_every_truncation(threshold: int) -> None:
 
 
 @pytest.mark.timeout(1200)  # thousands of messages, on a machine that may be loaded
-@pytest.mark.parametrize("threshold", [INLINE, BULK])
-def test_every_bit(threshold: int) -> None:
+@pytest.mark.parametrize(
+    "threshold, step",
+    # Most bits of a frame that contains the values are those of values, which mean nothing to the
+    # codec: one bit in seven is flipped there. Each bit that describes a tensor is in the other.
+    [(INLINE, 7), (BULK, 1)],
+)
+def test_every_bit(threshold: int, step: int) -> None:
     head, bulk = sample(threshold)
-    for bit in range(len(head) * 8):
+    for bit in range(0, len(head) * 8, step):
         flipped = bytearray(head)
         flipped[bit // 8] ^= 1 << (bit % 8)
         attack(bytes(flipped), bulk)
