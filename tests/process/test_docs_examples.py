@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from tests.process import functions as f
 from tests.process.group import Group, workers
 from tests.process.test_dynamic import leave
-from tests.process.test_guest import command, unused_port  # noqa: F401  a fixture
+from tests.process.test_guest import command, unused_port, wait_longer  # noqa: F401  a fixture
 from tests.support import script
 from tests.support.backend import ROOT, needs_ucx
 from tests.support.pages import programs
@@ -37,8 +37,10 @@ def train_step() -> None:
     rpc.rpc_sync("worker1", f.identity, args=(1,))
 
 
+# The profiler and matplotlib take seconds of a core when they are first used.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", ["profiling.md", "cli.md"])
-@workers(2)
+@workers(2, timeout=300)
 def test_python(page: str, tmp_path: Path) -> None:
     os.chdir(tmp_path)
     for block in blocks(page, "python"):
@@ -50,6 +52,7 @@ def test_python(page: str, tmp_path: Path) -> None:
         assert Path("trace.png").exists()
 
 
+@pytest.mark.timeout(400)  # five commands, with tensors of 64 MB
 @needs_ucx("is not what the commands join")
 def test_commands(
     tmp_path: Path,
@@ -106,12 +109,13 @@ def test_a_group_to_watch(tmp_path: Path, calls: int, monkeypatch: pytest.Monkey
         assert "worker1" in found.out, found
 
 
+@pytest.mark.timeout(400)  # as test_python
 @needs_ucx("is not what the example runs on")
 def test_the_training_step(tmp_path: Path) -> None:
     with Group(3, init=False) as group:
         calls = [worker.start(run_example, worker.rank, str(tmp_path)) for worker in group]
         for call in calls:
-            call.result()
+            call.result(300)
     trace = json.loads((tmp_path / "trace.json").read_text())
     events: list[dict[str, Any]] = trace["traceEvents"]
     executions = [e["name"] for e in events if e.get("cat") == "rpc.execution"]
@@ -129,4 +133,5 @@ def run_example(rank: int, folder: str) -> None:
     sys.path.insert(0, str(ROOT / "docs"))
     import profiling_example
 
+    wait_longer()
     profiling_example.run(rank, f"{folder}/store", folder)

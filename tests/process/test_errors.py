@@ -7,9 +7,11 @@ import errno
 import gc
 import pickle
 import re
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
+from tests.process.deaths import wait_for_file, wait_until_stopped
 from tests.process.group import Group, workers
 from tests.support.backend import needs_ucx, on_ucx
 
@@ -32,45 +35,56 @@ def caught(fn: Any, *args: Any, to: str = "worker1", timeout: float = -1.0) -> E
     raise AssertionError(f"{fn} raised nothing")
 
 
-def check_timeout_text() -> None:
+def timeout_text(end: Path, timeout: float = -1.0) -> str:
+    """Return the error of a call that its time-out ends: the function returns only after that."""
+    text = str(caught(wait_for_file, end, timeout=timeout))
+    end.touch()
+    return text
+
+
+def check_timeout_text(folder: Path) -> None:
     start = time.monotonic()
-    text = str(caught(f.sleep, 2.0, timeout=0.2))
+    text = timeout_text(folder / "first", 0.2)
     assert time.monotonic() - start > 0.15
     assert "RPC ran for more than" in text, text
+    end = folder / "second"
     for way in (
-        lambda: rpc.rpc_async("worker1", f.sleep, args=(2.0,), timeout=0.2).wait(),
-        lambda: rpc.remote("worker1", f.sleep, args=(2.0,)).to_here(timeout=0.2),
+        lambda: rpc.rpc_async("worker1", wait_for_file, args=(end,), timeout=0.2).wait(),
+        lambda: rpc.remote("worker1", wait_for_file, args=(end,)).to_here(timeout=0.2),
     ):
         with pytest.raises(RuntimeError, match="RPC ran for more than"):
             way()
+    end.touch()
     assert rpc.rpc_sync("worker1", f.sleep, args=(0.3,), timeout=0) == 0.3, "0 means no time-out"
 
 
-def test_timeout(pair: Group) -> None:
-    pair.run(check_timeout_text)
-
-
-def timeout_text() -> str:
-    return str(caught(f.sleep, 1.0, timeout=0.2))
+def test_timeout(pair: Group, tmp_path: Path) -> None:
+    pair.run(check_timeout_text, tmp_path)
 
 
 @needs_ucx("does not name the worker or the function")
-def test_timeout_names_worker_and_function(pair: Group) -> None:
-    text = pair.run(timeout_text)
-    assert "worker1" in text and "sleep" in text, text
+def test_timeout_names_worker_and_function(pair: Group, tmp_path: Path) -> None:
+    text = pair.run(timeout_text, tmp_path / "end", 0.2)
+    assert "worker1" in text and "wait_for_file" in text, text
+
+
+def open_gate() -> None:
+    """Open the gate of slow_batch(), or the end of the group would wait for it."""
+    from tests.process import remote_functions as r
+
+    rpc.rpc_sync("worker1", r.open_gate)
 
 
 def timeout_names() -> list[str]:
     """The names in the errors of calls of all kinds of functions that time out."""
     from tests.process import remote_functions as r
 
-    rpc.rpc_sync("worker1", r.ran)
     calls: list[Any] = [
-        lambda: rpc.rpc_sync("worker1", f.sleep, args=(1.0,), timeout=0.1),
-        lambda: r.spin.sync("worker1", torch.ones(1), 1_000_000, rpc_timeout=0.1),
-        lambda: r.nap.sync("worker1", 1.0, rpc_timeout=0.1),
+        lambda: rpc.rpc_sync("worker1", f.sleep, args=(0.0,), timeout=0.1),
+        lambda: r.spin.sync("worker1", torch.ones(1), 1, rpc_timeout=0.1),
+        lambda: r.nap.sync("worker1", 0.0, rpc_timeout=0.1),
         lambda: r.slow_batch.sync("worker1", 1, rpc_timeout=0.1),
-        lambda: r.fail_on.sync("worker1", [], 1.0, rpc_timeout=0.1),
+        lambda: r.fail_on.sync("worker1", [], rpc_timeout=0.1),
     ]
     names = []
     for call in calls:
@@ -78,9 +92,6 @@ def timeout_names() -> list[str]:
             call()
         found = re.search(r"with an error: (\S+) on worker", str(raised.value))
         names.append(found[1] if found else str(raised.value))
-    rpc.rpc_sync(
-        "worker1", r.open_gate
-    )  # or slow_batch would wait, and the end of the group with it
     return names
 
 
@@ -95,13 +106,20 @@ TIMEOUT_NAMES = [
 
 @needs_ucx("does not name the worker or the function")
 def test_timeout_names_functions_of_all_kinds(pair: Group) -> None:
-    assert pair.run(timeout_names) == TIMEOUT_NAMES
+    pair.run(open_gate)
+    pair[1].signal(signal.SIGSTOP)  # no kind of function may answer before the time-out
+    try:
+        wait_until_stopped(pair[1].child.pid)
+        assert pair.run(timeout_names) == TIMEOUT_NAMES
+    finally:
+        pair[1].signal(signal.SIGCONT)
 
 
-@workers(2, options={"rpc_timeout": 0.3})
-def test_the_default_timeout_is_the_options() -> None:
+# Without init_timeout, init_rpc would wait for the other worker for 3 s only.
+@workers(2, options={"rpc_timeout": 0.3, **({"init_timeout": 60.0} if on_ucx() else {})})
+def test_the_default_timeout_is_the_options(tmp_path: Path) -> None:
     assert rpc.get_rpc_timeout() == pytest.approx(0.3)
-    assert "RPC ran for more than" in str(caught(f.sleep, 2.0))
+    assert "RPC ran for more than" in timeout_text(tmp_path / "end")
     assert rpc.rpc_sync("worker1", f.sleep, args=(0.6,), timeout=50) == 0.6
 
 
@@ -336,17 +354,18 @@ def test_remote_exception_with_constructor_arguments(pair: Group) -> None:
     pair.run(check_exception_with_arguments)
 
 
-def check_what_is_a_timeout() -> None:
+def check_what_is_a_timeout(end: Path) -> None:
     from torch_rpc_ext._calls import failures
 
-    assert failures.is_timeout(caught(f.sleep, 2.0, timeout=0.1))
+    assert failures.is_timeout(caught(wait_for_file, end, timeout=0.1))
+    end.touch()
     for text in ("Timeout", "a timeout of the database", "RPCErr:1:RPC ran for more than"):
         assert not failures.is_timeout(caught(raise_here, RuntimeError(text))), text
     assert not failures.is_timeout(caught(raise_here, TimeoutError("the timeout of another")))
 
 
-def test_a_timeout_is_told_by_its_code(pair: Group) -> None:
-    pair.run(check_what_is_a_timeout)
+def test_a_timeout_is_told_by_its_code(pair: Group, tmp_path: Path) -> None:
+    pair.run(check_what_is_a_timeout, tmp_path / "end")
 
 
 #: Words that only this package's errors contain.
@@ -517,7 +536,7 @@ def test_call_before_init_and_after_shutdown() -> None:
 def test_duplicate_names_are_refused() -> None:
     with Group(2, init=False) as group:
         group[1].name = "worker0"
-        calls = [worker.init(2, rpc_timeout=5) for worker in group]
+        calls = [worker.init(2, rpc_timeout=30) for worker in group]
         errors = []
         for call in calls:
             with pytest.raises(RuntimeError) as raised:
@@ -531,7 +550,7 @@ def test_rank_out_of_range(rank: int) -> None:
     with Group(1, init=False) as group:
         group[0].rank = rank
         with pytest.raises((RuntimeError, ValueError)) as raised:
-            group[0].init(2, rpc_timeout=2).result(20)
+            group[0].init(2, rpc_timeout=2).result()
         if on_ucx():
             assert str(rank) in str(raised.value) and "rank" in str(raised.value)
 

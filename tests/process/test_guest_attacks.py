@@ -97,8 +97,8 @@ def look_at_all() -> None:
     from torch_rpc_ext.profiler import profile
 
     assert [state.state for state in poller.Poller(timeout=20).poll()] == ["alive"] * 3
-    assert [answer.error for answer in ping.ping(calls=1)] == [None] * 2
-    with profile(operators=False) as prof:
+    assert [answer.error for answer in ping.ping(calls=1, timeout=60)] == [None] * 2
+    with profile(operators=False, timeout=60) as prof:
         pass
     assert len(prof.recordings) == 3 and not prof.missing
 

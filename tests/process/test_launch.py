@@ -207,7 +207,9 @@ def test_output_is_shown_before_the_call_returns(capsys: pytest.CaptureFixture[s
         group[0].run(speak)
         shown = capsys.readouterr().out
         group[0].run(lambda: print("no newline", end=""))
+        worker = group[0]
         group.stop()
+        worker._thread.join(PATIENCE)  # it shows the rest; stop() waits for it for 1 s only
         rest = capsys.readouterr().out
     assert shown.splitlines() == ["[ps] from Python", "[ps] to stderr", "[ps] from C", "[ps] 100%"]
     assert rest == "[ps] no newline\n"
@@ -282,23 +284,25 @@ def test_the_end_of_the_thread_that_reads_ends_the_worker(tmp_path: Path) -> Non
 # With RPC.
 
 
+@pytest.mark.timeout(400)  # the workers import torch
 @pytest.mark.parametrize("backend", ["UCX", "TENSORPIPE"])
 def test_rpc_with_this_process_as_a_worker(backend: str, capfd: pytest.CaptureFixture[str]) -> None:
     agent = {"UCX": "UcxAgent", "TENSORPIPE": "TensorPipeAgent"}[backend]
     with WorkerGroup(["ps", "trainer"]) as group:
         group.run(import_torch)
         for _ in range(2):  # the second time after a shutdown
-            group.init_rpc(backend, join="notebook", num_worker_threads=3, rpc_timeout=30)
+            group.init_rpc(backend, join="notebook", num_worker_threads=3, rpc_timeout=100)
             assert rpc.get_worker_info().id == 0
             assert rpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
             assert set(group.run(agent_name)) == {agent} == {agent_name()}
             with pytest.raises(RuntimeError, match="initialized already"):
                 group.init_rpc(backend)
-            group.shutdown_rpc()
+            group.shutdown_rpc(timeout=PATIENCE)
             assert not rpc.api._is_current_rpc_agent_set()
     assert "deprecated" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.timeout(400)  # two groups, one after the other, whose workers import torch
 def test_fresh_workers_meet_a_process_that_has_had_rpc_before() -> None:
     """Upstream's counters differ between the processes; that matters to TENSORPIPE, and not to
     UCX."""
@@ -385,8 +389,10 @@ def test_who_does_not_leave_is_named() -> None:
     with WorkerGroup(2) as group:
         group.init_rpc(backend_name())
         group[1].submit(time.sleep, 1000)
-        with pytest.raises(TimeoutError, match=r"worker1 did not return from shutdown\(\) in 1 s"):
-            group.shutdown_rpc(timeout=1)
+        # worker0 waits as long, and fails if worker1 then takes as long again to answer it. This
+        # process must look before that, also on a busy machine.
+        with pytest.raises(TimeoutError, match=r"worker1 did not return from shutdown\(\) in 5 s"):
+            group.shutdown_rpc(timeout=5)
         group[1].kill()
 
 

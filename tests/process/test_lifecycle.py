@@ -47,9 +47,17 @@ def wait_until_it_waits(group: Group, rank: int) -> None:
         time.sleep(0.01)
 
 
+def be_patient_with_the_store() -> None:
+    """Let an operation of the store take long, though init_timeout is short."""
+    from torch_rpc_ext._group import stores
+
+    stores._LEAST_PATIENCE = SECONDS
+
+
 @needs_ucx("says only that a store key timed out")
 def test_init_timeout_names_the_missing_ranks() -> None:
     with Group(2, init=False) as group:
+        group[0].run(be_patient_with_the_store)
         # The other worker would wait for longer than this test may take: rank 0 tells it the end.
         other = group[1].init(4, init_timeout=600)
         wait_until_it_waits(group, 1)
@@ -233,7 +241,7 @@ def signal_another_thread_during_a_call(folder: Path, size: int) -> None:
     handle_signals(folder)
 
     def signal_itself() -> None:
-        wait_for_file(begun)
+        wait_for_file(begun, SECONDS)
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 
     threading.Thread(target=signal_itself).start()
@@ -246,7 +254,7 @@ def test_a_signal_that_went_to_another_thread_is_handled_soon(size: int, tmp_pat
     """The kernel may deliver a signal to any thread; Python runs its handler on the main thread."""
     with Group(2) as group:
         call = group[0].start(signal_another_thread_during_a_call, tmp_path, size)
-        wait_for_file(tmp_path / "1")  # which the handler makes while the call runs
+        wait_for_file(tmp_path / "1", SECONDS)  # which the handler makes while the call runs
         assert not call.done()
         (tmp_path / "end").touch()
         call.result()
@@ -396,7 +404,12 @@ def call_all(count: int) -> list[str]:
 
 COMPUTE = """
     import threading, time
-    computes = threading.Event()
+    begun, go_on, computes = threading.Event(), threading.Event(), threading.Event()
+    def sleep():
+        begun.set()
+        time.sleep(600)
+    def wait_to_go_on():
+        go_on.wait()
     def compute():
         x = torch.ones(300, 300)
         while True:
@@ -413,25 +426,28 @@ LEAVINGS = {
     "with a call under way": "future = rpc.rpc_async('me', time.sleep, args=(600,))",
     "with an rref": "rref = rpc.remote('me', torch.neg, args=(torch.ones(3),)); rref.to_here()",
     "with a thread in a call": (
-        "call = threading.Thread(target=rpc.rpc_sync, args=('me', time.sleep, (600,)));"
+        "call = threading.Thread(target=rpc.rpc_sync, args=('me', sleep));"
         "call.daemon = True;"
-        "call.start(); time.sleep(0.3)"
+        "call.start(); begun.wait(60)"
     ),
     # Such a thread comes back from C++ into Python again and again, also while Python ends.
     "with a thread in torch": "threading.Thread(target=compute, daemon=True).start()",
     "with a function in torch": "future = rpc.rpc_async('me', compute); computes.wait(60)",
     # Python ends the thread of such a function while libtorch has the GIL for the function.
     "with a function in Python": "future = rpc.rpc_async('me', nap); computes.wait(60)",
+    # The call may end only then: of one that has ended, the main thread would run the callback.
     "with a callback in Python": (
-        "future = rpc.rpc_async('me', time.sleep, args=(0.1,)).then(nap); computes.wait(60)"
+        "future = rpc.rpc_async('me', wait_to_go_on).then(nap); go_on.set(); computes.wait(60)"
     ),
+    # A call whose time-out passes before its function could begin never begins it.
     "with a function that was given up": (
-        "future = rpc.rpc_async('me', nap, timeout=0.5); computes.wait(60);"
-        "import contextlib\n    with contextlib.suppress(RuntimeError): future.wait()\n"
+        "future = rpc.rpc_async('me', nap, timeout=0.5)\n"
+        "    while not computes.wait(1): future = rpc.rpc_async('me', nap, timeout=0.5)\n"
+        "    import contextlib\n    with contextlib.suppress(RuntimeError): future.wait()\n"
         "    rpc.shutdown()"
     ),
     "with a function of an earlier group": (
-        "future = rpc.rpc_async('me', time.sleep, args=(600,)); time.sleep(0.3);"
+        "future = rpc.rpc_async('me', sleep); begun.wait(60);"
         "rpc.shutdown(graceful=False); init(); rpc.shutdown(graceful=False)"
     ),
 }

@@ -206,5 +206,5 @@ def test_ping_says_what_a_worker_of_another_release_lacks() -> None:
     from torch_rpc_ext.cli import ping
 
     rpc.rpc_sync("worker1", lack_a_function)
-    (answer,) = ping.ping(calls=1)
+    (answer,) = ping.ping(calls=1, timeout=60)
     assert answer.error is not None and "_take" in answer.error, answer

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import multiprocessing
+import operator
 import os
 import signal
 import sys
@@ -140,13 +141,19 @@ def wait_for_end(
     return True
 
 
-def dump_stacks(children: Iterable[Child], seconds: float = 0.5) -> None:
-    """Make the children that still run write the stacks of their threads to their output."""
+def dump_stacks(children: Iterable[Child], seconds: float = 5) -> None:
+    """Make the children that still run write the stacks of their threads to their output; wait
+    until the output of each has grown, and grows no more, for a few seconds at most."""
     running = [child for child in children if child.exitcode is None]
+    before = now = [child.log.stat().st_size for child in running]
     for child in running:
         child.signal(signal.SIGUSR2)
-    if running:
-        time.sleep(seconds)
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        time.sleep(0.2)
+        earlier, now = now, [child.log.stat().st_size for child in running]
+        if now == earlier and all(map(operator.gt, now, before)):
+            break
 
 
 def _enter(
