@@ -333,6 +333,8 @@ class _Hub:
 
 def _hub() -> _Hub:
     session = sessions.require()
+    if not session.agent.started:
+        raise RuntimeError("RPC does not run yet: subscribe after init_rpc() has returned.")
     with session.lock:
         if session.events is None:
             session.events = _Hub(session)

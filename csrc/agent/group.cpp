@@ -38,6 +38,7 @@ Group::Group(
 void Group::start(base::Poller& poller, transport::Handler& handler) {
   remote_->start(poller, runner_, handler);
   loopback_->start(poller, runner_, handler);
+  peers_.start();
 }
 
 std::string Group::introduction() const {

@@ -3,6 +3,7 @@
 #include "compat/torch_compat.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace torch_rpc_ext::agent {
 
@@ -64,6 +65,11 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
         return entry->connection;
       }
     }
+  }
+  if (!started()) {
+    throw std::runtime_error(
+        "RPC does not run yet on this worker: call it after init_rpc() has "
+        "returned");
   }
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
                    : remote_->connect(member->address, introduction());

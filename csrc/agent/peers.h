@@ -6,6 +6,7 @@
 #include "base/synchronized.h"
 #include "transport/transport.h"
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <memory>
@@ -39,9 +40,17 @@ class Peers {
       std::shared_ptr<transport::Context> remote,
       std::shared_ptr<transport::Context> loopback);
 
+  // From now on connection() may connect: the contexts have been started.
+  void start() {
+    started_.store(true);
+  }
+  bool started() const {
+    return started_.load();
+  }
   // A connection to a worker: open or opening; or closed, where the worker
   // cannot be reached: then each send() on it fails with the reason. Throws
-  // when the group has no such worker.
+  // when the group has no such worker, and before start(): the user's threads
+  // may call while init_rpc() is still at work.
   transport::ConnectionPtr connection(worker_id_t id);
 
   // These answer the methods of transport::Handler with the same names.
@@ -139,6 +148,7 @@ class Peers {
   const Hello self_;
   const std::shared_ptr<transport::Context> remote_;
   const std::shared_ptr<transport::Context> loopback_;
+  std::atomic<bool> started_{false};
   base::Synchronized<State> state_;
 };
 

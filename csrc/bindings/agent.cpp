@@ -4,6 +4,7 @@
 #include "bindings/python_thread.h"
 #include "bindings/remote_exception.h"
 #include "bindings/request_callback.h"
+#include "compat/absent_agent.h"
 #include "compat/torch_compat.h"
 
 #include <pybind11/chrono.h>
@@ -80,6 +81,9 @@ std::shared_ptr<UcxAgent> makeAgent(
     rpc::worker_id_t id,
     bool isStatic) {
   letThreadsOutliveTheInterpreter();
+  if (!rpc::RpcAgent::isCurrentRpcAgentSet()) {
+    compat::letFormerAgentGo();
+  }
   return std::shared_ptr<UcxAgent>(
       new UcxAgent(
           options,
@@ -365,6 +369,9 @@ void bindAgent(py::module_& module) {
       .def("waiting_callers", &describeWaiting, Release())
       .def("stop", &UcxAgent::stop, Release())
       .def_property_readonly("stopped", &UcxAgent::stopped)
+      .def_property_readonly(
+          "started",
+          [](UcxAgent& self) { return self.parts().group().peers().started(); })
       .def("leak", [](const std::shared_ptr<UcxAgent>& self) {
         // For a forked child, where the agent must not be destroyed.
         self->abandon();

@@ -97,6 +97,7 @@ struct Fixture {
        .dropValues = nullptr}};
 
   Fixture() {
+    group.peers().start();
     group.setSecret("id of the group", "secret");
     group.add("a", 0, "address of a", 0);
     group.add("b", 1, "address of b", 0);
