@@ -369,6 +369,58 @@ void testAnotherHost() {
       "and the peer hears why");
 }
 
+// The send of the frame fails at its end, when the receiver has all of the
+// frame and goes on to the bulk.
+void testBulkOfAMessageThatWasGivenUp() {
+  Scene scene(/*sameHost=*/false);
+  Answer answer;
+  BulkEntry entry;
+  const std::string bulk(kTooLargeToCarry, 'b');
+  const FrameHeader header =
+      scene.send({plain(bulk)}, answer, entry, /*headBytes=*/kSize);
+  require(header.kind == FrameKind::kBigFrame, "a big frame");
+  scene.resources.close(); // so no send succeeds
+  for (const uint32_t span : {0, 1}) {
+    const base::Buffer data = encode(
+        PullRequest{
+            .firstSpan = span, .spanCount = 1, .bulkAddress = "somewhere"});
+    scene.link->told.clear();
+    scene.hear(
+        {.kind = FrameKind::kPull, .transfer = header.transfer},
+        {reinterpret_cast<const char*>(data.data()), data.size()});
+    require(answer.times == 1 && answer.error, "the message has failed");
+    require(
+        scene.link->state == PeerState::kOpen, "the connection has not ended");
+    require(
+        scene.link->told.size() == 1 &&
+            scene.link->told[0].first.kind == FrameKind::kAbort &&
+            scene.link->told[0].first.transfer == header.transfer,
+        "the peer hears that nothing comes");
+  }
+}
+
+// A peer that has not heard of the end yet reads what was sent, and not what
+// is written into that memory next.
+void testABigFrameIsHeldAfterTheEnd() {
+  Scene scene;
+  Answer answer;
+  BulkEntry entry;
+  const FrameHeader header = scene.send({}, answer, entry, /*headBytes=*/kSize);
+  require(header.kind == FrameKind::kBigFrame, "a big frame");
+  std::vector<Callback> held;
+  scene.locked([&](Locked& locked) {
+    scene.exchange.end(
+        locked,
+        {base::ErrorKind::kPeerLost, "it broke at this end"},
+        [&](Callback callback) { held.push_back(std::move(callback)); });
+  });
+  require(answer.times == 1 && held.size() == 1, "the message has failed");
+  const std::string next(entry.size, 'X'); // would reuse freed memory
+  std::string read(entry.size, 0);
+  require(!scene.fetch({entry}, read.data()), "the memory can be read");
+  require(read == std::string(entry.size, 'h'), "and is what was sent");
+}
+
 void testASenderWithoutDescriptors() {
   Scene scene(/*sameHost=*/false);
   Answer answer;
@@ -774,6 +826,8 @@ int main() {
   testWhatIsReturned();
   testPeerReadsMemory();
   testAnotherHost();
+  testBulkOfAMessageThatWasGivenUp();
+  testABigFrameIsHeldAfterTheEnd();
   testASenderWithoutDescriptors();
   testAReceiverWithoutDescriptors();
   testSmallBulkIsCarried();

@@ -32,6 +32,7 @@ WITH_UCX = {
     "goodbye": ("agent/executor.cpp",),
     "told_again": ("agent/executor.cpp",),
     "many_connections": ("agent/executor.cpp",),
+    "out_of_memory": ("agent/executor.cpp",),
 }
 
 
@@ -61,7 +62,8 @@ def test_a_part_with_ucx(name: str) -> None:
     unmapped. exchange: how bulk is offered, taken, acknowledged and returned. ucx_channel: chunks
     that come before they are expected, or too late. goodbye: a worker that leaves while another
     connects to it is heard to leave. told_again: the word that a connection broke at one end is
-    lost. many_connections: those that have opened do not count as opening."""
+    lost. many_connections: those that have opened do not count as opening. out_of_memory: an
+    allocation fails where others would wait for ever for what follows."""
     built, environment = core.build(
         BUILD,
         {

@@ -70,6 +70,8 @@ class UcxConnection final : public Connection,
     return bulk_ != nullptr && bulk_->pending(locked);
   }
   void closeNow(Locked& locked);
+  // Closes an endpoint of this connection. What UCX has not sent is dropped.
+  void closeByForce(Locked& locked, ucp_ep_h endpoint);
   // Ends the connection with `error`, by this worker's choice. With `flush`,
   // sent messages leave first.
   void fail(Locked& locked, base::Error error, bool flush = false);
@@ -88,7 +90,9 @@ class UcxConnection final : public Connection,
 
  private:
   struct ActiveSend;
+  class Delivery;
   struct Closing;
+  struct Flushing;
   struct Unsent {
     base::Buffer head;
     std::vector<BulkSpan> bulk;
@@ -162,15 +166,20 @@ class UcxConnection final : public Connection,
   void onFrame(Locked& locked, const Message& message);
   void onBigFrame(Locked& locked, const Message& message);
   void fetchBigFrame(
+      const std::shared_ptr<Delivery>& delivery,
       const FrameHeader& header,
       const std::vector<BulkEntry>& entries,
       std::shared_ptr<void> ahead);
-  // Calls Handler::onFrame(), and then deliveryEnds().
-  void deliver(std::unique_ptr<Incoming> incoming);
-  // To be called after the delivery of each frame, and once at the end of the
-  // connection. The last call tells the Handler of the end, so that the Handler
-  // hears of it after all frames: while one thread sees the end, others may
-  // still carry frames to the Handler.
+  // Calls Handler::onFrame().
+  void deliver(Delivery delivery, std::unique_ptr<Incoming> incoming);
+  // Runs `carry`, a void() that carries a frame to the Handler. An exception
+  // fails the connection.
+  template <typename F>
+  void guardDelivery(F&& carry);
+  // To be called after each delivery, and once at the end of the connection.
+  // The last call tells the Handler of the end, so that the Handler hears of it
+  // after all frames: while one thread sees the end, others may still carry
+  // frames to the Handler.
   void deliveryEnds();
 
   // ---- the end (connection_ending.cpp) ----
@@ -180,6 +189,8 @@ class UcxConnection final : public Connection,
   void onPeerChanged(Locked& locked, PeerState before);
   void end(Locked& locked);
   void closeEndpoint(Locked& locked, bool flush);
+  // False if nothing is left to be sent, or nothing can be.
+  bool beginFlush(Locked& locked, ucp_ep_h endpoint);
 
   const std::shared_ptr<UcxContext> context_;
   const uint64_t localToken_;

@@ -20,7 +20,24 @@ struct UcxConnection::Closing {
     return connection->worker();
   }
   void closed(Locked& locked, ucs_status_t /*status*/) {
-    connection->context_->endpointClosed(locked);
+    connection->context_->closing().end(locked);
+  }
+};
+
+// Keeps a connection while an endpoint of it is flushed.
+struct UcxConnection::Flushing {
+  std::shared_ptr<UcxConnection> connection;
+  ucp_ep_h endpoint;
+
+  ControlWorker& worker() const {
+    return connection->worker();
+  }
+  void flushed(Locked& locked, ucs_status_t /*status*/) {
+    locked.postAfter([self = connection, flushed = endpoint](Locked& after) {
+      if (self->context_->closing().flushEnded(after, flushed)) {
+        self->closeByForce(after, flushed);
+      }
+    });
   }
 };
 
@@ -230,25 +247,13 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
   }
   // UCX does not allow an endpoint to be closed inside of a callback of the
   // same endpoint, so this is done after the callback.
-  context_->endpointClosing(locked);
+  context_->closing().begin(locked);
   locked.postAfter([self = shared_from_this(), flush](Locked& after) {
-    auto closing = std::make_unique<Closing>(Closing{self});
-    ucp_request_param_t params{};
-    params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
-        UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-    params.cb.send =
-        FromUcx<base::Boundary::kClosed, &Closing::closed>::sentLast;
-    params.user_data = closing.get();
-    params.flags = flush ? 0 : UCP_EP_CLOSE_FLAG_FORCE;
-    void* request = ucp_ep_close_nbx(self->endpoint_, &params);
-    self->endpoint_ = nullptr;
+    const ucp_ep_h endpoint = std::exchange(self->endpoint_, nullptr);
     self->endpointCloses_ = false;
     self->toldOfEnd_ = false;
-    if (request == nullptr || UCS_PTR_IS_ERR(request)) {
-      self->context_->endpointClosed(after);
-    } else {
-      (void)closing.release(); // sentLast() deletes this object
-      after.needProgress();
+    if (!flush || !self->beginFlush(after, endpoint)) {
+      self->closeByForce(after, endpoint);
     }
     if (std::exchange(self->tellsAgain_, false) &&
         self->peer() != PeerState::kDead) {
@@ -256,6 +261,45 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
       self->context_->ended().tell(after, self->localToken_);
     }
   });
+}
+
+// Not by ucp_ep_close_nbx() without force, which flushes too: while a peer is
+// stopped, that close ends never, and it cannot be forced any more.
+bool UcxConnection::beginFlush(Locked& locked, ucp_ep_h endpoint) {
+  auto flushing =
+      std::make_unique<Flushing>(Flushing{shared_from_this(), endpoint});
+  ucp_request_param_t params{};
+  params.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  params.cb.send =
+      FromUcx<base::Boundary::kClosed, &Flushing::flushed>::sentLast;
+  params.user_data = flushing.get();
+  context_->closing().flushBegins(locked, endpoint, shared_from_this());
+  void* request = ucp_ep_flush_nbx(endpoint, &params);
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) {
+    context_->closing().flushEnded(locked, endpoint);
+    return false;
+  }
+  (void)flushing.release(); // sentLast() deletes this object
+  locked.needProgress();
+  return true;
+}
+
+void UcxConnection::closeByForce(Locked& locked, ucp_ep_h endpoint) {
+  auto closing = std::make_unique<Closing>(Closing{shared_from_this()});
+  ucp_request_param_t params{};
+  params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+      UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+  params.cb.send = FromUcx<base::Boundary::kClosed, &Closing::closed>::sentLast;
+  params.user_data = closing.get();
+  params.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  void* request = ucp_ep_close_nbx(endpoint, &params);
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) {
+    context_->closing().end(locked);
+  } else {
+    (void)closing.release(); // sentLast() deletes this object
+    locked.needProgress();
+  }
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -22,6 +22,31 @@ constexpr size_t kMaxEarlyBytes = 16u << 20;
 
 } // namespace
 
+// A frame on its way to the Handler, which hears of the connection's end only
+// after the frame. If an exception ends the way, the destructor ends the
+// delivery.
+class UcxConnection::Delivery {
+ public:
+  explicit Delivery(std::shared_ptr<UcxConnection> connection)
+      : connection_(std::move(connection)) {
+    connection_->deliveries_.fetch_add(1);
+  }
+  ~Delivery() {
+    end();
+  }
+  Delivery(Delivery&&) noexcept = default;
+  Delivery& operator=(Delivery&&) = delete;
+
+  void end() {
+    if (const auto connection = std::exchange(connection_, nullptr)) {
+      connection->deliveryEnds();
+    }
+  }
+
+ private:
+  std::shared_ptr<UcxConnection> connection_;
+};
+
 void UcxConnection::onMessage(Locked& locked, const Message& message) {
   heard_ = std::chrono::steady_clock::now();
   switch (message.header.kind) {
@@ -130,27 +155,34 @@ void UcxConnection::onFrame(Locked& locked, const Message& message) {
     bulk_->done(message.header.transfer, 0, incoming.error());
     return;
   }
-  deliveries_.fetch_add(1);
   locked.defer([self = shared_from_this(),
+                delivery = Delivery(shared_from_this()),
                 incoming = std::move(incoming.value())]() mutable {
-    self->deliver(std::move(incoming));
+    self->deliver(std::move(delivery), std::move(incoming));
   });
 }
 
-void UcxConnection::deliver(std::unique_ptr<Incoming> incoming) {
+void UcxConnection::deliver(
+    Delivery delivery,
+    std::unique_ptr<Incoming> incoming) {
+  guardDelivery([&] {
+    context_->withHandler([&](Handler& handler) {
+      handler.onFrame(shared_from_this(), std::move(incoming));
+    });
+  });
+  delivery.end();
+}
+
+template <typename F>
+void UcxConnection::guardDelivery(F&& carry) {
   base::guarded(
       base::Boundary::kDelivery,
-      [&] {
-        context_->withHandler([&](Handler& handler) {
-          handler.onFrame(shared_from_this(), std::move(incoming));
-        });
-      },
+      std::forward<F>(carry),
       [&](const base::Error& error) {
         worker().post([self = shared_from_this(), error](Locked& locked) {
           self->fail(locked, error);
         });
       });
-  deliveryEnds();
 }
 
 void UcxConnection::deliveryEnds() {
@@ -192,17 +224,19 @@ void UcxConnection::onBigFrame(Locked&, const Message& message) {
     ahead = handler.onFrameAhead(shared_from_this());
   });
   // Not on the thread that polls, because allocating much memory takes long.
-  deliveries_.fetch_add(1);
   context_->bulk().runner().submit(
       base::makeTask([self = shared_from_this(),
+                      delivery = std::make_shared<Delivery>(shared_from_this()),
                       header,
                       entries = entries.value(),
                       ahead = std::move(ahead)] {
-        self->fetchBigFrame(header, entries, ahead);
+        self->guardDelivery(
+            [&] { self->fetchBigFrame(delivery, header, entries, ahead); });
       }));
 }
 
 void UcxConnection::fetchBigFrame(
+    const std::shared_ptr<Delivery>& delivery,
     const FrameHeader& header,
     const std::vector<BulkEntry>& entries,
     std::shared_ptr<void> ahead) {
@@ -216,32 +250,33 @@ void UcxConnection::fetchBigFrame(
         {base::ErrorKind::kOverloaded,
          "the receiver has no memory for a message of " +
              std::to_string(entries[0].size) + " bytes"});
-    deliveryEnds();
     return;
   }
   bulk_->fetch(
       {.transfer = header.transfer,
        .from = entries,
        .into = {{bytes->data(), bytes->size()}},
-       .callback =
-           [self = shared_from_this(), header, bytes, ahead = std::move(ahead)](
-               const base::Error& error) mutable {
-             auto incoming = error
-                 ? base::Result<std::unique_ptr<Incoming>>(error)
-                 : makeBigIncoming(
-                       self->bulk_->keep(),
-                       header.transfer,
-                       header.count,
-                       std::move(*bytes),
-                       self->context_->options().maxFrameBytes);
-             if (incoming.ok()) {
-               incoming.value()->ahead = std::move(ahead);
-               self->deliver(std::move(incoming.value()));
-             } else {
-               self->bulk_->done(header.transfer, 0, incoming.error());
-               self->deliveryEnds();
-             }
-           }});
+       .callback = [self = shared_from_this(),
+                    delivery,
+                    header,
+                    bytes,
+                    ahead =
+                        std::move(ahead)](const base::Error& error) mutable {
+         auto incoming = error ? base::Result<std::unique_ptr<Incoming>>(error)
+                               : makeBigIncoming(
+                                     self->bulk_->keep(),
+                                     header.transfer,
+                                     header.count,
+                                     std::move(*bytes),
+                                     self->context_->options().maxFrameBytes);
+         if (incoming.ok()) {
+           incoming.value()->ahead = std::move(ahead);
+           self->deliver(std::move(*delivery), std::move(incoming.value()));
+         } else {
+           self->bulk_->done(header.transfer, 0, incoming.error());
+           delivery->end();
+         }
+       }});
 }
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -338,9 +338,16 @@ void UcxContext::stop() {
              std::exchange(connections_, {})) {
           connection->closeNow(locked);
         }
-        return closing_ == 0;
+        return closing_.none(locked);
       },
       kDrainTime);
+  control_->runLocked([this](Locked& locked) {
+    for (const auto& [endpoint, connection] : closing_.takeFlushing(locked)) {
+      connection->closeByForce(locked, endpoint);
+    }
+  });
+  control_->progressUntil(
+      [this](Locked& locked) { return closing_.none(locked); }, kDrainTime);
   bulk_.stop();
   control_->stop();
   control_->runLocked([this](Locked& locked) { ended_.unwatch(locked); });

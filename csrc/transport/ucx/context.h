@@ -5,6 +5,7 @@
 #include "transport/transport.h"
 #include "transport/ucx/abandoned_slots.h"
 #include "transport/ucx/bulk/resources.h"
+#include "transport/ucx/closing_endpoints.h"
 #include "transport/ucx/connection.h"
 #include "transport/ucx/deadlines.h"
 #include "transport/ucx/ended_connections.h"
@@ -115,12 +116,8 @@ class UcxContext final : public Context,
   void acceptEnds(Locked&) {
     --accepting_;
   }
-  // Count the endpoints that UCX is closing; stop() waits for them.
-  void endpointClosing(Locked&) {
-    ++closing_;
-  }
-  void endpointClosed(Locked&) {
-    --closing_;
+  ClosingEndpoints& closing() {
+    return closing_;
   }
 
  private:
@@ -168,7 +165,7 @@ class UcxContext final : public Context,
   std::unordered_map<uint64_t, std::shared_ptr<UcxConnection>> connections_;
   WatchedProcesses processes_;
   size_t accepting_ = 0;
-  size_t closing_ = 0;
+  ClosingEndpoints closing_; // stop() waits for them
 };
 
 } // namespace torch_rpc_ext::transport::ucx

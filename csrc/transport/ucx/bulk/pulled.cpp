@@ -163,10 +163,22 @@ class Pulled final : public Way {
   base::Error onPull(Locked& locked, uint64_t id, base::ConstSpan data) {
     auto request = parsePullRequest(data);
     const Spans* const all = ends_.transfers.find(locked, id);
-    if (!request.ok() || all == nullptr) {
+    if (!request.ok() || !ends_.transfers.wasAdded(locked, id)) {
       return {
           base::ErrorKind::kInvalid,
           "the peer asked for bulk that does not exist"};
+    }
+    if (all == nullptr) {
+      // The send of the frame failed here when all of its bytes had arrived
+      // there, so the peer goes on to the bulk.
+      ends_.link.tellReason(
+          locked,
+          FrameKind::kAbort,
+          id,
+          {base::ErrorKind::kPeerLost,
+           "the other end has given the message up, because a connection "
+           "for large tensors broke"});
+      return {};
     }
     const PullRequest& pull = request.value();
     if (pull.firstSpan > all->size() ||

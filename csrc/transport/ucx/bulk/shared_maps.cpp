@@ -4,6 +4,7 @@
 #include "base/synchronized.h"
 
 #include <algorithm>
+#include <new>
 #include <vector>
 
 namespace torch_rpc_ext::transport::ucx::bulk {
@@ -97,17 +98,46 @@ class SharedMaps::State : public std::enable_shared_from_this<State> {
     std::vector<Used> used;
   };
 
+  // Gives a map back when its last user is gone.
+  struct User {
+    User() = default;
+    ~User() {
+      if (map != nullptr) {
+        state->giveBack(pid, map);
+      }
+    }
+    User(const User&) = delete;
+    User& operator=(const User&) = delete;
+
+    std::shared_ptr<State> state;
+    int32_t pid = 0;
+    std::shared_ptr<SharedMap> map = nullptr;
+  };
+
   std::shared_ptr<SharedMap>
   use(Maps& maps, int32_t pid, const std::shared_ptr<SharedMap>& map) {
-    std::shared_ptr<SharedMap> users(
-        map.get(), [self = shared_from_this(), pid, map](SharedMap*) {
-          self->giveBack(pid, map);
-        });
+    const auto user = std::make_shared<User>();
+    maps.used.reserve(maps.used.size() + 1);
+    // Nothing below throws: an exception would give the map back, which needs
+    // the lock that this thread has.
+    user->state = shared_from_this();
+    user->pid = pid;
+    user->map = map;
+    const std::shared_ptr<SharedMap> users(user, map.get());
     maps.used.push_back({pid, map.get(), users});
     return users;
   }
 
-  void giveBack(int32_t pid, const std::shared_ptr<SharedMap>& map) {
+  // For a destructor. If there is no memory for the note, the map is not kept
+  // for its next use.
+  void giveBack(int32_t pid, const std::shared_ptr<SharedMap>& map) noexcept {
+    try {
+      keep(pid, map);
+    } catch (const std::bad_alloc&) {
+    }
+  }
+
+  void keep(int32_t pid, const std::shared_ptr<SharedMap>& map) {
     if (!home_.isHere()) {
       return; // a thread of the parent may have locked maps_ at the fork
     }

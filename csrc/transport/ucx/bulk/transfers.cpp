@@ -11,7 +11,9 @@ void Transfers::add(
     Spans spans,
     Callback callback) {
   Transfer& transfer = transfers_[next_++];
-  transfer.frame = std::move(frame);
+  if (frame.size() != 0) {
+    transfer.frame = std::make_shared<base::Buffer>(std::move(frame));
+  }
   transfer.spans = std::move(spans);
   transfer.callback = std::move(callback);
 }
@@ -79,6 +81,7 @@ void Transfers::fail(
       // Held, because a peer that is still reading must not see what is written
       // into this memory next.
       hold([callback = it->second.callback,
+            frame = it->second.frame,
             spans = it->second.spans](const base::Error&) {});
     }
     finish(locked, it++);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -38,6 +39,10 @@ class Transfers {
   // fires when the peer does not need them any more.
   void add(Locked&, base::Buffer frame, Spans spans, Callback callback);
 
+  // Whether there is, or was, such a transfer.
+  bool wasAdded(Locked&, uint64_t id) const {
+    return id != 0 && id < next_;
+  }
   // Null if no such transfer exists, or if the transfer has ended.
   const Spans* find(Locked&, uint64_t id) const;
 
@@ -56,10 +61,10 @@ class Transfers {
   // for longer than the peer.
   void done(Locked&, uint64_t id, base::Error error, bool forked = false);
 
-  // The connection is over. Passes the callbacks of transfers that the peer may
-  // still be reading to `hold`, too; a null `hold` means that the peer cannot
-  // be reading. All callbacks fire with `error`, once no channel reads the
-  // memory any more.
+  // The connection is over. What keeps the memory of transfers that the peer
+  // may still be reading goes to `hold`, too; a null `hold` means that the peer
+  // cannot be reading. All callbacks fire with `error`, once no channel reads
+  // the memory any more.
   void fail(
       Locked&,
       const base::Error& error,
@@ -70,7 +75,7 @@ class Transfers {
 
  private:
   struct Transfer {
-    base::Buffer frame;
+    std::shared_ptr<base::Buffer> frame; // null: not big
     Spans spans;
     Callback callback;
     bool done = false;
