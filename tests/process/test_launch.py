@@ -32,6 +32,7 @@ from torch.distributed import rpc as untyped_rpc
 
 from tests.support.backend import ROOT, backend_name
 from torch_rpc_ext.launch import Worker, WorkerExitedError, WorkerGroup, _rpc
+from torch_rpc_ext.launch.process import split_lines
 
 sys.path.append(str(ROOT / "tutorials"))
 import execute  # noqa: E402
@@ -236,6 +237,25 @@ def test_an_error_of_show_harms_no_call(caplog: pytest.LogCaptureFixture) -> Non
     assert record.exc_info is not None and "nobody reads line" in str(record.exc_info[1])
 
 
+def test_output_without_line_ends_is_cut() -> None:
+    lines: list[str] = []
+    with WorkerGroup(1, show=lambda name, line: lines.append(line)) as group:
+        group[0].submit(print, "ä" * 300_000, end="", flush=True).result(PATIENCE)
+        assert [len(line) for line in lines] == [65536] * 4
+        group[0].submit(print, "!").result(PATIENCE)
+    assert "".join(lines) == "ä" * 300_000 + "!"
+
+
+def test_only_the_last_version_of_a_progress_bar_is_kept() -> None:
+    bar = "\r".join("x" * 1000 + f"{done}%" for done in range(100))
+    last = "x" * 1000 + "99%"
+    assert split_lines(f"first\n10%\r20%\r\n{bar}") == (["first", "20%"], last)
+    # What follows may be the line end, or the next version.
+    assert split_lines(f"{bar}\r") == ([], f"{last}\r")
+    assert split_lines(f"{last}\r\n") == ([last], "")
+    assert split_lines(f"{last}\r100%\n") == (["100%"], "")
+
+
 def leave_a_child_that_prints() -> int:
     code = "import time\nwhile True: print('still here', flush=True); time.sleep(0.05)"
     return subprocess.Popen([sys.executable, "-c", code]).pid
@@ -263,20 +283,16 @@ class Leaving:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_end_of_the_thread_that_reads_ends_the_worker(tmp_path: Path) -> None:
-    def leave(_: Future[Any]) -> None:
+def test_the_end_of_the_thread_that_reads_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave() -> bool:
         raise SystemExit
 
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
     with WorkerGroup(["ps"]) as group:
-        with pytest.raises(SystemExit):  # the call's own, which does not end the thread
+        with pytest.raises(SystemExit):  # the call's own, which ends no thread
             group[0].submit(Leaving).result(PATIENCE)
-        first = group[0].submit(pipe.read_text)
+        monkeypatch.setattr(group[0], "_take_reply", leave)
+        group[0].submit(len, "four")
         asleep = group[0].submit(time.sleep, 1000)
-        first.add_done_callback(leave)  # runs on the thread that reads
-        pipe.write_text("go on")
-        assert first.result(PATIENCE) == "go on"
         with pytest.raises(WorkerExitedError, match="did not finish sleep"):
             asleep.result(PATIENCE)
 

@@ -1,14 +1,15 @@
 """The messages between the process of a group and the process of a worker, over a pipe.
 
 A message begins with the key of a request. Behind the key a request has ``(function, args,
-kwargs)``, and a reply ``(ok, value)``. cloudpickle pickles both: functions and classes of a
-notebook or a script by value, those that can be imported by name. A key alone interrupts its
-request.
+kwargs)``, and a reply ``(True, result)`` or ``(False, (error, text, note))``; see dump_error().
+cloudpickle pickles both: functions and classes of a notebook or a script by value, those that can
+be imported by name. A key alone interrupts its request.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import itertools
 import linecache
@@ -64,20 +65,42 @@ def load(message: bytes) -> Any:
 def dump_error(key: bytes, error: BaseException, worker: str) -> bytes:
     """Return the reply that raises ``error`` at the caller, with the traceback as a note.
 
-    An error that cannot be pickled becomes a RuntimeError with its type and text.
+    The reply holds the pickled error, the error's type and text, and the note, side by side. So the
+    text and the note arrive also when the error cannot be pickled here or loaded there.
     """
-    text = "".join(traceback.format_exception(error)).rstrip()
+    trace = traceback.TracebackException.from_exception(error)
+    note = f"on {worker}:\n" + "".join(trace.format()).rstrip()
+    # Not str(error), because a __str__ may raise. Only the first line, because the error's own
+    # notes follow, which are in the note as well. A SyntaxError's lines begin with the place.
+    lines = trace.format_exception_only()
+    text = "".join(lines if isinstance(error, SyntaxError) else [next(lines)]).rstrip()
+    data: bytes | None
     try:
-        error.add_note(f"on {worker}:\n{text}")
-        data = dump(key, (False, error))
-        load(data)
-    except Exception:  # noqa: BLE001  pickling a class of a user may raise anything
-        # Unlike str(), this survives a __str__ that raises.
-        lines = traceback.format_exception_only(error)
-        plain = RuntimeError("".join(lines).rstrip())
-        plain.add_note(f"on {worker}:\n{text}")
-        data = dump(key, (False, plain))
-    return data
+        data = dump(b"", error)
+    except BaseException:  # noqa: BLE001  pickling a class of a user may raise anything
+        data = None
+    return dump(key, (False, (data, text, note)))
+
+
+def load_reply(message: bytes) -> tuple[bool, Any]:
+    """Return whether the function returned, and what it returned or raised.
+
+    An error that cannot be loaded becomes a RuntimeError with the error's type and text.
+    """
+    ok, value = load(message)
+    return (True, value) if ok else (False, _load_error(*value))
+
+
+def _load_error(data: bytes | None, text: str, note: str) -> BaseException:
+    if data is not None:
+        with contextlib.suppress(BaseException):  # loading a class of a user may raise anything
+            error = pickle.loads(data)
+            if isinstance(error, BaseException):
+                error.add_note(note)
+                return error
+    plain = RuntimeError(text)
+    plain.add_note(note)
+    return plain
 
 
 def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _rpc
-from torch_rpc_ext.launch.process import Worker, run_on, wait_all
+from torch_rpc_ext.launch.process import Worker, run_each, run_on, wait_all
 
 __all__ = ["WorkerGroup"]
 
@@ -55,7 +55,10 @@ class WorkerGroup:
             (OMP_NUM_THREADS=1) unless `env` or this process's environment says otherwise.
         show: called with a worker's name and a line that the worker has printed, one call at a time
             for each worker; prints both by default. ``lambda name, line: None`` for silence. The
-            first error of `show` is logged for each worker; output is shown on.
+            first error of `show` is logged for each worker; output is shown on. `show` must return
+            soon and must not wait for a call on that worker: the worker's next results wait until
+            `show` returns, because a call's output is shown before the call returns. `show` may
+            kill workers.
 
     Raises:
         ValueError: no workers, or one name twice.
@@ -147,7 +150,10 @@ class WorkerGroup:
             What the function returned on each worker, in the order of the names.
 
         Raises:
-            WorkerExitedError: a worker's process ended while the function ran.
+            WorkerExitedError: a worker's process had ended before, and the function ran on no
+                worker, or ended while the function ran.
+            RuntimeError: the group is not started; or the function raised an exception that cannot
+                be pickled there or loaded here, whose type and text are in the message.
             Exception: the first exception that the function raised, with the worker's traceback as
                 a note. Other workers may still be running the function.
         """
@@ -178,7 +184,10 @@ class WorkerGroup:
         Raises:
             ValueError: no such back end.
             TypeError: no such option.
-            RuntimeError: RPC is initialized already, here or on the workers.
+            WorkerExitedError: a worker's process has ended. If the process had ended before, no
+                worker calls rpc.init_rpc.
+            RuntimeError: RPC is initialized already, here or on the workers; or the group is not
+                started.
             Exception: what a worker's init_rpc raised; stop() the group then.
         """
         workers = self._started()
@@ -195,10 +204,8 @@ class WorkerGroup:
         size = len(workers) + before
         session = _rpc.Session(backend, size, self._sessions, {**options, "init_method": meeting})
         session.check()  # a wrong option is an error before any worker waits for another
-        calls = [
-            worker.submit(session.init, worker.name, rank)
-            for rank, worker in enumerate(workers, start=before)
-        ]
+        args = [(worker.name, rank) for rank, worker in enumerate(workers, start=before)]
+        calls = run_each(workers, session.init, args)
         self._rpc, self._backend = True, backend
         if join is not None:
             session.init(join, 0)
@@ -298,5 +305,7 @@ def _everywhere(
 def _kill(workers: list[Worker], owner: int) -> None:
     # In a forked child the group is collected too; the workers belong to its parent.
     if os.getpid() == owner:
-        for worker in workers:
-            worker.kill()
+        # The stack calls the last first, and all of them also when one raises.
+        with contextlib.ExitStack() as kills:
+            for worker in reversed(workers):
+                kills.callback(worker.kill)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -12,15 +14,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing import connection
 from typing import IO, Any, ParamSpec, TypeVar
 
 from torch_rpc_ext.launch import _protocol
+from torch_rpc_ext.launch._completer import Completer
 
-__all__ = ["Worker", "WorkerExitedError", "run_on", "wait_all"]
+__all__ = ["Worker", "WorkerExitedError", "run_each", "run_on", "split_lines", "wait_all"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,8 @@ _KEPT_LINES = 20
 # How often to check that the process still runs, s. Usually the end of its pipes shows its end
 # before.
 _LOOK = 0.5
+# How many characters without a line end are kept before they are shown as a line.
+_LONGEST_REST = 65536
 # How many bytes one read takes from the output, and how many its pipe can hold.
 _READ_SIZE = 65536
 _PIPE_SIZE = 1 << 20
@@ -73,13 +78,13 @@ class Worker:
         future = worker.submit(train, 10)
         print(worker.pid, future.result())
 
-    Owns: the process, the pipe to it, a thread that sends requests and a thread that reads the
-    process's replies and output. Thread Safety: any thread.
+    Owns: the process, the pipe to it, a thread that sends requests, a thread that reads the
+    process's replies and output, and threads that complete calls. Thread Safety: any thread.
 
     Args:
         name: of the worker.
         env: the process's environment.
-        show: called with the worker's name and a line that the worker has printed.
+        show: called with the worker's name and a line that the worker has printed; see WorkerGroup.
     """
 
     def __init__(self, name: str, env: Mapping[str, str], show: Callable[[str, str], None]) -> None:
@@ -112,6 +117,8 @@ class Worker:
                 start_new_session=True,
             )
         self._thread = threading.Thread(target=self._read, name=f"output-{name}", daemon=True)
+        # Before the thread that reads starts, because that thread uses the completer.
+        self._completer = Completer(name)
         self._thread.start()
         # A thread of its own, because Ctrl-C in the main thread would cut a message.
         threading.Thread(target=self._send, name=f"input-{name}", daemon=True).start()
@@ -140,18 +147,26 @@ class Worker:
 
         Returns:
             A future of what the function returns. The future raises what the function raises, with
-            the worker's traceback as a note, or WorkerExitedError when the process ends before.
+            the worker's traceback as a note; RuntimeError with the exception's type and text when
+            the exception cannot be pickled on the worker or loaded here; WorkerExitedError when the
+            process ends before. The future's done-callbacks may block, or call this worker: each
+            future is completed in another thread than those whose callbacks still run.
 
         Raises:
             WorkerExitedError: the process has ended.
+            Exception: what pickling the function or the arguments raised.
         """
-        [future] = _submit_to([self], _protocol.new_key(), function, args, kwargs)
-        return future
+        key = _protocol.new_key()
+        return self._begin(key, _name(function), _protocol.dump(key, (function, args, kwargs)))
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function on the worker and return what the function returns; see submit().
 
         Ctrl-C in this process interrupts the function on the worker, or keeps it from beginning.
+
+        Raises:
+            WorkerExitedError: the process has ended, or ended while the function ran.
+            Exception: what the future of submit() raises.
         """
         [future] = run_on([self], function, args, kwargs)
         return future.result()
@@ -167,7 +182,7 @@ class Worker:
         """Kill the process and all processes that it has started."""
         self._kill_all()
         self._process.wait()
-        self._thread.join(2 * _LOOK)
+        self._join()
 
     def end(self) -> None:
         """Ask the process to end after all submitted functions; wait() waits for the end."""
@@ -179,15 +194,26 @@ class Worker:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return False
-        self._thread.join(2 * _LOOK)
+        self._join()
         return True
+
+    def _join(self) -> None:
+        """Wait for a while until all output is shown and all calls are completed."""
+        # The user's function `show`, and the garbage collection of a group, may call kill() and
+        # wait() in the thread that reads. A thread cannot wait for its own end.
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _LOOK)
+
+    def _check_alive(self, what: str) -> None:
+        """Raise WorkerExitedError when the process has ended."""
+        if self._ended or self.exitcode is not None:
+            raise self._exited(f"cannot run {what}")
 
     def _begin(self, key: bytes, what: str, request: bytes) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._lock:
-            if self._ended or self.exitcode is not None:
-                raise self._exited(f"cannot run {what}")
+            self._check_alive(what)
             self._outbox.put(request)
             # Ctrl-C may come here. Then nobody has the future, and _take_reply() drops the reply.
             self._calls[key] = what, future
@@ -199,7 +225,10 @@ class Worker:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _read(self) -> None:
-        """Show output and complete calls until the process has ended."""
+        """Show output and hand replies to the completer until the process has ended.
+
+        `show` is the only function of the user's that this thread runs.
+        """
         assert self._process.stdout is not None
         output = self._process.stdout
         try:
@@ -210,6 +239,7 @@ class Worker:
         finally:
             self._process.wait()
             self._fail_calls()
+            self._completer.end()
             self._outbox.put(None)
             output.close()
 
@@ -223,7 +253,9 @@ class Worker:
 
     def _relay(self, output: IO[bytes]) -> None:
         os.set_blocking(output.fileno(), False)
-        text = b""
+        # A read may end within a character; the decoder keeps the character's first bytes.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = ""
         open_ends: list[Any] = [self._pipe, output]
         while open_ends:
             # Asked before the pipes are read: what an ended process has written is all there.
@@ -232,7 +264,7 @@ class Worker:
             # Output before replies: what a call has printed is shown when the call returns.
             if output in open_ends:
                 data = _available(output.fileno())
-                text = self._show_lines(text + (data or b""))
+                text = self._show_lines(text + decoder.decode(data or b""))
                 if data is None:
                     open_ends.remove(output)
             if self._pipe in ready:
@@ -240,18 +272,17 @@ class Worker:
                     open_ends.remove(self._pipe)
             elif ended:
                 break  # a child of the process may hold the pipes open, and print
+        text += decoder.decode(b"", final=True)
         if text:
-            self._show_lines(text + b"\n")
+            self._show_lines(text + "\n")
 
-    def _show_lines(self, text: bytes) -> bytes:
+    def _show_lines(self, text: str) -> str:
         """Show the complete lines; return the incomplete rest."""
-        *lines, rest = text.split(b"\n")
+        lines, rest = split_lines(text)
         for line in lines:
-            # A progress bar rewrites its line behind "\r"; a terminal shows the last version.
-            plain = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            self._lines.append(plain)
+            self._lines.append(line)
             try:
-                self._show(self.name, plain)
+                self._show(self.name, line)
             except BaseException:
                 # A full disk, or the end of `python program.py | head`. The output is read on: a
                 # worker whose output nobody reads stops when the pipe is full.
@@ -261,7 +292,7 @@ class Worker:
         return rest
 
     def _take_reply(self) -> bool:
-        """Complete a call with the next reply; return False at the end of the pipe."""
+        """Have a call completed with the next reply; return False at the end of the pipe."""
         try:
             data = self._pipe.recv_bytes()
         except (EOFError, OSError):
@@ -271,14 +302,7 @@ class Worker:
         if call is None:
             return True
         _, future = call
-        try:
-            ok, value = _protocol.load(data)
-        except BaseException as error:  # noqa: BLE001  the class of the result is not here, say
-            ok, value = False, error
-        if ok:
-            future.set_result(value)
-        else:
-            future.set_exception(value)
+        self._completer.put(functools.partial(_complete, future, data))
         return True
 
     def _fail_calls(self) -> None:
@@ -287,7 +311,10 @@ class Worker:
             calls = list(self._calls.values())
             self._calls.clear()
         for what, future in calls:
-            future.set_exception(self._exited(f"did not finish {what}"))
+            error = self._exited(f"did not finish {what}")
+            self._completer.put(functools.partial(future.set_exception, error))
+        # So that the calls are done when kill() returns. A future is done before its callbacks run.
+        futures.wait([future for _, future in calls], 2 * _LOOK)
 
     def _exited(self, why: str) -> WorkerExitedError:
         text = f"worker {self.name!r} has ended (exit code {self._process.returncode}) and {why}"
@@ -308,34 +335,106 @@ def run_on(
 
     Returns:
         The call of each worker.
+
+    Raises:
+        WorkerExitedError: a worker has ended before; the function runs on no worker.
+        Exception: what pickling the function or the arguments raised.
     """
     key = _protocol.new_key()
-    try:
-        calls = _submit_to(workers, key, function, args, kwargs)
+    request = _protocol.dump(key, (function, args, kwargs))
+    _check_all_alive(workers, function)
+    with _interrupting(workers, key):
+        calls = [worker._begin(key, _name(function), request) for worker in workers]
         futures.wait(calls, return_when=futures.FIRST_EXCEPTION)
-    except KeyboardInterrupt:
-        for worker in workers:
-            worker._outbox.put(key)  # a worker that has run the function ignores this
-        raise
     return calls
 
 
-def _submit_to(
-    workers: list[Worker],
-    key: bytes,
-    function: Callable[..., T],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+def run_each(
+    workers: list[Worker], function: Callable[..., T], args: Sequence[Sequence[Any]]
 ) -> list[Future[T]]:
-    request = _protocol.dump(key, (function, args, kwargs))
-    what = getattr(function, "__qualname__", repr(function))
-    return [worker._begin(key, what, request) for worker in workers]
+    """Begin a function on all workers, each with its own arguments, without waiting for the end.
+
+    Args:
+        workers: the workers.
+        function: the function.
+        args: the arguments for each worker.
+
+    Returns:
+        The call of each worker.
+
+    Raises:
+        WorkerExitedError: a worker has ended before; the function runs on no worker. If the worker
+            ends just now, the function is interrupted on the others.
+        Exception: what pickling the function or the arguments raised.
+    """
+    key = _protocol.new_key()
+    requests = [_protocol.dump(key, (function, own, {})) for own in args]
+    _check_all_alive(workers, function)
+    with _interrupting(workers, key):
+        pairs = zip(workers, requests, strict=True)
+        return [worker._begin(key, _name(function), request) for worker, request in pairs]
+
+
+def _check_all_alive(workers: list[Worker], function: Callable[..., Any]) -> None:
+    """Raise WorkerExitedError when a worker has ended.
+
+    Asked before the function begins on any worker: it may wait there for the other workers.
+    """
+    for worker in workers:
+        worker._check_alive(_name(function))
+
+
+@contextlib.contextmanager
+def _interrupting(workers: list[Worker], key: bytes) -> Iterator[None]:
+    """Interrupt a request on all workers when the block raises."""
+    try:
+        yield
+    except BaseException:
+        for worker in workers:
+            worker._outbox.put(key)  # a worker that has run the request ignores this
+        raise
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _complete(future: Future[Any], reply: bytes) -> None:
+    try:
+        ok, value = _protocol.load_reply(reply)
+    except BaseException as error:  # noqa: BLE001  the class of the result is not here, say
+        ok, value = False, error
+    if ok:
+        future.set_result(value)
+    else:
+        future.set_exception(value)
 
 
 def wait_all(workers: list[Worker], timeout: float) -> list[Worker]:
     """Wait until all workers have ended, at most `timeout` s; return those that have not."""
     end = time.monotonic() + timeout
     return [worker for worker in workers if not worker.wait(max(end - time.monotonic(), 0))]
+
+
+def split_lines(text: str) -> tuple[list[str], str]:
+    """Split output into the complete lines and what is to be kept of the incomplete rest.
+
+    A progress bar rewrites its line behind "\\r". A terminal shows the last version, and only that
+    is kept, so that a long progress bar takes no memory. A rest that is too long is cut into lines.
+    """
+    *lines, rest = text.split("\n")
+    # The last "\r" may belong to a line end whose "\n" is still to come.
+    end = "\r" if rest.endswith("\r") else ""
+    rest = _last_version(rest) + end
+    plain = [_last_version(line) for line in lines]
+    while len(rest) > _LONGEST_REST:
+        plain.append(rest[:_LONGEST_REST])
+        rest = rest[_LONGEST_REST:]
+    return plain, rest
+
+
+def _last_version(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _available(handle: int) -> bytes | None:
