@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -306,6 +305,7 @@ class Server:
             self._server.shutdown()  # waits for the thread
         self._server.server_close()
         self._thread.join()
+        _servers.discard(self)
 
     def __enter__(self) -> Server:
         return self
@@ -319,7 +319,9 @@ class Server:
         self.close()
 
 
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+# The servers that are not closed. A set keeps a server whose Server the program does not keep: the
+# server still listens.
+_servers: set[Server] = set()
 
 
 @functools.cache
@@ -331,6 +333,7 @@ def _close_in_child() -> None:
     """Close the listening sockets in a forked child, which would keep their ports taken."""
     for server in _servers:
         server._server.server_close()
+    _servers.clear()
 
 
 def serve(
@@ -342,7 +345,7 @@ def serve(
     """Offer the metrics over HTTP, from a thread.
 
     Args:
-        port: TCP port; 0 for any free port (the result's `port` says which).
+        port: TCP port, an int; 0 for any free port (the result's `port` says which).
         address: IP address to listen on. By default only this host can connect; there is no
             authentication, so ``0.0.0.0`` shows the metrics to everybody who reaches the port.
         registry: what to offer; by default this worker's metrics and nothing else.
@@ -352,10 +355,14 @@ def serve(
 
     Raises:
         ValueError: no such port number.
+        TypeError: `port` is no int.
         OSError: the port is taken, or the address is not of this host; the text says which.
     """
+    wanted = "port must be an int from 0 to 65535, 0 for any free port"
+    if not isinstance(port, int) or isinstance(port, bool):
+        raise TypeError(f"{wanted}, got {port!r}")
     if not 0 <= port <= 65535:
-        raise ValueError(f"port must be from 0 to 65535, got {port!r}")
+        raise ValueError(f"{wanted}, got {port!r}")
     try:
         server, thread = prometheus.start_http_server(port, address, registry or _own_registry())
     except OSError as error:

@@ -20,6 +20,7 @@ The loop, the waiting times and the conditions are tenacity's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -40,6 +41,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base import option_checks
 from torch_rpc_ext._base.call_checks import require_call_timeout
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
+from torch_rpc_ext._calls import wire_dtype
 from torch_rpc_ext._calls.attempts import begin
 from torch_rpc_ext._group import sessions
 
@@ -151,7 +153,8 @@ class RetryPolicy:
         """Call as this class's rpc_sync() does, but do not wait.
 
         No thread waits for the call: the thread that receives a failed attempt's answer begins the
-        next attempt, or hands the pause to a thread that ends the pauses of all calls.
+        next attempt, or hands the pause to a thread that ends the pauses of all calls. All attempts
+        are in the wire_dtype() block that this call is in.
 
         Args:
             to: as in rpc_sync().
@@ -164,12 +167,18 @@ class RetryPolicy:
             A future of what the function returns, or of the last attempt's error.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        return begin(
-            self._arguments(),
-            lambda: rpc.rpc_async(
-                to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)
-            ),
-        )
+        block: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if sessions.current() is not None:  # on another back end, wire_dtype() does nothing
+            block = functools.partial(wire_dtype.as_in_block, wire_dtype.of_block())
+
+        def attempt() -> Future[T]:
+            with block():  # the block belongs to a thread, and this may be another thread
+                future: Future[T] = rpc.rpc_async(
+                    to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)
+                )
+            return future
+
+        return begin(self._arguments(), attempt)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Decorate a function so that it runs again as the policy says.
@@ -177,8 +186,18 @@ class RetryPolicy:
         Decorating an `async def` gives an `async def`. The deadline cannot shorten an attempt that
         has begun: the calls within the function have their own time-outs. The decorated function
         raises what the last attempt raised.
+
+        Raises:
+            TypeError: `function` is a generator function, with `def` or `async def`.
         """
-        if _is_async(function):
+        if _is(function, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+            # A call of it only makes the generator and cannot fail, so no attempt would follow.
+            raise TypeError(
+                "RetryPolicy cannot repeat a generator function, got "
+                f"{getattr(function, '__qualname__', function)}: decorate the function that makes "
+                "the call."
+            )
+        if _is(function, inspect.iscoroutinefunction):
 
             async def run_again(*args: P.args, **kwargs: P.kwargs) -> Any:
                 retrying = tenacity.AsyncRetrying(**self._arguments())
@@ -221,11 +240,10 @@ def _has_ended(session: sessions.Session | None) -> bool:
     return session is not None and (now is None or bool(now.agent.stopped))
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function makes a coroutine; it may be an object with __call__."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  callable() would not tell its kind
-    )
+def _is(function: Callable[..., Any], *kinds: Callable[[Any], bool]) -> bool:
+    """Return whether a function is of one of the kinds; it may be an object with __call__."""
+    called = getattr(function, "__call__", None)  # noqa: B004  callable() would not tell its kind
+    return any(is_kind(function) or is_kind(called) for is_kind in kinds)
 
 
 def _timeout(timeout: float | None, end: float | None) -> float:

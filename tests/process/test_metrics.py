@@ -220,6 +220,9 @@ def test_wrong_places_are_named() -> None:
 
     with pytest.raises(ValueError, match="70000"):
         metrics.serve(70_000)
+    for port in ("9400", 9400.5, True, None):
+        with pytest.raises(TypeError, match=f"an int from 0 to 65535.*, got {port!r}$"):
+            metrics.serve(port)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="192.0.2.1"):
         metrics.serve(address="192.0.2.1")
 
@@ -296,3 +299,33 @@ HOLD = """
 def test_a_forked_child_does_not_hold_the_port() -> None:
     ended = script.python(HOLD, timeout=100)
     assert ended.code == 0, ended
+
+
+ABANDON = """
+    import os, socket
+    from torch_rpc_ext import metrics
+
+    there, go_on = os.pipe(), os.pipe()
+    serving = os.fork()
+    if not serving:
+        port = metrics.serve().port  # nobody keeps the Server
+        if not os.fork():
+            os.write(there[1], str(port).encode())
+            os.close(go_on[1])
+            os.read(go_on[0], 1)  # until the first process has ended
+        os._exit(0)
+    port = int(os.read(there[0], 9))
+    os.waitpid(serving, 0)
+    socket.create_server(("127.0.0.1", port)).close()
+"""
+
+
+def test_a_forked_child_does_not_hold_the_port_of_a_server_that_nobody_keeps() -> None:
+    ended = script.python(ABANDON, timeout=100)
+    assert ended.code == 0, ended
+
+
+def test_a_closed_server_is_forgotten() -> None:
+    code = "from torch_rpc_ext import metrics; metrics.serve().close(); print(metrics._servers)"
+    ended = script.python(code, timeout=100)
+    assert ended.out.strip() == "set()", ended

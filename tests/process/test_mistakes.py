@@ -238,6 +238,47 @@ def test_workers_of_a_group_call_that_are_no_list(how: str) -> None:
             GROUP_CALLS[how](to, f.nothing, ())
 
 
+@workers(2)
+@pytest.mark.parametrize("how", GROUP_CALLS)
+def test_workers_of_a_group_call_without_indices(how: str) -> None:
+    for to in ({"worker1"}, frozenset({1}), {"worker1": 0}, {"worker1": 0}.keys()):
+        GROUP_CALLS[how](to, f.nothing, ())
+
+
+@workers(2)
+def test_items_that_are_no_list() -> None:
+    for items, kind in (
+        ({"a": 1}, "dict"),
+        ({1}, "set"),
+        ((item for item in [1]), "generator"),
+        ({"a": 1}.values(), "dict_values"),
+        (1, "int"),
+    ):
+        with pytest.raises(TypeError, match=f"needs a list of .*, got a {kind}: pass a list or a"):
+            scripting.map_reduce(["worker1"], torch.neg, items, torch.add)
+    for some in (torch.ones(2), range(2), numpy.ones(2)):
+        assert scripting.map_reduce(["worker1"], f.identity, some, lambda a, b: a + b) > 0
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise LookupError("not to be pickled")
+
+
+@workers(2)
+def test_a_worker_of_a_group_call_that_is_none() -> None:
+    """The call to it does not begin; those to the others give their results."""
+    for wrong in (None, 1.5, torch.tensor(1)):
+        wanted: list[Any] = [wrong, "worker1"]
+        named = re.escape(f"1 of 2 workers failed: {wrong!s}: ")
+        assert scripting.first_of(wanted, f.identity, (7,)) == 7
+        with pytest.raises(scripting.GroupError, match=named) as one:
+            scripting.gather(wanted, f.identity, (7,))
+        assert one.value.results == {"worker1": 7}
+        with pytest.raises(scripting.GroupError, match="workers failed: worker1: LookupError: not"):
+            scripting.map_reduce(["worker1"], f.identity, [1, Unpicklable()], lambda a, b: a + b)
+
+
 @needs_ucx("tries for five minutes, and names no file")
 def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()

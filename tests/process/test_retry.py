@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +20,9 @@ from tests.process import functions as f
 from tests.process import remote_functions as m
 from tests.process.deaths import served
 from tests.process.group import Group
+from tests.support import script
 from tests.support.backend import needs_ucx
+from torch_rpc_ext import wire_dtype
 from torch_rpc_ext.errors import OverloadedError
 
 pytestmark = needs_ucx("has no errors by kind")
@@ -317,6 +320,58 @@ def test_async_functions(pair: Group) -> None:
     pair.run(check_async_functions)
 
 
+def first_number(tensor: torch.Tensor, times: int) -> float:
+    """Fail ``times`` times; then return the number that has arrived."""
+    fail_first(times, "OverloadedError")
+    return float(tensor[0])
+
+
+def check_wire_dtype() -> None:
+    x = torch.full((4,), 1 / 3)
+    with wire_dtype(torch.bfloat16):
+        patient = policy()
+        futures = [patient.rpc_async("worker1", first_number, args=(x, 0))]
+        once = rpc.rpc_sync("worker1", first_number, args=(x, 0))
+    assert once == float(x.bfloat16()[0]) != float(x[0])
+
+    async def ask(times: int) -> Any:
+        return rpc.rpc_sync("worker1", first_number, args=(x, times))
+
+    for times in (1, 2):
+        with wire_dtype(torch.bfloat16):
+            # This thread leaves the block before the second attempt.
+            futures.append(policy(wait=0.2).rpc_async("worker1", first_number, args=(x, times)))
+        assert futures[-1].wait() == once
+        with wire_dtype(torch.bfloat16):
+            assert patient.rpc_sync("worker1", first_number, args=(x, times)) == once
+            assert asyncio.run(patient(ask)(times)) == once
+        # Blocks that other attempts were in, on the threads that end pauses, do not count.
+        assert patient.rpc_async("worker1", first_number, args=(x, times)).wait() == float(x[0])
+    assert [future.wait() for future in futures] == [once] * 3
+
+
+def test_all_attempts_are_in_the_wire_dtype_block_of_the_call(pair: Group) -> None:
+    pair.run(check_wire_dtype)
+
+
+TENSORPIPE = """
+    import sys
+    from torch.distributed import rpc
+    from torch_rpc_ext import RetryPolicy
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method="file://{path}")
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+    assert RetryPolicy().rpc_async("me", abs, args=(-1,)).wait() == 1
+    rpc.shutdown()
+    assert "torch_rpc_ext._C" not in sys.modules
+"""
+
+
+def test_a_policy_on_tensorpipe_does_not_load_the_extension(tmp_path: Path) -> None:
+    ended = script.python(TENSORPIPE.format(path=tmp_path / "store"), timeout=100)
+    assert ended.code == 0, ended
+
+
 def test_calls_have_no_threads(pair: Group) -> None:
     pair.run(check_threads)
 
@@ -483,3 +538,23 @@ def test_one_class_may_be_retried_on() -> None:
         return {1: "found"}[tries[-1]]
 
     assert look() == "found"
+
+
+def numbers() -> Any:
+    yield 1
+
+
+async def numbers_of_coroutine() -> Any:
+    yield 1
+
+
+class Numbers:
+    def __call__(self) -> Any:
+        yield 1
+
+
+@pytest.mark.parametrize("function", [numbers, numbers_of_coroutine, Numbers()])
+def test_a_generator_function_is_refused(function: Any) -> None:
+    """A call of it fails when the generator runs, which the policy does not see."""
+    with pytest.raises(TypeError, match=r"cannot repeat a generator.*umbers.*that makes the call"):
+        policy()(function)

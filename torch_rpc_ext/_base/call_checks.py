@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
@@ -62,3 +62,28 @@ def require_workers(what: str, workers: Any, least: int = 1) -> None:
     if not is_list or len(workers) < least:
         wanted = "one worker or more" if least else "workers"
         raise ValueError(f"{what} needs a list of {wanted}, got {workers!r}")
+
+
+def require_items(what: str, items: Any) -> None:
+    """Raise where a function that calls once for each item does not get a list of items.
+
+    A list is whatever has a length and takes an index: a tensor or a data set, too.
+
+    Args:
+        what: the function that the user has called.
+        items: what the user has given.
+
+    Raises:
+        TypeError: `items` is no list.
+        ValueError: `items` is empty.
+    """
+    kind = type(items)
+    # A dictionary takes keys, not indices.
+    is_list = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
+    if not is_list or isinstance(items, Mapping):
+        raise TypeError(
+            f"{what} needs a list of one item or more, got a {kind.__name__}: pass a list or a "
+            "tuple of the items."
+        )
+    if not len(items):
+        raise ValueError(f"{what} needs one item or more, got none")

@@ -15,7 +15,12 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.futures import Future
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
+from torch_rpc_ext._base.call_checks import (
+    arguments,
+    require_call_timeout,
+    require_items,
+    require_workers,
+)
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls import fan_out
 
@@ -83,8 +88,9 @@ class _Calls:
         require_workers(what, workers)
         require_call_timeout(timeout)
         self.what, self.function, self.timeout = what, function, timeout
-        self.names = [_name(worker) for worker in workers]
-        self.workers = workers
+        # A set or the keys of a dictionary have no indices.
+        self.workers = list(workers)
+        self.names = [_name(worker) for worker in self.workers]
         self.errors: dict[str, BaseException] = {}
         self.results: dict[str, Any] = {}
         self._done: queue.SimpleQueue[tuple[int, Any, Future[Any] | Exception]] = (
@@ -133,7 +139,7 @@ class _Calls:
                 future = self.function.async_(to, *args, rpc_timeout=self.timeout, **kwargs)
             else:
                 future = rpc.rpc_async(to, self.function, args, kwargs, self.timeout)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  the other calls go on
             self._begun(worker, tag, error)
         else:
             self._begun(worker, tag, future)
@@ -175,7 +181,8 @@ def _name(worker: To) -> str:
     try:
         return fan_out.name_of(worker)
     except Exception:  # noqa: BLE001  the call will fail by the same error
-        return str(getattr(worker, "name", worker))
+        name = getattr(worker, "name", None)  # a tensor has the attribute, which is None
+        return str(worker if name is None else name)
 
 
 def _in_short(error: BaseException) -> str:
@@ -239,8 +246,8 @@ def gather(
     """
     calls = _Calls("gather", function, workers, timeout)
     calls.start_all(arguments(args), kwargs, apart=False)
-    results: list[Any] = [None] * len(workers)
-    for _ in workers:
+    results: list[Any] = [None] * len(calls.workers)
+    for _ in calls.workers:
         worker, _tag, result, error = calls.next()
         if error is None:
             results[worker] = calls.results[calls.names[worker]] = result
@@ -302,7 +309,7 @@ def first_of(
     """
     calls = _Calls("first_of", function, workers, timeout)
     calls.start_all(arguments(args), kwargs, apart=True)
-    for _ in workers:
+    for _ in calls.workers:
         _worker, _tag, result, error = calls.next()
         if error is None:
             return result
@@ -350,7 +357,7 @@ def map_reduce(
         workers: names, ranks or WorkerInfos. A worker that is listed twice gets two calls at a
             time.
         function: called with an item and `args`.
-        items: one or more.
+        items: one or more, in a list or whatever else has a length and takes an index.
         reduce: makes one result of two. It runs in this process, in the order of the items
             whichever result came first: reduce(reduce(first, second), third) and so on.
         args: the function's further arguments.
@@ -363,14 +370,13 @@ def map_reduce(
     Raises:
         GroupError: a call failed; no further calls were started.
         ValueError: no workers, no items, or a time-out that is negative or NaN.
-        TypeError: `args` is one argument, not a tuple of the arguments, or the time-out is no
-            number.
+        TypeError: `items` is no list, `args` is one argument, not a tuple of the arguments, or the
+            time-out is no number.
     """
     calls = _Calls("map_reduce", function, workers, timeout)
-    if not len(items):
-        raise ValueError("map_reduce needs one item or more, got none")
+    require_items("map_reduce", items)
     given = arguments(args)
-    started = min(len(workers), len(items))
+    started = min(len(calls.workers), len(items))
     # All calls share the copies of `args`; an item that is sent once takes a copy of its own.
     with fan_out.one_copy(only=(given, dict(kwargs or {}))) as common:
         for place in range(started):

@@ -27,8 +27,9 @@ def wire_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     the block does nothing.
 
     The block belongs to the thread: in a coroutine, begin calls in the block and await them outside
-    of it. The block does not hold for calls that the called function makes, nor for the backward
-    pass of distributed autograd.
+    of it. It holds for all attempts of a call that RetryPolicy.rpc_async() begins in it. The block
+    does not hold for calls that the called function makes, nor for the backward pass of distributed
+    autograd.
 
     Args:
         dtype: torch.bfloat16 or torch.float16; torch.float32 or None to send tensors as they are.
