@@ -295,6 +295,8 @@ def check_the_rest_of_nn_module() -> None:
     m.same(model(x.double()), local.double()(x.double()).detach())
     with pytest.raises(RuntimeError, match="use to"):
         model.half()
+    with pytest.raises(RuntimeError, match=r"call apply\(\) on the module before shard"):
+        model.apply(nn.Module.eval)
     with pytest.raises(RuntimeError, match="remote_parameters"):
         torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="keep_vars"):
@@ -325,6 +327,24 @@ def test_the_rest_of_nn_module(four: Group) -> None:
 
 TIED = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
 TIED[2].weight = TIED[0].weight
+
+
+def tied_by_memory() -> nn.Sequential:
+    """An autoencoder whose decoder uses the weight of the encoder."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 4))
+    model[2].weight.data = model[0].weight.data.t()
+    return model
+
+
+def in_one_buffer(columns: bool) -> nn.Sequential:
+    """Two layers whose weights are in one tensor: side by side, or one after the other."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    weights = torch.randn(4, 8) if columns else torch.randn(8, 4)
+    for layer, weight in zip((model[0], model[2]), weights.chunk(2, int(columns)), strict=True):
+        layer.weight.data = weight
+    return model
+
+
 BAD: list[tuple[str, Any, dict[str, Any]]] = [
     ("workers[1] is 'worker9'.*worker0, worker1", THREE[:1] + ["worker9"], {}),
     ("workers[0] is 'rank:9'", ["rank:9"], {}),
@@ -354,6 +374,12 @@ BAD: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
+def cutting_of(model: nn.Module) -> Any:
+    from torch_rpc_ext.sharding import cutting
+
+    return cutting.cut(model, 3, [1, 1, 1], "parameters", None)
+
+
 def check_bad_input() -> None:
     for text, places, options in BAD:
         # Brackets in the texts are literal; ".*" is a pattern.
@@ -364,6 +390,13 @@ def check_bad_input() -> None:
         shard(m.mlp(), "worker1")
     with pytest.raises(ValueError, match="0.weight and 2.weight are one tensor.*stages 0 and 1"):
         shard(TIED, THREE[:2], partition=[2, 1])
+    with pytest.raises(ValueError, match="(0|2).weight and (0|2).weight share memory.*stages"):
+        shard(tied_by_memory(), THREE[:2], partition=[2, 1])
+    shard(tied_by_memory(), ["worker1"])
+    for model in (in_one_buffer(columns=True), in_one_buffer(columns=False)):
+        m.same(dict(shard(model, THREE[:2]).state_dict()), dict(model.state_dict()))
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4, device="meta"), nn.Linear(0, 4))
+    cutting_of(lazy)
     with dist_autograd.context(), pytest.raises(RuntimeError, match="outside"):
         shard(m.mlp(), THREE)
     assert shard(TIED, ["worker1"]).state_dict().keys() == TIED.state_dict().keys()

@@ -414,6 +414,8 @@ def check_errors() -> None:
     model = shard(m.mlp(), THREE)
     x, y = m.batch_of("mlp")
     pipe = pipeline(model)
+    with pytest.raises(TypeError, match="takes no closure.*forward and backward before step"):
+        optimizer_of(model, lr=0.1).step(lambda: 1.0)
     with pytest.raises(ValueError, match="step.. of LBFGS needs a closure.*choose another"):
         optimizer_of(model, torch.optim.LBFGS)
     with pytest.raises(StageError, match="stage 1 on worker2 raised ValueError: not here"):

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed import autograd as dist_autograd
 
 from tests.process import models as m
-from tests.process.group import Group
+from tests.process.group import Group, workers
+from tests.support.backend import needs_ucx
 
 THREE = ["worker1", "worker2", "worker3"]
 mse = nn.functional.mse_loss
@@ -236,3 +237,29 @@ def check_other_ways() -> None:
 
 def test_other_uses_of_a_scaler(four: Group) -> None:
     four.run(check_other_ways)
+
+
+@needs_ucx("the option is ours")
+@workers(2, options={"wire_dtype": torch.bfloat16})
+def test_weights_and_optimizer_state_are_not_narrowed() -> None:
+    from torch_rpc_ext import sharding
+
+    local = m.mlp()
+    model = sharding.shard(local, ["worker1", "worker1"])
+    m.same(dict(model.state_dict()), dict(local.state_dict()))
+    local.load_state_dict({name: value + 0.1 for name, value in local.state_dict().items()})
+    model.load_state_dict(local.state_dict())
+    m.same(dict(model.state_dict()), dict(local.state_dict()))
+    optimizer = sharding.ShardedOptimizer(torch.optim.Adam, model, lr=1e-3)
+    x, y = m.batch_of("mlp")
+    pipe = sharding.Pipeline(model, 2, mse)
+    pipe.forward_backward(x, y)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one["step"].fill_(513)  # in bfloat16 it would be 512
+        one["exp_avg"].fill_(0.1)
+    optimizer.load_state_dict(state)
+    m.same(optimizer.state_dict()["state"], state["state"])
+    # Activations travel narrow, as the option says.
+    assert not torch.equal(pipe.forward(x), local(x).detach())

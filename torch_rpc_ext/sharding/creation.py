@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext.sharding import cutting, stage
+from torch_rpc_ext.sharding.exact import exact
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.handles import Handles, StageHandle
@@ -57,8 +58,8 @@ def shard(
 
     Raises:
         ValueError: a worker that is not in the group, more workers than layers, a partition that
-            does not cover the module or overlaps, a tensor that two stages would share, a module
-            that is no chain, a time-out that is negative or NaN.
+            does not cover the module or overlaps, tensors of two stages that are one tensor or
+            share memory, a module that is no chain, a time-out that is negative or NaN.
         StageError: a part could not be put on its worker.
         RuntimeError: within a distributed autograd context.
     """
@@ -96,7 +97,8 @@ def shard(
 def _create(spec: stage.Spec, timeout: float) -> Any:
     """Return what stage.create() has returned."""
     try:
-        made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
+        with exact():
+            made = rpc.rpc_sync(spec.place.worker, stage.create, args=(spec,), timeout=timeout)
     except Exception as error:  # noqa: BLE001  raised below
         made = Failure.of(spec.index, spec.place.worker, "lost", error)
     if isinstance(made, Failure):

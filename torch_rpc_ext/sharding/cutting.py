@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from torch_rpc_ext.sharding import tensors
+
 __all__ = ["Balance", "Partition", "cut", "is_chain", "run_chain", "split", "units"]
 
 Balance = Literal["parameters", "time"]
@@ -216,6 +218,28 @@ def _check_nothing_is_tied(module: nn.Module, parts: list[list[str]]) -> None:
                 f"{other} and {name} are one tensor and would be on stages "
                 f"{_stage_of(other, parts)} and {_stage_of(name, parts)}: put both on one stage"
             )
+    _check_no_memory_is_shared(module, parts)
+
+
+def _check_no_memory_is_shared(module: nn.Module, parts: list[list[str]]) -> None:
+    # `decoder.weight.data = encoder.weight.data.t()` ties two tensors as well: an optimizer that
+    # changes one changes the other. On two stages each would be a copy.
+    found = sorted(
+        ((tensors.byte_range(tensor), name, tensor) for name, tensor in _named_tensors(module)),
+        key=lambda one: one[0],
+    )
+    before: list[tuple[int, str, torch.Tensor]] = []  # those that may reach to the next one
+    for (begin, end), name, tensor in found:
+        before = [one for one in before if one[0] > begin]
+        for _, other, beside in before:
+            places = _stage_of(other, parts), _stage_of(name, parts)
+            if places[0] != places[1] and tensors.share_memory(beside, tensor):
+                raise ValueError(
+                    f"{other} and {name} share memory and would be on stages {places[0]} and "
+                    f"{places[1]}, which would each have a copy: put both on one stage, or give "
+                    "one of them a clone() of its values"
+                )
+        before.append((end, name, tensor))
 
 
 def _check_order(module: nn.Module, parts: list[list[str]]) -> None:
@@ -327,8 +351,8 @@ def _seconds(module: nn.Module, names: list[str], example: Any) -> list[float]:
 
 def _devices(unit: nn.Module, value: Any) -> set[torch.device]:
     """Return the devices on which a unit may still be at work."""
-    tensors = [*unit.parameters(), *unit.buffers(), *pytree.tree_leaves(value)]
-    found = {one.device for one in tensors if isinstance(one, torch.Tensor)}
+    known = [*unit.parameters(), *unit.buffers(), *pytree.tree_leaves(value)]
+    found = {one.device for one in known if isinstance(one, torch.Tensor)}
     return {device for device in found if device.type not in ("cpu", "meta")}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext.sharding import stage
+from torch_rpc_ext.sharding.exact import exact
 from torch_rpc_ext.sharding.failures import Failure, StageError
 from torch_rpc_ext.sharding.placement import Place
 
@@ -32,11 +33,13 @@ class Handle:
     rref: Any
 
     def start(self, method: str, *args: Any, timeout: float) -> Any:
-        """Return a future of what a method of the object returns, for result()."""
+        """Return a future of what a method of the object returns, for result(). Tensors are not
+        rounded on the way."""
         try:
-            return rpc.rpc_async(
-                self.place.worker, stage.call, args=(self.rref, method, *args), timeout=timeout
-            )
+            with exact():
+                return rpc.rpc_async(
+                    self.place.worker, stage.call, args=(self.rref, method, *args), timeout=timeout
+                )
         except Exception as error:
             raise self.lost(error) from error
 

@@ -270,6 +270,16 @@ class ShardedModule(nn.Module, SavedByStages):
         self._stages.each("requires_grad_", requires_grad)
         return self
 
+    def apply(self, fn: Any) -> NoReturn:
+        """Raise an error: the submodules are elsewhere, and the function would not reach them.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "the submodules are on other workers: call apply() on the module before shard()"
+        )
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an error: the parameters are elsewhere, and an optimizer here would have none.
 

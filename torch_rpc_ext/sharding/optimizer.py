@@ -16,6 +16,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import gradients, stage_optimizer
+from torch_rpc_ext.sharding.exact import exact
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.handles import Handle, Handles
 from torch_rpc_ext.sharding.module import ShardedModule
@@ -118,7 +119,13 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
         Raises:
             RuntimeError: there is no such context.
             StageError: a stage raised, or its worker is lost; others may have been updated.
+            TypeError: `context_id` is a closure.
         """
+        if callable(context_id):
+            raise TypeError(
+                "step() takes no closure, which the stages cannot call: run forward and backward "
+                "before step(), and call step() without arguments"
+            )
         self._parts.each("step", _source(context_id), self._changed())
         self._stages_have_all()
 
@@ -264,7 +271,8 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             ]
             arguments = (handle.rref, optimizer_class, groups, options)
             try:
-                rref = rpc.rpc_sync(handle.place.worker, stage_optimizer.create, args=arguments)
+                with exact():
+                    rref = rpc.rpc_sync(handle.place.worker, stage_optimizer.create, args=arguments)
             except Exception as error:
                 raise handle.lost(error) from error
             if isinstance(rref, Failure):

@@ -16,6 +16,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
 from torch_rpc_ext.sharding import autocast, losses, runner, tensors
+from torch_rpc_ext.sharding.exact import exact
 from torch_rpc_ext.sharding.failures import Failure, first_cause
 from torch_rpc_ext.sharding.gradients import context_id
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training
@@ -133,7 +134,9 @@ class Pipeline:
         Raises:
             ValueError: inputs that do not fit each other or the micro-batches; a pipeline without
                 ``loss_fn``.
-            StageError: a stage raised, or its worker is lost; the others have stopped.
+            StageError: a stage raised, or its worker is lost; the others have stopped. The cause is
+                a TypeError where a stage returns an object in which gradients would be lost, a
+                RuntimeError where a stage changes one of several inputs in place that share memory.
         """
         if self._weigh is None:
             raise ValueError("forward_backward() needs a loss: give Pipeline a loss_fn")
@@ -153,7 +156,8 @@ class Pipeline:
 
         Args:
             inputs: of the module, batch along dimension 0 of each tensor. A batch with fewer rows
-                than micro-batches is cut into as many as there are rows.
+                than micro-batches is cut into as many as there are rows; one without rows is one
+                micro-batch.
 
         Returns:
             What the module returns for the batch, tensors on the CPU: those of the micro-batches
@@ -197,7 +201,7 @@ class Pipeline:
         return _loss(found) if metric is None else found
 
     def _evaluated(self, task: Evaluation, size: int, inputs: Any, target: Any) -> Any:
-        count = min(self._count, size)
+        count = max(1, min(self._count, size))  # an empty batch is one micro-batch
         weights = [1.0] * count
         if task.wants_loss:
             assert self._weigh is not None, "evaluate() has looked"
@@ -245,7 +249,10 @@ class Pipeline:
             own = loss_fn if handle.index == len(workers) - 1 else None
             route = Route(self.name, workers, own, patience=self._longest())
             try:
-                made = rpc.rpc_sync(handle.place.worker, runner.create, args=(handle.rref, route))
+                with exact():  # the loss may hold tensors: weights of classes
+                    made = rpc.rpc_sync(
+                        handle.place.worker, runner.create, args=(handle.rref, route)
+                    )
             except Exception as error:
                 raise handle.lost(error) from error
             runners.append(made)

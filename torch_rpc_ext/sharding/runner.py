@@ -170,13 +170,18 @@ class StageRunner(Resident):
             for leaf, need in zip(leaves, wanted, strict=True)
         ]
         values = [
-            leaf if own is None else enter(own) for leaf, own in zip(leaves, inputs, strict=True)
+            _alone(leaf) if own is None else enter(own)
+            for leaf, own in zip(leaves, inputs, strict=True)
         ]
+        versions = _versions(values)
         made = self._stage.forward(pytree.tree_unflatten(values, form))
+        _check_changes(values, wanted, versions)
         if self._last:
             loss = self._weighted_loss(batch, index, made)
             made = loss if loss is None or task.scale == 1 else loss * task.scale
         outputs = pytree.tree_leaves(made)
+        if not self._last:
+            tensors.check_gradients_are_seen(outputs)
         flags = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in outputs]
         batch.held[index] = _Held(
             [own for own in inputs if own is not None],
@@ -342,6 +347,44 @@ def stop(name: str, batch: int, reason: str) -> None:
     runner = find(name)
     if runner is not None:
         runner.mailbox.stop(batch, reason)
+
+
+def _alone(leaf: Any) -> Any:
+    """Return an input that gets no gradient, so that the first layer may change it in place.
+
+    All micro-batches of a tensor are views with one version counter. With it autograd would take a
+    change of one for a change of the others. .data has a counter of its own.
+    """
+    return leaf.data if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _versions(values: list[Any]) -> list[int | None]:
+    return [value._version if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _check_changes(values: list[Any], wanted: list[bool], before: list[int | None]) -> None:
+    """Raise if the stage has changed an input in place that shares memory with another input.
+
+    Autograd does not know that the change has changed the other input too, because each input has a
+    history of its own. So the gradients would be wrong.
+
+    Args:
+        values: the leaves of the input, after forward.
+        wanted: which of them want gradients.
+        before: what _versions() has returned before forward.
+    """
+    for at, (value, version) in enumerate(zip(values, before, strict=True)):
+        if version is None or value._version == version:
+            continue
+        for other, (beside, need) in enumerate(zip(values, wanted, strict=True)):
+            if other == at or not (wanted[at] or need) or not isinstance(beside, torch.Tensor):
+                continue
+            if tensors.share_memory(value, beside):
+                raise RuntimeError(
+                    "the stage changed one of its inputs in place, and another input shares the "
+                    "memory with it, so the gradients would be wrong: return a clone() of one of "
+                    "them from the stage before, or do not change it in place"
+                )
 
 
 class _NeighbourLostError(Exception):
