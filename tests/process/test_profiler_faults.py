@@ -121,6 +121,61 @@ def test_the_execution_of_a_failed_call_has_failed() -> None:
     assert outcomes == {"aten::mm": "RuntimeError", "builtins.eval": "RefusedError"}
 
 
+running: list[Any] = []
+
+
+def begin_own_profiler() -> None:
+    running.append(torch.profiler.profile())
+    running[-1].start()
+
+
+def warm_own_profiler_up() -> None:
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    running.append(torch.profiler.profile(schedule=schedule))
+    running[-1].start()
+
+
+def end_own_profiler() -> None:
+    torch.ones(3).add(1)
+    running.pop().stop()
+
+
+def operators_are_missing(prof: Any) -> bool:
+    """Whether the calls of worker0 are there, and the profile says why its operators are not."""
+    why = prof.without_operators.get("worker0", "")
+    assert not prof.missing and rows(prof)["nothing", "worker0"].calls == 1
+    assert (prof.recordings["worker0"].operators == b"") == bool(why)
+    assert (f"no operators: worker0, {why}" in prof.summary()) == bool(why)
+    return "a torch.profiler of its program" in why
+
+
+@workers(1)
+def test_a_torch_profiler_of_the_program_runs_already() -> None:
+    for begin in (begin_own_profiler, warm_own_profiler_up):
+        begin()
+        with profiled(operators=True) as prof:
+            rpc.rpc_sync("worker0", f.nothing)
+        assert operators_are_missing(prof), begin
+        end_own_profiler()
+    with profiled(operators=True) as prof:
+        rpc.rpc_sync("worker0", f.nothing)
+    assert not operators_are_missing(prof)
+
+
+@workers(1)
+def test_a_torch_profiler_of_the_program_begins_meanwhile() -> None:
+    with profiled(operators=True) as prof:
+        begin_own_profiler()
+        rpc.rpc_sync("worker0", f.nothing)
+        end_own_profiler()
+    assert operators_are_missing(prof)
+    with profiled(operators=True) as prof:
+        begin_own_profiler()
+        rpc.rpc_sync("worker0", f.nothing)
+    assert operators_are_missing(prof)
+    end_own_profiler()
+
+
 def join_alone(store: Path) -> None:
     init("worker0", 0, 1, f"file://{store}", {})
 

@@ -82,7 +82,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "torch.serialization._get_layout",
     ),
     "torch_rpc_ext.launch": ("torch.distributed.rpc._init_counter_lock",),
-    "torch_rpc_ext.profiler": ("torch._C._profiler._ExperimentalConfig",),
+    "torch_rpc_ext.profiler": (
+        "torch._C._profiler._ExperimentalConfig",
+        # Without it a second torch.profiler would be started beside the program's own, which ends
+        # the process.
+        "torch.autograd.profiler._is_profiler_enabled",
+    ),
     "torch_rpc_ext.scripting": (
         "torch._jit_internal.createResolutionCallbackFromClosure",
         "torch._jit_internal.fake_range",

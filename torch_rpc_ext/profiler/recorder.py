@@ -6,6 +6,7 @@ A worker with an ``allow_list`` takes part when the list names ``torch_rpc_ext.p
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -24,11 +25,21 @@ from torch_rpc_ext.profiler import hooks, quiet
 from torch_rpc_ext.profiler.records import Call, Execution, Logged, Recording, tensor_bytes
 
 api: Any = _untyped_api  # upstream's functions have no types
+kineto: Any = torch.autograd.profiler
 
 __all__ = ["Traced", "describe", "now", "start", "stop"]
 
 # How long the end of a recording waits for callbacks of futures that are done, s.
 _CALLBACK_PATIENCE = 1.0
+
+# Why a worker records no operators.
+_ANOTHER_RUNS = (
+    "a torch.profiler of its program was running, or starting, when the profile began; "
+    "profile(operators=False) asks for no operators"
+)
+
+# The value of torch's flag while our own torch.profiler runs and no other has begun since.
+_OURS = 1
 
 _lock = threading.Lock()
 _active: Recorder | None = None
@@ -100,7 +111,9 @@ class Recorder:
         # Calls and executions that have not ended: id of a call, or minus the id of an execution ->
         # (future or None, entry).
         self._open: dict[int, tuple[Any, Any]] = {}
+        #: Why operators are not recorded although they are wanted; '' where they are.
         self._profiler = _start_operators() if operators else None
+        self.without_operators = _ANOTHER_RUNS if operators and self._profiler is None else ""
         self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's agent has no log
         #: Number of the last call of a function that this thread has sent.
         self.last_number: Callable[[], int] = lambda: 0
@@ -218,7 +231,32 @@ def _error_of(future: Any) -> str:
     return ""
 
 
+def _torch_profiles() -> bool:
+    """Return whether a torch.profiler runs in this process, or prepares to, on whichever thread.
+
+    Kineto, on which torch.profiler is built, has one session per process. A second start, or a stop
+    without a session, ends the process with SIGSEGV.
+    """
+    return bool(kineto._is_profiler_enabled) or _another_entered(None)
+
+
+def _another_entered(ours: Any) -> bool:
+    """Return whether a torch.profiler beside `ours` has begun to prepare, and has not ended."""
+    # The flag is not set yet while a profiler warms up, by its schedule or for the first time. No
+    # other list of profilers exists.
+    return any(
+        issubclass(type(one), kineto.profile)
+        and one is not ours
+        and one.entered
+        and one.kineto_results is None
+        for one in gc.get_objects()
+    )
+
+
 def _start_operators() -> Any:
+    """Return a torch.profiler that runs; None if another one runs or prepares to."""
+    if _torch_profiles():
+        return None
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -232,12 +270,33 @@ def _start_operators() -> Any:
     # The two halves of profiler.start(); each needs another kind of silence.
     with quiet.first_use():
         profiler.prepare_trace()
+    # Preparing takes seconds the first time, and another thread may have begun a profiler then.
+    if kineto._is_profiler_enabled or _another_entered(profiler.profiler):
+        _forget(profiler)
+        return None
     with quiet.logger():
         profiler.start_trace()
+    # Equal to True, the value that a profiler sets, but another object. So _stop_operators() sees
+    # whether another profiler has begun or ended meanwhile.
+    if not _another_entered(profiler.profiler):
+        kineto._is_profiler_enabled = _OURS
     return profiler
 
 
+def _forget(profiler: Any) -> None:
+    """Let _another_entered() not count a profiler of ours that is not stopped."""
+    profiler.profiler.entered = False
+
+
 def _stop_operators(profiler: Any) -> bytes:
+    """Return the compressed trace; b'' where another torch.profiler has begun or ended meanwhile.
+
+    One that has begun ends our session when it ends. If our session ended first, that would end
+    the process.
+    """
+    if kineto._is_profiler_enabled is not _OURS:
+        _forget(profiler)
+        return b""
     with quiet.logger():
         profiler.stop()
     with tempfile.TemporaryDirectory(prefix="torch_rpc_ext-") as folder:
@@ -294,8 +353,11 @@ def now() -> int:
 
 def start(
     owner: str, session: str, operators: bool, max_entries: int, limit: float, recorded: list[str]
-) -> None:
+) -> str:
     """Begin to record; see Recorder.
+
+    Returns:
+        Why operators are not recorded although they are wanted; '' where they are.
 
     Raises:
         RuntimeError: this worker is being profiled already.
@@ -307,6 +369,7 @@ def start(
         recorder = Recorder(owner, session, operators, max_entries, limit, recorded)
         hooks.install(recorder, Traced)
         _active = recorder
+        return recorder.without_operators
 
 
 def stop(session: str) -> tuple[Any, ...] | None:

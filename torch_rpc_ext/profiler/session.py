@@ -33,6 +33,10 @@ _RECORDING_TIMEOUT = 120.0
 # For the question at the end whether a worker still answers, s.
 _ANSWER_TIMEOUT = 10.0
 _MAX_ENTRIES = 1_000_000
+_ENDED_BY_ANOTHER = (
+    "a torch.profiler of its program began or ended during the profile, which ends the recording "
+    "of operators"
+)
 
 
 class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
@@ -51,7 +55,8 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         workers: names; None for all workers of the group. Calls to other workers are sent as they
             are without a profiler.
         operators: also record the operators of all threads, with torch.profiler: on the CPU, and
-            on CUDA devices where there are some.
+            on CUDA devices where there are some. A worker whose program runs a torch.profiler of
+            its own records its calls only, with a warning.
         limit: after this time a worker stops by itself and drops its recording, s, because the
             profiling worker may have died.
         max_entries: how many calls and how many executions a worker keeps; of later ones it keeps
@@ -63,6 +68,8 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         recordings: worker name -> Recording, after the block.
         clocks: worker name -> Clock; its error_ns says how exact times between workers are.
         missing: worker name -> why there is no recording of that worker.
+        without_operators: worker name -> why the worker's recording has calls only, although
+            `operators` was given.
 
     Raises:
         TypeError: `workers` is a text.
@@ -100,6 +107,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         self.recordings: dict[str, Recording] = {}
         self.clocks: dict[str, clocks.Clock] = {}
         self.missing: dict[str, str] = {}
+        self.without_operators: dict[str, str] = {}
         self.begin_ns = self.end_ns = 0
 
     def __enter__(self) -> profile:
@@ -114,7 +122,11 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
         _check_versions(self._ask(recorder.describe))
         me = rpc.get_worker_info().name
         try:
-            self._ask(recorder.start, me, self._session, *self._arguments, self._workers)
+            begun = self._ask(recorder.start, me, self._session, *self._arguments, self._workers)
+            # A worker with an older release answers None.
+            self.without_operators = {
+                name: why for name, why in begun.items() if isinstance(why, str) and why
+            }
             self._first = {name: _compare(name) for name in self._workers}
         except BaseException:
             self._abandon()
@@ -138,6 +150,9 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             raise
         for name, why in self.missing.items():
             logger.warning("no recording of worker %s: %s", name, why)
+        self._note_lost_operators()
+        for name, why in self.without_operators.items():
+            logger.warning("no operators of worker %s: %s", name, why)
 
     def _present(self) -> list[str]:
         return [name for name in self._workers if name not in self.missing]
@@ -179,12 +194,22 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             self.missing[name] = why
         return fetched
 
+    def _note_lost_operators(self) -> None:
+        """Keep `without_operators` to the workers that have a recording without operators."""
+        for name in list(self.without_operators):
+            if name not in self.recordings:
+                del self.without_operators[name]
+        operators = self._arguments[0]
+        for name, recording in self.recordings.items():
+            if operators and not recording.operators:
+                self.without_operators.setdefault(name, _ENDED_BY_ANOTHER)
+
     def table(self) -> list[Row]:
         """Return one row for each function and callee, the row with the longest time first."""
         return table.rows(self.recordings)
 
     def summary(self, width: int | None = None) -> str:
-        """Return the table as text, and below it the errors of the clocks and the missing workers.
+        """Return the table as text; below it the errors of the clocks, and what is missing.
 
         Args:
             width: of the terminal, characters: a wider table is cut into parts, one below the
@@ -195,6 +220,7 @@ class profile:  # noqa: N801  a context manager, named as torch.profiler.profile
             table.text(self.table(), width),
             f"clocks of {len(self.clocks)} workers aligned within {worst / 1e3:.1f} us",
             *(f"missing: {name}, {why}" for name, why in self.missing.items()),
+            *(f"no operators: {name}, {why}" for name, why in self.without_operators.items()),
         ]
         return "\n".join(lines)
 
