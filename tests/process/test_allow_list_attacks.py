@@ -248,6 +248,20 @@ def test_what_a_call_returns_is_not_called(tmp_path: Path) -> None:
     attack(call_results, tmp_path, LISTED)
 
 
+def use_the_ellipsis(_: str) -> None:
+    dots = named("builtins", "Ellipsis")
+    for use in (b")R", b")\x81", b")}\x92"):  # REDUCE, NEWOBJ, NEWOBJ_EX
+        refused(lambda u=use: send(call_with(dots + u)), "Ellipsis while a pickle is read")
+    refused(lambda: send(call_with(dots + b"}" + text("a") + b"K\x01sb")), "a change of a")
+    refused(lambda: send(program(UDF, dots, b")}\x87\x81")), "builtins.Ellipsis")
+    look = named("builtins", "getattr") + dots + text("__reduce__") + b"\x86R"
+    refused(lambda: send(call_with(look)), "__reduce__")
+
+
+def test_the_ellipsis_does_nothing(tmp_path: Path) -> None:
+    attack(use_the_ellipsis, tmp_path, LISTED)
+
+
 def use_opcodes(path: str) -> None:
     system = b"cposix\nsystem\n"
     touch = text(f"touch {path}")

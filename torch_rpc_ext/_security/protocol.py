@@ -84,6 +84,8 @@ def entries(allowed: Allowed, serving: Iterable[Callable[..., Any]]) -> dict[str
         # run on several versions.
         for module in ("pathlib", "pathlib._local"):
             made[f"{module}.{path.__qualname__}"] = of_class(path)
+    # It indexes tensors, as slices do. No opcode can call it or give it attributes.
+    made["builtins.Ellipsis"] = Entry("builtins.Ellipsis", Ellipsis)
     for name, value in vars(torch).items():
         if isinstance(value, _CONSTANTS):
             made[f"torch.{name}"] = Entry(f"torch.{name}", value)
