@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -132,6 +133,80 @@ def test_a_restarted_worker_takes_its_name_again() -> None:
         assert group.run(f.nested, 4, 2) == 4
         again.run(leave)
         group[0].run(leave)
+
+
+def leave_alone() -> float:
+    """Leave without a word to the others, while the process lives on; return how long it took."""
+    begin = time.monotonic()
+    rpc.shutdown(graceful=False)
+    return time.monotonic() - begin
+
+
+def wait_until_they_are(expected: list[str]) -> None:
+    end = time.monotonic() + 40
+    while names() != expected:
+        assert time.monotonic() < end, names()
+        time.sleep(0.01)
+
+
+@needs_ucx("keeps the worker that left")
+def test_one_that_leaves_alone_is_no_member_any_more() -> None:
+    with Group(3, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[1].run(leave_alone)
+        for worker in (group[0], group[2]):
+            worker.run(wait_until_they_are, ["worker0", "worker2"])
+        # Its process lives, but nobody waits for it, and another process may take its name.
+        begin = time.monotonic()
+        newcomer = group.add("worker1", 1)
+        assert newcomer.run(names) == ["worker0", "worker1", "worker2"]
+        newcomer.run(leave)
+        assert time.monotonic() - begin < 8, "something waited 10 s for a worker that has left"
+        for worker in (group[2], group[0]):
+            worker.run(leave)
+
+
+def leave_alone_with_a_silent_store() -> float:
+    from torch_rpc_ext._group import sessions
+
+    session = sessions.require()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(30)
+            return True
+
+    session.directory._store.store = Silent()
+    return leave_alone()
+
+
+@needs_ucx("asks no store")
+def test_one_that_leaves_alone_waits_a_moment_for_the_store() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        assert group[1].run(leave_alone_with_a_silent_store) < 8
+        group[0].run(leave)
+
+
+def fork_a_child_that_leaves() -> None:
+    child = os.fork()
+    if child == 0:
+        from torch_rpc_ext._lifecycle import lifetime
+
+        lifetime.leave()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_ucx("hangs in a fork beside a live agent")
+def test_a_forked_child_does_not_take_its_parent_out() -> None:
+    with Group(2, dynamic=True, init=False) as group:
+        init_one_by_one(group)
+        group[1].run(fork_a_child_that_leaves)
+        newcomer = group.add("worker2", 2)
+        assert newcomer.run(names) == ["worker0", "worker1", "worker2"]
+        for worker in (newcomer, group[1], group[0]):
+            worker.run(leave)
 
 
 kept: list[Any] = []

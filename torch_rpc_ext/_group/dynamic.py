@@ -26,7 +26,7 @@ from torch.distributed.rpc import api as _untyped_api
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call, failures
-from torch_rpc_ext._group import sessions
+from torch_rpc_ext._group import sessions, stores
 from torch_rpc_ext._group.members import Member, device_tables, is_alive, validate
 from torch_rpc_ext._group.rendezvous import PREFIX, Group
 from torch_rpc_ext._group.stores import describe
@@ -40,6 +40,8 @@ _TRIES = 1000
 # How long a worker waits until another one has noted a join or leave, s. A stopped, dead or busy
 # worker must not hold up the others.
 _NOTICE_TIMEOUT = 10.0
+# How long a worker that leaves without a word waits for the store, s.
+_QUIET_LEAVE_TIMEOUT = 2.0
 
 
 class Directory:
@@ -91,6 +93,14 @@ class Directory:
             del group.members[me.name]
             if self._swap(before, group):
                 return
+
+    def leave_within(self, seconds: float, me: Member) -> None:
+        """As leave(). Raises TimeoutError where the store takes longer than this."""
+        store = self._store
+        if isinstance(store, stores.Answering):
+            # Its own limit is longer, and is for each operation.
+            store = store.store
+        stores.within(seconds, lambda: Directory(store).leave(me))
 
     def read(self) -> Group:
         """Return the group as it is now."""
@@ -193,8 +203,26 @@ def leave_group(session: sessions.Session) -> None:
     except RuntimeError as error:
         # Rank 0 keeps the store and may have left before this worker.
         logger.debug("could not leave the directory: %s", error)
+    session.left = True
     me = session.me
     _notify(session, _others(session), member_left, (me.name, me.incarnation), quiet=True)
+
+
+def leave_quietly(session: sessions.Session) -> None:
+    """Take this worker out of the directory, if that has not been done; tell nobody. Never fails.
+
+    For the end of a session without leave_group(). The agent must still run: its goodbye makes the
+    others read the directory, in which this worker is gone by then.
+
+    No lock of the session is held here, because the store may take its time.
+    """
+    if session.directory is None or session.left:
+        return
+    session.left = True
+    try:
+        session.directory.leave_within(_QUIET_LEAVE_TIMEOUT, session.me)
+    except Exception as error:  # noqa: BLE001  the store may have ended, or be stopped
+        logger.debug("could not leave the directory: %s", error)
 
 
 def announce_departure(member: Member) -> None:

@@ -38,6 +38,7 @@ class Session:
         place: this worker's place in the store (returning.Place), None in a dynamic group.
         directory: the dynamic group's directory (dynamic.Directory), None in a static group.
         members: the group as known here, by name; guarded by lock.
+        left: this worker is out of the directory, or its store has been asked in vain.
         lives: the greatest count of lives that this worker has read in the dynamic group's
             directory; guarded by lock.
         events: tells the subscribers (events._Hub); None before the first subscription.
@@ -57,6 +58,7 @@ class Session:
     place: Any = None
     directory: Any = None
     members: dict[str, Member] = field(default_factory=dict)
+    left: bool = False
     lives: int = 0
     events: Any = None
     threads: list[threading.Thread] = field(default_factory=list)

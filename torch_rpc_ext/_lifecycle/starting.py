@@ -298,11 +298,28 @@ SERVED = (
 )
 
 
+def _session_of(agent: Any) -> sessions.Session | None:
+    """Return the session if it is this agent's: a forked child, and a late call, get None."""
+    session = sessions.current()
+    # By rank, because pybind11 may make a new Python object for the same agent.
+    mine = session is not None and session.me.rank == agent.get_worker_info().id
+    return session if mine else None
+
+
 @functools.cache
 def _attach(native: Any) -> None:
     """Give the C++ agent class the methods that upstream's Python calls, once."""
     agent_class = native.UcxAgent
-    native_shutdown = agent_class.shutdown
+    native_shutdown, native_stop = agent_class.shutdown, agent_class.stop
+
+    def stop(self: Any) -> None:
+        """Say goodbye to the others, and serve no more requests."""
+        try:
+            session = _session_of(self)
+            if session is not None:
+                dynamic.leave_quietly(session)
+        finally:  # also after Ctrl-C: upstream's RRefs end next, while nothing may use them
+            native_stop(self)
 
     def shutdown(self: Any) -> None:
         """Stop the agent; see torch.distributed.rpc.shutdown."""
@@ -310,10 +327,10 @@ def _attach(native: Any) -> None:
             with hooks.one_at_a_time():
                 native_shutdown(self)
         finally:
-            session = sessions.current()
-            if session is not None and session.me.rank == self.get_worker_info().id:
+            if _session_of(self) is not None:
                 lifetime.close_session()
 
+    agent_class.stop = stop
     agent_class.shutdown = shutdown
     agent_class._update_group_membership = dynamic.update_group_membership
     agent_class._get_backend_options = lambda _: sessions.require().given_options
