@@ -20,7 +20,6 @@ The loop, the waiting times and the conditions are tenacity's.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import time
@@ -167,12 +166,11 @@ class RetryPolicy:
             A future of what the function returns, or of the last attempt's error.
         """
         end = None if self.deadline is None else time.monotonic() + self.deadline
-        block: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if sessions.current() is not None:  # on another back end, wire_dtype() does nothing
-            block = functools.partial(wire_dtype.as_in_block, wire_dtype.of_block())
+        block = wire_dtype.of_block()
 
         def attempt() -> Future[T]:
-            with block():  # the block belongs to a thread, and this may be another thread
+            # A block belongs to a thread, and later attempts begin on other threads.
+            with wire_dtype.as_in_block(block):
                 future: Future[T] = rpc.rpc_async(
                     to, func, args=args, kwargs=kwargs, timeout=_timeout(timeout, end)
                 )

@@ -68,8 +68,8 @@ transport::ConnectionPtr Peers::connection(worker_id_t id) {
   }
   if (!started()) {
     throw std::runtime_error(
-        "RPC does not run yet on this worker: call it after init_rpc() has "
-        "returned");
+        "RPC does not run yet on this worker: make calls after init_rpc() "
+        "has returned");
   }
   auto made = self ? loopback_->connect(loopback_->address(), introduction())
                    : remote_->connect(member->address, introduction());

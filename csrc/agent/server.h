@@ -96,9 +96,9 @@ class Server {
   void serve(const ArrivalPtr& arrival);
   // Answers that the request could not be decoded.
   void answerDamaged(const Arrival& arrival, const Asker& to);
-  // Calls the request's function, or, if its caller has given up, only reads
-  // the request; counts and logs that. `bytes` is what the request took while
-  // it waited.
+  // Calls the request's function, or, if the caller has given up, only reads
+  // the request. Counts the request as served. `bytes` is what the request took
+  // while it waited.
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture>
   begin(Arrival& arrival, Served& served, bool givenUp, uint64_t bytes);
   // Sends the answer now, or when `future` completes.

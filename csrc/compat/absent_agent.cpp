@@ -69,10 +69,7 @@ void letFormerAgentGo() {
   } catch (const c10::Error&) {
     return; // upstream makes the RRefContext with the first agent
   }
-  // Upstream declares the member const, but the object is not const, so this
-  // cast is legal.
-  const_cast<std::shared_ptr<rpc::RpcAgent>&>(
-      context->*privateMember(RRefAgent{})) = std::make_shared<AbsentAgent>();
+  agentOf(*context) = std::make_shared<AbsentAgent>();
 }
 
 } // namespace torch_rpc_ext::compat

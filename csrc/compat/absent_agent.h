@@ -2,10 +2,10 @@
 
 namespace torch_rpc_ext::compat {
 
-// Lets go of the agent of a group that has ended, which upstream's RRefContext
-// keeps until RRefs get a new agent: the new one may need its ports. To be
-// called while no agent is the current one, before a new one is made. Until the
-// new one starts, what RRefs ask of their agent raises "RPC is not
+// Lets go of the agent of a group that has ended. Upstream's RRefContext keeps
+// that agent, with its ports, until RRefs get a new one, which may need the
+// ports. To be called while no agent is the current one, before a new agent is
+// made. Until the new agent starts, calls for RRefs raise "RPC is not
 // initialized".
 void letFormerAgentGo();
 

@@ -198,18 +198,21 @@ inline size_t releaseAutogradOf(
   }
 }
 
+// The agent that RRefs use.
+inline std::shared_ptr<torch::distributed::rpc::RpcAgent>& agentOf(
+    torch::distributed::rpc::RRefContext& context) {
+  // Upstream declares the member const, but the object is not const, so this
+  // cast is legal.
+  return const_cast<std::shared_ptr<torch::distributed::rpc::RpcAgent>&>(
+      context.*privateMember(RRefAgent{}));
+}
+
 // Makes RRefs use `agent`. To be called for each new agent before RRefs are
 // made.
 inline void renewRRefContext(
     const std::shared_ptr<torch::distributed::rpc::RpcAgent>& agent) {
-  using torch::distributed::rpc::RpcAgent;
-  using torch::distributed::rpc::RRefContext;
-  auto& context = RRefContext::getInstance();
-  // Upstream declares the member const, but the object is not const, so this
-  // cast is legal.
-  auto& held = const_cast<std::shared_ptr<RpcAgent>&>(
-      context.*privateMember(RRefAgent{}));
-  held = agent;
+  auto& context = torch::distributed::rpc::RRefContext::getInstance();
+  agentOf(context) = agent;
   context.*privateMember(RRefDestroyed{}) = false;
 }
 

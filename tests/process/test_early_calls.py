@@ -10,20 +10,10 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from tests.process import functions as f
-from tests.process.group import Group
-from tests.support.backend import backend_options, backend_type, needs_ucx
+from tests.process.group import Group, init
+from tests.support.backend import needs_ucx
 
 pytestmark = needs_ucx("starts its agent in two steps")
-
-
-def init(rank: int, store: str) -> None:
-    rpc.init_rpc(
-        f"worker{rank}",
-        backend=backend_type(),
-        rank=rank,
-        world_size=2,
-        rpc_backend_options=backend_options(init_method=f"file://{store}"),
-    )
 
 
 def errors_before_the_start(rank: int, store: str) -> list[str]:
@@ -44,7 +34,7 @@ def errors_before_the_start(rank: int, store: str) -> list[str]:
         start(agent)
 
     api._set_and_start_rpc_agent = attempt_then_start
-    init(rank, store)
+    init(f"worker{rank}", rank, 2, f"file://{store}", {})
     rpc.shutdown()
     return errors
 
@@ -78,7 +68,7 @@ def call_all_the_time(rank: int, folder: str) -> None:
     thread.start()
     try:
         for cycle in range(5):
-            init(rank, f"{folder}/{cycle}")
+            init(f"worker{rank}", rank, 2, f"file://{folder}/{cycle}", {})
             rpc.shutdown(graceful=False)
     finally:
         ended.set()

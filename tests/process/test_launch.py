@@ -43,16 +43,11 @@ PATIENCE = 150.0  # s, for the start of a worker and a call, on a busy machine
 
 
 @pytest.fixture(scope="module")
-def _shared() -> Iterator[WorkerGroup]:
+def group() -> Iterator[WorkerGroup]:
+    """Two workers without RPC, which the tests share that do not change them."""
     with WorkerGroup(2) as group:
         group.run(len, "up")  # so that no test's limits include the start of the workers
         yield group
-
-
-@pytest.fixture
-def group(_shared: WorkerGroup) -> WorkerGroup:
-    """Two workers without RPC, which the tests share that do not change them."""
-    return _shared
 
 
 def is_running(pid: int) -> bool:

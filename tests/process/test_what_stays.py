@@ -13,8 +13,8 @@ import torch
 from torch.distributed import rpc
 
 from tests.process.deaths import wait_until_stopped
-from tests.process.group import Group
-from tests.support.backend import backend_options, backend_type, needs_ucx
+from tests.process.group import Group, init
+from tests.support.backend import needs_ucx
 from tests.support.child import Child
 from tests.support.ports import free_ports
 
@@ -23,19 +23,9 @@ pytestmark = needs_ucx("has other descriptors, and no port_range")
 BY_TCP = {"use_shared_memory": False, "use_cma": False}
 
 
-def init(name: str, rank: int, world_size: int, store: str, **options: Any) -> None:
-    rpc.init_rpc(
-        name,
-        backend=backend_type(),
-        rank=rank,
-        world_size=world_size,
-        rpc_backend_options=backend_options(init_method=f"file://{store}", **options),
-    )
-
-
 def use_three_ports_again(folder: str, ports: tuple[int, int]) -> None:
     for round in range(3):
-        init("worker0", 0, 1, f"{folder}/{round}", port_range=ports)
+        init("worker0", 0, 1, f"file://{folder}/{round}", {"port_range": ports})
         assert rpc.rpc_sync("worker0", torch.add, args=(torch.ones(1), 1)) == 2
         rpc.shutdown()
 
@@ -46,7 +36,7 @@ def test_three_ports_serve_one_group_after_another(tmp_path: Path) -> None:
 
 
 def wait_in_a_group(store: str, options: dict[str, Any]) -> None:
-    init("other", 1, 2, store, **options)
+    init("other", 1, 2, f"file://{store}", options)
     Path(f"{store}.ready").touch()
     time.sleep(1000)
 
@@ -60,7 +50,7 @@ def leave_stopped_peers(folder: str, options: dict[str, Any], when: str) -> list
         other = Child(wait_in_a_group, (store, options), name="other")
         other.start()
         try:
-            init("worker0", 0, 2, store, **options)
+            init("worker0", 0, 2, f"file://{store}", options)
             while not Path(f"{store}.ready").exists():
                 time.sleep(0.01)
             if when != "before the first call":

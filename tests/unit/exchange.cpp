@@ -1,23 +1,13 @@
-// bulk::Exchange with its ways, over a Link that only notes what it is told;
-// and how sends and fetches end that fail early.
+// bulk::Exchange and its ways on one host, over a Link that only notes what the
+// Link is told. pulled.cpp has the way between hosts.
 
-#include "transport/ucx/bulk/exchange.h"
-#include "sanitize/stress.h"
-#include "transport/fault/fault.h"
-#include "transport/loopback/loopback.h"
-#include "transport/ucx/bulk/chunks.h"
 #include "transport/ucx/incoming.h"
-#include "unit/answer.h"
-#include "unit/no_descriptors.h"
-
-#include <dlfcn.h>
-#include <unistd.h>
+#include "unit/exchange_scene.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,168 +18,13 @@ using namespace torch_rpc_ext::transport::ucx;
 using memory::SharedMap;
 using stress::require;
 using unit::Answer;
-using unit::NoDescriptors;
+using unit::kSize;
+using unit::kTooLargeToCarry;
+using unit::plain;
+using unit::Scene;
+using unit::shared;
 
 namespace {
-
-bool nextCipherThrows = false;
-
-} // namespace
-
-// Is called by crypto::Cipher, and replaces libcrypto's in this program.
-extern "C" void* EVP_CIPHER_CTX_new() {
-  if (std::exchange(nextCipherThrows, false)) {
-    throw std::runtime_error("no cipher");
-  }
-  static const auto original =
-      reinterpret_cast<void* (*)()>(dlsym(RTLD_NEXT, "EVP_CIPHER_CTX_new"));
-  return original();
-}
-
-namespace {
-
-constexpr size_t kSize = 100'000;
-constexpr size_t kTooLargeToCarry = 300'000;
-
-class AtOnce final : public base::TaskRunner {
- public:
-  void submit(base::TaskPtr task) override {
-    task->run();
-  }
-};
-
-class Notes final : public bulk::Link,
-                    public std::enable_shared_from_this<Notes> {
- public:
-  explicit Notes(std::shared_ptr<ControlWorker> worker)
-      : worker_(std::move(worker)) {}
-
-  ControlWorker& worker() const override {
-    return *worker_;
-  }
-  std::shared_ptr<void> keep() override {
-    return shared_from_this();
-  }
-  PeerState peer() const override {
-    return state;
-  }
-  std::chrono::steady_clock::duration silence(Locked&) const override {
-    return silentFor;
-  }
-  const base::Error& ending() const override {
-    return end;
-  }
-  void tell(Locked& locked, FrameHeader header, base::Buffer data) override {
-    header.acknowledged = exchange->nextAcknowledgement(locked);
-    told.emplace_back(
-        header,
-        std::string(reinterpret_cast<const char*>(data.data()), data.size()));
-  }
-  void giveUp(Locked&, base::Error why) override {
-    state = PeerState::kBroken;
-    end = std::move(why);
-  }
-  void acknowledgeSoon(Locked&) override {
-    ++asked;
-  }
-  void whenJudged(base::Error error, Callback callback) override {
-    callback(error);
-  }
-
-  std::unique_ptr<bulk::Exchange> exchange;
-  PeerState state = PeerState::kOpen;
-  base::Error end;
-  std::chrono::milliseconds silentFor{0};
-  std::vector<std::pair<FrameHeader, std::string>> told;
-  int asked = 0; // to acknowledge soon
-
- private:
-  const std::shared_ptr<ControlWorker> worker_;
-};
-
-// An exchange with this very process, whose memory can be read.
-struct Scene {
-  AtOnce runner;
-  base::Poller poller;
-  std::shared_ptr<base::Gate> gate = std::make_shared<base::Gate>();
-  std::shared_ptr<UcpContext> ucp = UcpContext::create({}).value();
-  bulk::Resources resources{
-      [this] { return BulkWorker::create(ucp, gate); },
-      gate,
-      {}};
-  std::shared_ptr<Notes> link =
-      std::make_shared<Notes>(ControlWorker::create(ucp, gate).value());
-  bulk::Exchange& exchange;
-
-  explicit Scene(bool sameHost = true) : Scene(sameHost, !sameHost) {}
-  Scene(bool sameHost, bool onlyTcp) : exchange(make(sameHost, onlyTcp)) {}
-
-  bulk::Exchange& make(bool sameHost, bool onlyTcp) {
-    resources.start(poller, runner, [] {});
-    bulk::Peer peer{
-        .pid = getpid(),
-        .mayReadHere = sameHost,
-        .whyUnreadable = sameHost ? "" : "another host"};
-    if (onlyTcp) {
-      peer.reachesUsAt = {"127.0.0.1"};
-    }
-    link->exchange =
-        std::make_unique<bulk::Exchange>(*link, resources, std::move(peer));
-    return *link->exchange;
-  }
-
-  template <typename F>
-  void locked(F&& use) {
-    link->worker().runLocked(use);
-  }
-
-  // Returns the header; puts the first entry of the table into `entry`.
-  FrameHeader send(
-      std::vector<BulkSpan> spans,
-      Answer& answer,
-      BulkEntry& entry,
-      size_t headBytes = 1) {
-    base::Buffer head(headBytes);
-    std::memset(head.data(), 'h', head.size());
-    locked([&](Locked& held) {
-      exchange.send(held, std::move(head), std::move(spans), answer.callback());
-    });
-    std::memcpy(&entry, link->told.back().second.data(), sizeof(entry));
-    return link->told.back().first;
-  }
-
-  void hear(FrameHeader header, const std::string& data = {}) {
-    locked([&](Locked& held) {
-      exchange.onMessage(held, {header, {data.data(), data.size()}});
-    });
-  }
-
-  // The error that fetching these entries leads to.
-  base::Error fetch(std::vector<BulkEntry> from, void* into) {
-    Answer answer;
-    std::vector<base::MutableSpan> spans;
-    for (const BulkEntry& entry : from) {
-      spans.push_back({into, entry.size});
-    }
-    exchange.fetch(
-        {.transfer = 1,
-         .from = std::move(from),
-         .into = std::move(spans),
-         .callback = answer.callback()});
-    require(answer.times == 1, "a fetch ends");
-    return answer.error;
-  }
-};
-
-BulkSpan shared(const std::shared_ptr<SharedMap>& map) {
-  BulkSpan span{{map->data(), map->size()}};
-  span.map = map;
-  return span;
-}
-
-BulkSpan plain(const std::string& bytes) {
-  return BulkSpan{{bytes.data(), bytes.size()}};
-}
 
 void testLentMemoryComesBack() {
   Scene scene;
@@ -330,75 +165,6 @@ void testPeerReadsMemory() {
   require(entry.address == 0, "not before it is filled");
 }
 
-void testAnotherHost() {
-  Scene scene(/*sameHost=*/false);
-  Answer answer;
-  BulkEntry entry;
-  const std::string bytes(kTooLargeToCarry, 'b');
-  const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
-  require(
-      entry.size == kTooLargeToCarry && entry.fd == 0 && entry.address == 0 &&
-          entry.region == 0,
-      "nothing but the size");
-  require(
-      !scene.exchange.maps({.size = 1, .address = 1, .region = 1, .fd = 1}),
-      "the peer's memory cannot be mapped");
-  const auto ask = [&](uint64_t transfer, uint32_t spans) {
-    scene.link->state = PeerState::kOpen;
-    scene.link->end = {};
-    const base::Buffer data =
-        encode(PullRequest{.spanCount = spans, .bulkAddress = "somewhere"});
-    scene.hear(
-        {.kind = FrameKind::kPull, .transfer = transfer},
-        {reinterpret_cast<const char*>(data.data()), data.size()});
-    return scene.link->end.message;
-  };
-  require(
-      ask(id + 1, 1) == "the peer asked for bulk that does not exist",
-      "no such transfer");
-  require(
-      ask(id, 2) == "the peer asked for bulk spans that do not exist",
-      "no such span");
-  scene.resources.close(); // so nothing is sent
-  require(ask(id, 1).empty(), "asks for the bulk");
-  require(
-      answer.times == 1 && answer.error.kind == base::ErrorKind::kShutDown,
-      "which does not come");
-  require(
-      scene.link->told.back().first.kind == FrameKind::kAbort,
-      "and the peer hears why");
-}
-
-// The send of the frame fails at its end, when the receiver has all of the
-// frame and goes on to the bulk.
-void testBulkOfAMessageThatWasGivenUp() {
-  Scene scene(/*sameHost=*/false);
-  Answer answer;
-  BulkEntry entry;
-  const std::string bulk(kTooLargeToCarry, 'b');
-  const FrameHeader header =
-      scene.send({plain(bulk)}, answer, entry, /*headBytes=*/kSize);
-  require(header.kind == FrameKind::kBigFrame, "a big frame");
-  scene.resources.close(); // so no send succeeds
-  for (const uint32_t span : {0, 1}) {
-    const base::Buffer data = encode(
-        PullRequest{
-            .firstSpan = span, .spanCount = 1, .bulkAddress = "somewhere"});
-    scene.link->told.clear();
-    scene.hear(
-        {.kind = FrameKind::kPull, .transfer = header.transfer},
-        {reinterpret_cast<const char*>(data.data()), data.size()});
-    require(answer.times == 1 && answer.error, "the message has failed");
-    require(
-        scene.link->state == PeerState::kOpen, "the connection has not ended");
-    require(
-        scene.link->told.size() == 1 &&
-            scene.link->told[0].first.kind == FrameKind::kAbort &&
-            scene.link->told[0].first.transfer == header.transfer,
-        "the peer hears that nothing comes");
-  }
-}
-
 // A peer that has not heard of the end yet reads what was sent, and not what
 // is written into that memory next.
 void testABigFrameIsHeldAfterTheEnd() {
@@ -419,56 +185,6 @@ void testABigFrameIsHeldAfterTheEnd() {
   std::string read(entry.size, 0);
   require(!scene.fetch({entry}, read.data()), "the memory can be read");
   require(read == std::string(entry.size, 'h'), "and is what was sent");
-}
-
-void testASenderWithoutDescriptors() {
-  Scene scene(/*sameHost=*/false);
-  Answer answer;
-  BulkEntry entry;
-  const std::string bytes(kTooLargeToCarry, 'b');
-  const uint64_t id = scene.send({plain(bytes)}, answer, entry).transfer;
-  const base::Buffer data = encode(
-      PullRequest{
-          .spanCount = 1,
-          .channel = ChannelKind::kLanes,
-          .bulkAddress = "somewhere"});
-  const NoDescriptors none;
-  scene.hear(
-      {.kind = FrameKind::kPull, .transfer = id},
-      {reinterpret_cast<const char*>(data.data()), data.size()});
-  require(
-      answer.times == 1 && answer.error.kind == base::ErrorKind::kSystem,
-      "the message fails");
-  require(
-      scene.link->told.back().first.kind == FrameKind::kAbort,
-      "and the peer hears why");
-}
-
-void testAReceiverWithoutDescriptors() {
-  Scene scene(/*sameHost=*/false);
-  require(scene.resources.channel(ChannelKind::kUcx).ok(), "UCX needs no more");
-  std::string into(1u << 20, ' ');
-  Answer answer;
-  {
-    const NoDescriptors none;
-    scene.exchange.fetch(
-        {.transfer = 1,
-         .from = {BulkEntry{.size = into.size()}},
-         .into = {{into.data(), into.size()}},
-         .callback = answer.callback()});
-  }
-  const auto& [header, data] = scene.link->told.back();
-  auto request = parsePullRequest({data.data(), data.size()});
-  require(
-      header.kind == FrameKind::kPull && request.ok() &&
-          request.value().channel == ChannelKind::kUcx,
-      "the bulk comes through UCX");
-  scene.locked([&](Locked& held) {
-    scene.exchange.end(held, {base::ErrorKind::kPeerLost, "it died"}, nullptr);
-  });
-  scene.resources.close();
-  scene.resources.stop();
-  require(answer.times == 1, "the fetch ends");
 }
 
 // The last frame that was sent.
@@ -699,70 +415,6 @@ void testNothingToFetch() {
   require(scene.link->told.empty(), "the peer is not asked");
 }
 
-// Moves everything at once.
-class AtOnceChannel final : public bulk::Channel {
- public:
-  base::Result<std::string> addressFor(const bulk::Peer&) override {
-    return std::string("here");
-  }
-  uint64_t receive(
-      uint64_t,
-      std::vector<base::MutableSpan>,
-      Callback callback,
-      Incoming::Arrived) override {
-    callback({});
-    return 1;
-  }
-  void cancel(uint64_t, base::Error) override {}
-  void send(
-      const std::string&,
-      uint64_t,
-      std::vector<base::ConstSpan>,
-      Callback callback) override {
-    callback({});
-  }
-  void stop() override {}
-};
-
-void testCiphersThatThrow() {
-  AtOnce runner;
-  const std::string key(32, 'k');
-  const auto chunks = bulk::sealedChunks(runner, key, key);
-  const auto channel = std::make_shared<AtOnceChannel>();
-  std::string bytes(3u << 20, 'b');
-  Answer sent;
-  nextCipherThrows = true;
-  chunks->send(
-      channel,
-      {.bulkAddress = "here"},
-      {plain(bytes)},
-      [] { return false; },
-      sent.callback());
-  require(sent.times == 1 && sent.error.message == "no cipher", "a send ends");
-  Answer received;
-  nextCipherThrows = true;
-  chunks->receive(
-      *channel,
-      /*firstTag=*/1,
-      {{bytes.data(), bytes.size()}},
-      received.callback(),
-      /*arrived=*/nullptr);
-  require(
-      received.times == 1 && received.error.message == "no cipher",
-      "a fetch ends");
-}
-
-void testADelayedSendAfterTheEnd() {
-  const auto context = fault::wrap(
-      loopback::makeContext(),
-      [](base::ConstSpan) { return fault::Fault{.delaySeconds = 60}; });
-  const auto connection = context->connect(context->address(), "");
-  context->stop();
-  Answer answer;
-  connection->send(base::Buffer(1), {}, answer.callback());
-  require(answer.times == 1 && answer.error, "it fails at once");
-}
-
 void testAcknowledgements() {
   Scene scene;
   const auto last = [&] { return scene.link->told.back().first; };
@@ -825,19 +477,13 @@ int main() {
   testLentMemoryThatMustNotBeUsedAgain();
   testWhatIsReturned();
   testPeerReadsMemory();
-  testAnotherHost();
-  testBulkOfAMessageThatWasGivenUp();
   testABigFrameIsHeldAfterTheEnd();
-  testASenderWithoutDescriptors();
-  testAReceiverWithoutDescriptors();
   testSmallBulkIsCarried();
   testOnlyLittleIsCarried();
   testMoreThanTheReceiverTakes();
   testATableThatLies();
   testBulkWithoutATransfer();
   testNothingToFetch();
-  testCiphersThatThrow();
-  testADelayedSendAfterTheEnd();
   testAcknowledgements();
   testBigFrame();
   return 0;

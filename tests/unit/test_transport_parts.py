@@ -26,6 +26,8 @@ ALONE = {
 #: Built with the core library.
 WITH_UCX = {
     "exchange": (),
+    "failing_sends": (),
+    "pulled": (),
     "worker": (),
     "abandoned_slots": (),
     "ucx_channel": (),
@@ -59,11 +61,12 @@ def test_a_part_without_ucx(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_UCX)
 def test_a_part_with_ucx(name: str) -> None:
     """worker: peers that send as fast as it receives; deadlines. abandoned_slots: a queue that was
-    unmapped. exchange: how bulk is offered, taken, acknowledged and returned. ucx_channel: chunks
-    that come before they are expected, or too late. goodbye: a worker that leaves while another
-    connects to it is heard to leave. told_again: the word that a connection broke at one end is
-    lost. many_connections: those that have opened do not count as opening. out_of_memory: an
-    allocation fails where others would wait for ever for what follows."""
+    unmapped. exchange, pulled: how bulk is offered, taken, acknowledged and returned.
+    failing_sends: what fails before anything is sent. ucx_channel: chunks that come before they are
+    expected, or too late. goodbye: a worker that leaves while another connects to it is heard to
+    leave. told_again: the word that a connection broke at one end is lost. many_connections: those
+    that have opened do not count as opening. out_of_memory: an allocation fails where others would
+    wait for ever for what follows."""
     built, environment = core.build(
         BUILD,
         {

@@ -49,7 +49,11 @@ def as_in_block(number: int | None) -> Iterator[None]:
     Args:
         number: of the block's dtype, as of_block() returns it; None as outside of all blocks.
     """
-    native = loader.load()
+    # Without the extension module there are no blocks, and TENSORPIPE needs no such module.
+    native = loader.loaded() if number is None else loader.load()
+    if native is None:
+        yield
+        return
     before = native.set_call_dtype(number)
     try:
         yield
@@ -59,7 +63,9 @@ def as_in_block(number: int | None) -> Iterator[None]:
 
 def of_block() -> int | None:
     """Return the number of the dtype of this thread's innermost block, None outside of blocks."""
-    native = loader.load()
+    native = loader.loaded()
+    if native is None:
+        return None  # a block loads the extension module
     number: int | None = native.set_call_dtype(None)
     native.set_call_dtype(number)
     return number

@@ -111,8 +111,8 @@ class Recorder:
         # Calls and executions that have not ended: id of a call, or minus the id of an execution ->
         # (future or None, entry).
         self._open: dict[int, tuple[Any, Any]] = {}
-        #: Why operators are not recorded although they are wanted; '' where they are.
         self._profiler = _start_operators() if operators else None
+        #: Why operators are not recorded although they are wanted; '' where they are.
         self.without_operators = _ANOTHER_RUNS if operators and self._profiler is None else ""
         self._logs = hasattr(self._agent, "begin_call_log")  # TENSORPIPE's agent has no log
         #: Number of the last call of a function that this thread has sent.
@@ -231,15 +231,6 @@ def _error_of(future: Any) -> str:
     return ""
 
 
-def _torch_profiles() -> bool:
-    """Return whether a torch.profiler runs in this process, or prepares to, on whichever thread.
-
-    Kineto, on which torch.profiler is built, has one session per process. A second start, or a stop
-    without a session, ends the process with SIGSEGV.
-    """
-    return bool(kineto._is_profiler_enabled) or _another_entered(None)
-
-
 def _another_entered(ours: Any) -> bool:
     """Return whether a torch.profiler beside `ours` has begun to prepare, and has not ended."""
     # The flag is not set yet while a profiler warms up, by its schedule or for the first time. No
@@ -254,8 +245,12 @@ def _another_entered(ours: Any) -> bool:
 
 
 def _start_operators() -> Any:
-    """Return a torch.profiler that runs; None if another one runs or prepares to."""
-    if _torch_profiles():
+    """Return a torch.profiler that runs; None if another runs in this process, or prepares to.
+
+    Kineto, on which torch.profiler is built, has one session per process. A second start, or a stop
+    without a session, ends the process with SIGSEGV.
+    """
+    if kineto._is_profiler_enabled or _another_entered(None):
         return None
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():

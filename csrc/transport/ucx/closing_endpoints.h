@@ -20,7 +20,8 @@ class UcxConnection;
 // Thread: any.
 class ClosingEndpoints {
  public:
-  using Flushing = std::unordered_map<ucp_ep_h, std::shared_ptr<UcxConnection>>;
+  using Endpoints =
+      std::unordered_map<ucp_ep_h, std::shared_ptr<UcxConnection>>;
 
   // To be called before anything is done to close an endpoint, and when UCX has
   // closed that endpoint.
@@ -45,13 +46,13 @@ class ClosingEndpoints {
     return flushing_.erase(endpoint) != 0;
   }
   // The endpoints that are being flushed: the caller closes them.
-  Flushing takeFlushing(Locked&) {
+  Endpoints takeFlushing(Locked&) {
     return std::exchange(flushing_, {});
   }
 
  private:
   size_t count_ = 0;
-  Flushing flushing_;
+  Endpoints flushing_;
 };
 
 } // namespace torch_rpc_ext::transport::ucx

@@ -171,7 +171,7 @@ class UcxConnection final : public Connection,
       const std::vector<BulkEntry>& entries,
       std::shared_ptr<void> ahead);
   // Calls Handler::onFrame().
-  void deliver(Delivery delivery, std::unique_ptr<Incoming> incoming);
+  void deliver(std::unique_ptr<Incoming> incoming);
   // Runs `carry`, a void() that carries a frame to the Handler. An exception
   // fails the connection.
   template <typename F>

@@ -264,7 +264,7 @@ void UcxConnection::closeEndpoint(Locked& locked, bool flush) {
 }
 
 // Not by ucp_ep_close_nbx() without force, which flushes too: while a peer is
-// stopped, that close ends never, and it cannot be forced any more.
+// stopped, that close never ends, and cannot be forced any more.
 bool UcxConnection::beginFlush(Locked& locked, ucp_ep_h endpoint) {
   auto flushing =
       std::make_unique<Flushing>(Flushing{shared_from_this(), endpoint});

@@ -37,6 +37,10 @@ class UcxConnection::Delivery {
   Delivery(Delivery&&) noexcept = default;
   Delivery& operator=(Delivery&&) = delete;
 
+  void carry(std::unique_ptr<Incoming> incoming) {
+    connection_->deliver(std::move(incoming));
+    end();
+  }
   void end() {
     if (const auto connection = std::exchange(connection_, nullptr)) {
       connection->deliveryEnds();
@@ -155,22 +159,18 @@ void UcxConnection::onFrame(Locked& locked, const Message& message) {
     bulk_->done(message.header.transfer, 0, incoming.error());
     return;
   }
-  locked.defer([self = shared_from_this(),
-                delivery = Delivery(shared_from_this()),
+  locked.defer([delivery = Delivery(shared_from_this()),
                 incoming = std::move(incoming.value())]() mutable {
-    self->deliver(std::move(delivery), std::move(incoming));
+    delivery.carry(std::move(incoming));
   });
 }
 
-void UcxConnection::deliver(
-    Delivery delivery,
-    std::unique_ptr<Incoming> incoming) {
+void UcxConnection::deliver(std::unique_ptr<Incoming> incoming) {
   guardDelivery([&] {
     context_->withHandler([&](Handler& handler) {
       handler.onFrame(shared_from_this(), std::move(incoming));
     });
   });
-  delivery.end();
 }
 
 template <typename F>
@@ -271,7 +271,7 @@ void UcxConnection::fetchBigFrame(
                                      self->context_->options().maxFrameBytes);
          if (incoming.ok()) {
            incoming.value()->ahead = std::move(ahead);
-           self->deliver(std::move(*delivery), std::move(incoming.value()));
+           delivery->carry(std::move(incoming.value()));
          } else {
            self->bulk_->done(header.transfer, 0, incoming.error());
            delivery->end();

@@ -176,8 +176,7 @@ class Pulled final : public Way {
           FrameKind::kAbort,
           id,
           {base::ErrorKind::kPeerLost,
-           "the other end has given the message up, because a connection "
-           "for large tensors broke"});
+           "the other end has given the message up"});
       return {};
     }
     const PullRequest& pull = request.value();
