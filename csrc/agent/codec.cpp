@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -32,6 +33,17 @@ Error mismatch() {
 }
 
 using Block = memory::BufferCache::Block;
+
+Error noMemoryFor(const std::vector<uint64_t>& sizes, const std::string& why) {
+  const uint64_t asked = std::accumulate(
+      sizes.begin(),
+      sizes.end(),
+      uint64_t{0}); // below 2^64: see allocateBulk()
+  return Error(
+      ErrorKind::kOverloaded,
+      "no memory to receive " + std::to_string(asked) + " bytes of " +
+          std::to_string(memory::physicalMemory()) + ": " + why);
+}
 
 // Runs `f`, which may throw; an exception becomes an Error.
 template <typename F>
@@ -232,15 +244,10 @@ Result<std::vector<base::MutableSpan>> Decoder::allocate(
     if (auto error = allocateBulk(cache, announced, adopt, spans)) {
       return error;
     }
-  } catch (const std::exception&) {
-    uint64_t asked = 0;
-    for (const uint64_t size : announced) {
-      asked += size;
-    }
-    return Error(
-        ErrorKind::kOverloaded,
-        "no memory to receive " + std::to_string(asked) + " bytes of " +
-            std::to_string(memory::physicalMemory()));
+  } catch (const c10::Error& error) {
+    return noMemoryFor(announced, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return noMemoryFor(announced, error.what());
   }
   cache_ = &cache;
   return spans;

@@ -283,9 +283,11 @@ bool Lender::tryToLend(Encoded& encoded, Then& then, uint64_t bytes) {
 // does not wait for memory, because the messages after it would have to wait,
 // too.
 void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
+  std::vector<std::shared_ptr<Loan>> loans; // of each span; null: to be made
   std::vector<base::ConstSpan> missing;
   for (const auto& span : encoded.bulk) {
-    if (common.find(span) == nullptr) {
+    loans.push_back(common.find(span));
+    if (loans.back() == nullptr) {
       missing.push_back(span);
     }
   }
@@ -305,12 +307,17 @@ void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
     bytes += missing[i].size;
   }
   common.add(made, encoded.storages);
+  for (auto next = made.begin(); auto& loan : loans) {
+    if (loan == nullptr) {
+      loan = *next++;
+    }
+  }
 
   struct Message {
     Encoded encoded;
     Then then;
-    std::vector<std::shared_ptr<Loan>> loans = {};
-    std::atomic<size_t> left{0};
+    const std::vector<std::shared_ptr<Loan>> loans;
+    std::atomic<size_t> left{loans.size()};
 
     void oneCopied() {
       if (left.fetch_sub(1) == 1) {
@@ -325,13 +332,7 @@ void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
     }
   };
   const auto message =
-      std::make_shared<Message>(std::move(encoded), std::move(then));
-  auto next = made.begin();
-  for (const auto& span : message->encoded.bulk) {
-    const bool isMade = next != made.end() && (*next)->from().data == span.data;
-    message->loans.push_back(isMade ? *next++ : common.find(span));
-  }
-  message->left.store(message->loans.size());
+      std::make_shared<Message>(std::move(encoded), std::move(then), loans);
   if (!made.empty()) {
     base::TaskPtr done = base::makeTask([made] {
       for (const auto& loan : made) {
@@ -340,8 +341,7 @@ void Lender::lendCommon(OneCopy& common, Encoded encoded, Then then) {
     });
     fillBlocks(sources, bytes, runner_, std::move(done));
   }
-  // A copy of the list: the last oneCopied() sends the message.
-  for (const auto& loan : std::vector(message->loans)) {
+  for (const auto& loan : loans) {
     loan->whenCopied(base::makeTask([message] { message->oneCopied(); }));
   }
 }

@@ -86,6 +86,7 @@ class TensorEncoder {
       base::ConstSpan bytes,
       bool bulk,
       wire::DevicePlace place);
+  void addToIndex();
   std::vector<bool> checkedStorages() const;
   base::Error
   narrowOne(size_t index, wire::WireDtype dtype, memory::BufferCache* cache);
@@ -101,8 +102,9 @@ class TensorEncoder {
   // tensor over it is not float32, or has to arrive exactly.
   c10::SmallVector<bool, 8> exact_;
   bool addsExact_ = false;
-  ska::flat_hash_map<const c10::StorageImpl*, uint32_t>
-      index_; // used from kMaxScan on
+  // Used for more than kMaxScan storages; has the first indexed_ of keys_.
+  ska::flat_hash_map<const c10::StorageImpl*, uint32_t> index_;
+  size_t indexed_ = 0;
   c10::SmallVector<wire::TensorRecord, 8> records_;
   c10::SmallVector<wire::Dim, 16> dims_;
   std::vector<c10::Storage> owners_;

@@ -72,11 +72,6 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
         return i;
       }
     }
-    if (next == kMaxScan) {
-      for (uint32_t i = 0; i < next; ++i) {
-        index_.emplace(keys_[i], i);
-      }
-    }
   } else if (const auto found = index_.find(key); found != index_.end()) {
     return found->second;
   }
@@ -105,10 +100,9 @@ Result<uint32_t> TensorEncoder::addStorage(const c10::Storage& storage) {
   }
   const bool bulk = size > inlineThreshold_;
   if (bulk) {
-    const at::DataPtr& pointer = storage.data_ptr();
-    if (pointer.get_context() == nullptr && pointer.get_deleter() == nullptr) {
-      // Made by from_blob() over memory that its owner may free as soon as the
-      // call returns.
+    if (storage.data_ptr().get_context() == nullptr) {
+      // from_blob() without a deleter: the memory's owner may free the memory
+      // as soon as the call returns.
       owners_.push_back(copyBytesOf({data, size}));
       data = owners_.back().data();
     } else {
@@ -124,12 +118,20 @@ void TensorEncoder::addEntry(
     base::ConstSpan bytes,
     bool bulk,
     wire::DevicePlace place) {
-  const size_t index = keys_.size();
   storages_.push_back({bytes, bulk, /*beside=*/false, place});
   keys_.push_back(key);
   exact_.push_back(false);
-  if (index >= kMaxScan) {
-    index_.emplace(key, static_cast<uint32_t>(index));
+  if (keys_.size() > kMaxScan) {
+    addToIndex();
+  }
+}
+
+// Adds the storages that index_ does not have yet.
+void TensorEncoder::addToIndex() {
+  for (; indexed_ < keys_.size(); ++indexed_) {
+    if (keys_[indexed_] != nullptr) {
+      index_.emplace(keys_[indexed_], static_cast<uint32_t>(indexed_));
+    }
   }
 }
 

@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from tests.process.test_handover import region_of
 from tests.process.test_network import Hosts, group_on, received
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import scripting
+from torch_rpc_ext._calls import fan_out
 
 SIZE = 600_000  # floats
 OTHERS = ["worker1", "worker2", "worker3"]
@@ -120,6 +122,20 @@ def test_what_was_common_can_be_returned() -> None:
             assert back.equal(x)
             back.zero_()  # nobody else's
         assert x.equal(numbers(3))
+
+
+@needs_ucx("sends a copy to each")
+@workers(2)
+def test_memory_that_begins_where_shared_memory_begins() -> None:
+    array = np.arange(SIZE, dtype=np.float32)
+    whole, half = torch.from_numpy(array), torch.from_numpy(array[: SIZE // 2])
+    with fan_out.one_copy():
+        futures = [
+            rpc.rpc_async("worker1", f.identity, args=(whole,)),
+            rpc.rpc_async("worker1", f.identity, args=((whole, half),)),
+        ]
+    first, (second, part) = wait_all(futures)
+    assert first.equal(whole) and second.equal(whole) and part.equal(half)
 
 
 @workers(4)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from tests.process import functions as f
@@ -153,6 +154,29 @@ def check_parameter_gradient() -> None:
 
 
 @needs_ucx("detaches nn.Parameter arguments (pytorch issue 86525)")
+def attributes(parameter: Tensor) -> dict[str, Any]:
+    return dict(vars(parameter))
+
+
+def marked() -> Tensor:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    vars(parameter).update(no_weight_decay=True, parts=[torch.ones(2)])
+    return parameter
+
+
+def check_attributes() -> None:
+    for found in (
+        rpc.rpc_sync("worker1", attributes, args=(marked(),)),
+        vars(rpc.rpc_sync("worker1", marked)),
+        vars(rpc.remote("worker1", marked).to_here()),
+    ):
+        assert found["no_weight_decay"] is True and found["parts"][0].tolist() == [1, 1]
+
+
+def test_parameter_keeps_its_attributes(pair: Group) -> None:
+    pair.run(check_attributes)
+
+
 def test_parameter_gets_its_gradient(pair: Group) -> None:
     pair.run(check_parameter_gradient)
 
@@ -187,6 +211,26 @@ def check_uncoalesced() -> None:
     sent = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (2,))
     back, _ = echo(sent)
     assert not back.is_coalesced() and back._nnz() == 2
+
+
+def product(tensor: Tensor) -> Tensor:
+    return (tensor @ torch.ones(3, 2)).sum()
+
+
+def check_sparse_gradient(layout: str) -> None:
+    dense = torch.eye(3)
+    sent = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+    sent.requires_grad_()
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [rpc.rpc_sync("worker1", product, args=(sent,))])
+        [gradient] = dist_autograd.get_gradients(context).values()
+    assert gradient.to_dense().eq(2).all()
+
+
+@needs_ucx("ends the process at a CSR tensor")
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_argument_gets_its_gradient(pair: Group, layout: str) -> None:
+    pair.run(check_sparse_gradient, layout)
 
 
 def test_sparse_uncoalesced_stays_so(pair: Group) -> None:
@@ -244,6 +288,22 @@ def check_memory_comes_back() -> None:
 
 def test_memory_of_an_argument_comes_back_without_another_call(pair: Group) -> None:
     pair.run(check_memory_comes_back)
+
+
+def check_memory_of_others(to: str) -> None:
+    array = np.ones(1 << 23, dtype=np.float32)
+    # As from_blob() without a deleter: a tensor that does not keep its memory.
+    storage = torch._C._construct_storage_from_data_pointer(
+        array.ctypes.data, torch.device("cpu"), array.nbytes
+    )
+    future = rpc.rpc_async(to, f.total, args=(torch.empty(0).set_(storage),))
+    array.fill(0)  # its owner may use the memory for something else as soon as the call returns
+    assert future.wait() == 1 << 23
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_memory_that_no_tensor_keeps_is_copied(pair: Group, to: str) -> None:
+    pair.run(check_memory_of_others, to)
 
 
 def check_by_value(to: str) -> None:

@@ -202,3 +202,12 @@ def test_without_them_upstreams_own_come_back() -> None:
     assert internal.deserialize(payload, tensors).args[0] is ONE
     assert pickler._dispatch_table[torch.Tensor] == pickler._tensor_reducer
     assert torch.nn.Parameter not in pickler._class_reducer_dict
+
+
+def test_attributes_of_a_parameter_stand_in_for_no_method() -> None:
+    given = {"mark": 1, "backward": print}
+    parameter: Any = payloads.with_tensors(
+        [torch.ones(2)], lambda: payloads._restore_parameter(0, given)
+    )
+    assert type(parameter) is nn.Parameter and parameter.mark == 1
+    assert "backward" not in vars(parameter)

@@ -15,6 +15,7 @@ import functools
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -23,7 +24,8 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext._base.failed_future import FailedResult
+from torch_rpc_ext._base.attributes import is_value
+from torch_rpc_ext._base.failed_future import FailedResult, as_exception
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, unread_rrefs
 
@@ -265,7 +267,8 @@ def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         reducers = {**_pickler._dispatch_table, **_pickler._class_reducer_dict}
         if reducers.get(torch.Tensor) is _reduce_tensor:
             # Spares the reducer a look at the thread's table for each of many tensors.
-            reducers[torch.Tensor] = functools.partial(_reduce_tensor_into, tensors)
+            reduce = _add_tensor if type(value) is internal.PythonUDF else _reduce_tensor_into
+            reducers[torch.Tensor] = functools.partial(reduce, tensors)
         pickler.dispatch_table = reducers
         pickler.dump(value)
         return file.getvalue(), tensors
@@ -311,6 +314,11 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
             # The exception refers to this frame, which must not refer to the exception: RRefs that
             # have been read would stay until Python collects such circles.
             del also
+    except BaseException as error:
+        if threading.current_thread() is threading.main_thread():
+            raise  # a handler of the program's signals may have raised the error
+        # The pickle of another worker has raised the error, which must not end this thread.
+        raise as_exception(error) from None
     finally:
         # Upstream's deserialize() leaves its own table behind when it fails.
         if before is None:
@@ -341,14 +349,20 @@ def _reduce_worker_info(info: Any) -> tuple[Any, ...]:
 def _reduce_parameter(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
     # The Parameter itself and not its .data, so that distributed autograd records it.
     _tables.send_tables.append(parameter)
-    return (_restore_parameter, (len(_tables.send_tables) - 1,))
+    index = len(_tables.send_tables) - 1
+    attributes = vars(parameter)
+    return (_restore_parameter, (index, attributes) if attributes else (index,))
 
 
-def _restore_parameter(index: int) -> torch.Tensor:
+def _restore_parameter(index: int, attributes: dict[str, Any] | None = None) -> torch.Tensor:
     tensor = _restore_tensor(index)
     # The class of this tensor is changed, instead of a new Parameter made: within a distributed
     # autograd context the tensor gets its history after this, and a new one would not get it.
     tensor.__class__ = torch.nn.Parameter
+    if type(attributes) is dict:
+        # A peer has sent the names: none may stand in for a method.
+        values = {n: v for n, v in attributes.items() if is_value(torch.nn.Parameter, n)}
+        vars(tensor).update(values)
     return tensor
 
 
@@ -364,13 +378,23 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _reduce_tensor_into(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[Any, ...]:
     layout = tensor.layout
     if layout is not _STRIDED:
-        # Each part is a strided tensor and comes back here.
+        # torch's futures take no compressed tensor as a result, so its parts travel. Each part is a
+        # strided tensor and comes back here.
         if layout in _BY_ROW:
             parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
             return (_restore_compressed, (*parts, tuple(tensor.shape), layout))
         if layout in _BY_COLUMN:
             parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
             return (_restore_compressed, (*parts, tuple(tensor.shape), layout))
+    return _add_tensor(tensors, tensor)
+
+
+def _add_tensor(tensors: list[torch.Tensor], tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor of any layout to its place in the table.
+
+    In a request also a compressed tensor: distributed autograd gives tensors of the table their
+    history after the request has been read, which the parts would not pass on.
+    """
     tensors.append(tensor)
     # A function with a short name, because pickle writes the name for each tensor.
     return (_restore_tensor, (len(tensors) - 1,))

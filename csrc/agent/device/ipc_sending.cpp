@@ -12,11 +12,12 @@ namespace torch_rpc_ext::agent::device {
 using base::Error;
 
 bool IpcSending::takes(const Departing& departing) const {
-  // A storage without a deleter refers to memory that its owner may free right
-  // after the call (from_blob), so it cannot be held until the peer has copied.
+  // A storage without a context (from_blob() without a deleter) refers to
+  // memory that the memory's owner may free right after the call, so the
+  // storage cannot be held until the peer has copied.
   return departing.entry->place != wire::kHostPlace &&
       !departing.isReadOnHost && departing.bytes != 0 &&
-      departing.storage.data_ptr().get_deleter() != nullptr &&
+      departing.storage.data_ptr().get_context() != nullptr &&
       devices_.contains(departing.device().index());
 }
 

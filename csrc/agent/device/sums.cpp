@@ -13,12 +13,13 @@ const uint64_t* Sums::add(const Region& region) {
     memory_ = pinned(most_ * sizeof(uint64_t));
   }
   auto* const sum = static_cast<uint64_t*>(memory_.mutable_data()) + count_;
-  if (!launcher_->checksum(region, reinterpret_cast<uintptr_t>(sum))) {
-    return nullptr;
-  }
   ++count_;
+  const bool launched =
+      launcher_->checksum(region, reinterpret_cast<uintptr_t>(sum));
+  // Also if the launch failed: the device may have been told before to set the
+  // sum to 0.
   keepFor(memory_, region.device());
-  return sum;
+  return launched ? sum : nullptr;
 }
 
 } // namespace torch_rpc_ext::agent::device
