@@ -61,9 +61,19 @@ c10::intrusive_ptr<rpc::JitFuture> Caller::send(
     const rpc::DeviceMap& deviceMap) {
   PendingCall call = newCall(to, *message, timeout);
   auto future = call.future;
+  const base::Error ownerDied = group_.ownerDied(*message, to.id_);
+  if (message->type() == rpc::MessageType::RREF_USER_DELETE &&
+      (ownerDied || group_.peers().isGone(to.id_))) {
+    // The value went with its owner. If this message failed, torch would send
+    // it again and again for 9 s, and a shutdown would wait that long.
+    future->markCompleted(
+        c10::IValue(rpc::RRefAck().toMessage()),
+        std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>{});
+    return future;
+  }
   calls_.begin(call);
-  if (base::Error error = group_.ownerDied(*message, to.id_)) {
-    calls_.fail(std::move(call), error);
+  if (ownerDied) {
+    calls_.fail(std::move(call), ownerDied);
     return future;
   }
   if (base::Error error = calls_.limit(call, *message)) {

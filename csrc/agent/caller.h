@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -112,10 +113,15 @@ class Caller {
     calls_.pending().stop();
   }
 
-  // Runs `hook` if that call fails, before its future gets the error. False
-  // when the call is already ending.
-  bool beforeFailure(uint64_t callId, std::function<void()> hook) {
-    return calls_.pending().setBeforeFailure(callId, std::move(hook));
+  // Runs `hook` with the error if the call with this future fails, before the
+  // future gets the error. False when the call is already ending.
+  bool beforeFailure(
+      const torch::distributed::rpc::JitFuture& future,
+      std::function<void(std::exception_ptr)> hook) {
+    // Usually this thread's last call; a handler of an operating system signal
+    // may have made another one since.
+    const uint64_t id = AnswerWait::lastCall().id;
+    return calls_.pending().setBeforeFailure(future, id, std::move(hook));
   }
   // The number of calls that the shutdown of the group waits for.
   int64_t openCalls() const {

@@ -285,7 +285,7 @@ void OpenCalls::failed(PendingCall& call, std::exception_ptr why) {
   base::caughtHere(base::Boundary::kFuture, [&] {
     note(call, /*failed=*/true);
     if (call.beforeFailure) {
-      call.beforeFailure();
+      call.beforeFailure(why);
     }
   });
   makeRoom(call);

@@ -1,5 +1,7 @@
 #include "agent/pending_calls.h"
 
+#include <algorithm>
+
 namespace torch_rpc_ext::agent {
 
 using torch::distributed::rpc::JitFuture;
@@ -91,10 +93,20 @@ c10::intrusive_ptr<JitFuture> PendingCalls::resultOf(uint64_t id) const {
   return it == state->calls.end() ? nullptr : it->second.result;
 }
 
-bool PendingCalls::setBeforeFailure(uint64_t id, std::function<void()> hook) {
+bool PendingCalls::setBeforeFailure(
+    const torch::distributed::rpc::JitFuture& future,
+    uint64_t id,
+    std::function<void(std::exception_ptr)> hook) {
+  const auto has = [&](const auto& entry) {
+    return entry.second.future.get() == &future;
+  };
   auto state = state_.lock();
-  auto it = state->calls.find(id);
-  if (it == state->calls.end()) {
+  auto& calls = state->calls;
+  auto it = calls.find(id);
+  if (it == calls.end() || !has(*it)) {
+    it = std::find_if(calls.begin(), calls.end(), has);
+  }
+  if (it == calls.end()) {
     return false;
   }
   it->second.beforeFailure = std::move(hook);

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -45,7 +46,7 @@ struct PendingCall {
   // What the caller's code has of the call: a future of the result, which
   // `future` completes. Null if that code cannot reach it yet.
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result;
-  std::function<void()> beforeFailure; // runs before the future fails
+  std::function<void(std::exception_ptr)> beforeFailure; // see Caller
   // payloadWithRRefs() of the request, until the request is sent. Null for
   // nearly all calls. A pointer and not a std::string, because a call is moved
   // several times, and a null pointer is cheaper to move.
@@ -112,8 +113,12 @@ class PendingCalls {
       c10::intrusive_ptr<torch::distributed::rpc::JitFuture> result);
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> resultOf(
       uint64_t id) const;
-  // False for a call that is no longer here.
-  bool setBeforeFailure(uint64_t id, std::function<void()> hook);
+  // For the call with this future, probably the call `id`. False for a call
+  // that is no longer here.
+  bool setBeforeFailure(
+      const torch::distributed::rpc::JitFuture& future,
+      uint64_t id,
+      std::function<void(std::exception_ptr)> hook);
   // Null where no thread waits with a mailbox, and for a call that is no longer
   // here.
   std::shared_ptr<Mailbox> mailboxOf(uint64_t id) const;

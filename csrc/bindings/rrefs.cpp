@@ -49,36 +49,48 @@ bool isRaised(const rpc::JitFuture& future) {
 // Sees to it that the RRef is marked as failed if its creation fails later. If
 // the creation has failed already, marks the RRef now and raises the error.
 void watchCreation(const rpc::PyRRef& python) {
-  const auto future = python.getFuture();
   const auto rref = rrefOf(python);
+  const auto future = rref->getOwnerCreationFuture();
   py::gil_scoped_release release;
   if (!future->completed()) {
     // The RRef must be marked before the future gets the error: a thread that
-    // sees the error may use the RRef at once, and if this worker is its owner,
-    // an unmarked RRef would wait for its value for ever.
+    // sees the error may use the RRef at once.
     const auto ours = std::dynamic_pointer_cast<UcxAgent>(
         rpc::RpcAgent::getCurrentRpcAgent());
     if (ours == nullptr ||
         ours->parts().caller().beforeFailure(
-            agent::AnswerWait::lastCall().id,
-            [rref] { compat::failedToCreate(*rref); })) {
+            *future, [rref](const std::exception_ptr& why) {
+              compat::failedToCreate(*rref, why);
+            })) {
       return;
     }
     future->wait(); // the call is just ending on another thread
   }
   if (future->hasError()) {
-    compat::failedToCreate(*rref);
+    compat::failedToCreate(*rref, future->exception_ptr());
     if (isRaised(*future)) {
       std::rethrow_exception(future->exception_ptr());
     }
   }
 }
 
-// Called before an RRef is passed to another worker. Raises if the RRef's owner
-// has died since the RRef was made. If torch cannot write the RRef's type into
-// a message, changes the type to that of a Python object, and raises where that
-// is not possible.
+// If the RRef's creation failed, raises the error: torch says "timed out" for
+// each cause. Time-outs are left to torch.
+void raiseIfNotCreated(const rpc::PyRRef& python) {
+  // Null unless remote() made the RRef.
+  const auto future = rrefOf(python)->getOwnerCreationFuture();
+  if (future != nullptr && future->completed() && future->hasError() &&
+      isRaised(*future)) {
+    std::rethrow_exception(future->exception_ptr());
+  }
+}
+
+// Called before an RRef is passed to another worker. Raises if the RRef could
+// not be created, or if its owner has died since the RRef was made. If torch
+// cannot write the RRef's type into a message, changes the type to that of a
+// Python object, and raises where that is not possible.
 void beforePassing(UcxAgent& agent, const rpc::PyRRef& python) {
+  raiseIfNotCreated(python);
   const auto rref = rrefOf(python);
   const base::Error error =
       agent.parts().group().ownerDied(rref->rrefId(), rref->owner());
@@ -121,11 +133,17 @@ void giveUpFork(const rpc::RRefForkData& passed) {
 
 // Confirms a fork in a message to this worker, and releases the fork. Does
 // nothing if this worker has read the fork: then the code that has read it does
-// both. The owner only confirms: it has made no user RRef of the fork.
+// both. The owner only confirms, because it has made no user RRef of the fork;
+// if the owner has passed the fork to itself, it releases the fork.
 void confirmFork(const rpc::RRefForkData& passed) {
-  const py::gil_scoped_release release;
   auto& context = rpc::RRefContext::getInstance();
-  if (passed.ownerId_ == context.getWorkerId()) {
+  const bool isOwner = passed.ownerId_ == context.getWorkerId();
+  if (isOwner && passed.parent_ == passed.ownerId_) {
+    giveUpFork(passed);
+    return;
+  }
+  const py::gil_scoped_release release;
+  if (isOwner) {
     send(passed.parent_, rpc::RRefChildAccept(passed.forkId_).toMessage());
   } else if (!compat::hasRead(passed.forkId_)) {
     const auto rref = context.getOrCreateRRef(passed, c10::PyObjectType::get());
@@ -220,6 +238,7 @@ void requireScriptArguments(const py::tuple& args, const py::dict& kwargs) {
 
 void bindRRefs(py::module_& module) {
   module.def("watch_creation", &watchCreation, py::arg("rref"));
+  module.def("raise_if_not_created", &raiseIfNotCreated, py::arg("rref"));
   module.def("forget_creation_failure", &agent::forgetCreationFailure);
   module.def("raise_creation_failure", [] {
     if (const auto failure = agent::creationFailure()) {

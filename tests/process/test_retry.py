@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -558,3 +559,29 @@ def test_a_generator_function_is_refused(function: Any) -> None:
     """A call of it fails when the generator runs, which the policy does not see."""
     with pytest.raises(TypeError, match=r"cannot repeat a generator.*umbers.*that makes the call"):
         policy()(function)
+
+
+class ExitsWhereItIsRead:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ("read",)
+
+
+def return_what_exits() -> Any:
+    return ExitsWhereItIsRead()
+
+
+def retry_what_exits() -> None:
+    from torch_rpc_ext import RetryPolicy
+
+    future = RetryPolicy(attempts=2).rpc_async("worker1", return_what_exits)
+    with pytest.raises(RuntimeError, match="SystemExit: read"):
+        future.wait()
+    calls = ThreadPoolExecutor(1)
+    called = calls.submit(rpc.rpc_sync, "worker1", return_what_exits)
+    with pytest.raises(RuntimeError, match="SystemExit: read"):
+        called.result(60)
+
+
+def test_an_answer_that_would_end_whoever_reads_it() -> None:
+    with Group(2) as group:
+        group.run(retry_what_exits)

@@ -182,6 +182,38 @@ def test_requests_that_are_not_read() -> None:
             wait_until_released(group, name)
 
 
+def return_unreadable(rref: Any) -> Any:
+    return Unreadable(), rref
+
+
+TO_ITSELF: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
+    "a request that cannot be read": REQUESTS["cannot be read at the owner"],
+    "an answer that cannot be read": (
+        lambda r: rpc.rpc_sync(OWNER, return_unreadable, args=(r,)),
+        ValueError,
+    ),
+    "a late answer": (
+        lambda r: rpc.rpc_sync(OWNER, pass_later, args=(r,), timeout=0.2),
+        RuntimeError,
+    ),
+}
+
+
+def pass_to_itself(name: str) -> None:
+    call, error = TO_ITSELF[name]
+    LATER.clear()
+    with pytest.raises(error):
+        call(rpc.RRef(torch.ones(2)))
+    LATER.set()
+
+
+def test_calls_of_the_owner_to_itself() -> None:
+    with Group(2) as group:
+        for name in TO_ITSELF:
+            group[1].run(pass_to_itself, name)
+            wait_until_released(group, name)
+
+
 def test_requests_that_are_refused() -> None:
     with Group(3, options={"allow_list": [f"{__name__}.make"]}) as group:
         group.run(pass_in_vain, small_call, RuntimeError)

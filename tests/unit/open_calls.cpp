@@ -93,7 +93,7 @@ void testWhatThrowsBeforeAFailure() {
   Fixture f;
   agent::PendingCall call = f.call();
   const auto future = call.future;
-  call.beforeFailure = [] { throw 1; };
+  call.beforeFailure = [](const std::exception_ptr&) { throw 1; };
   f.calls.fail(std::move(call), {base::ErrorKind::kSystem, "no memory"});
   require(future->hasError(), "the caller has an error");
   require(

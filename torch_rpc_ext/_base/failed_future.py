@@ -38,6 +38,17 @@ class FailedResult:
         return internal.RemoteException, ("".join(traceback.format_exception(self.error)), cls)
 
 
+def as_exception(error: BaseException) -> Exception:
+    """Return an exception itself, and a RuntimeError in place of what is no Exception.
+
+    A signal handler may have raised KeyboardInterrupt or SystemExit while a future was completed.
+    Whoever waits for that future may be another thread, which must not end by it.
+    """
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def fail(future: Future[Any], error: Exception) -> None:
     """Complete a future by an error.
 

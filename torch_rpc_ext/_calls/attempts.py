@@ -22,7 +22,7 @@ from typing import Any
 import tenacity
 from torch.futures import Future
 
-from torch_rpc_ext._base.failed_future import fail
+from torch_rpc_ext._base.failed_future import as_exception, fail
 from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._upstream import thread_state
 
@@ -77,27 +77,31 @@ class _Attempts:
             except Exception:  # noqa: BLE001  tenacity decides by the error's class
                 self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
                 continue
-            attempt.add_done_callback(self._ended)
+            attempt.add_done_callback(self._go_on_elsewhere)
             return
 
-    def _ended(self, attempt: Future[Any]) -> None:
-        try:
-            result = attempt.value()
-        except Exception:  # noqa: BLE001  as above
-            self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
-        else:
-            self._state.set_result(result)
-        self._go_on_elsewhere()
-
-    def _go_on_elsewhere(self) -> None:
+    def _go_on_elsewhere(self, attempt: Future[Any] | None = None) -> None:
         """Go on in a thread that is not the caller's: raise nothing, and let the future raise.
 
         An error that is no Exception, such as SystemExit, arrives as RuntimeError.
+
+        Args:
+            attempt: the future of an attempt that has just ended.
         """
         try:
+            if attempt is not None:
+                self._note(attempt)
             self.go_on()
         except BaseException as error:  # noqa: BLE001  the end of these attempts, not of the thread
-            fail(self.future, RuntimeError(f"{type(error).__name__}: {error}"))
+            fail(self.future, as_exception(error))
+
+    def _note(self, attempt: Future[Any]) -> None:
+        try:
+            result = attempt.value()
+        except Exception:  # noqa: BLE001  tenacity decides by the error's class
+            self._state.set_exception(sys.exc_info())  # type: ignore[arg-type]
+        else:
+            self._state.set_result(result)
 
 
 class _Pauses:

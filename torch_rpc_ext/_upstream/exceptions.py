@@ -268,7 +268,8 @@ def also_runtime_error(error: BaseException) -> BaseException:
     }
     try:
         also = exception_parts.blank(type(cls.__name__, (cls, RuntimeError), members), error)
+        # Not `error` itself, whose traceback would stay with each copy of the new exception.
+        vars(also)["_remote_original"] = exception_parts.blank(cls, error)
     except Exception:  # noqa: BLE001  Python cannot derive a class from this one and RuntimeError
         return error
-    vars(also)["_remote_original"] = error
     return also

@@ -118,6 +118,7 @@ def install(
     _replace(api, "_invoke_remote_builtin", _typed(api._invoke_remote_builtin, 2))
     _replace(api, "_invoke_remote_torchscript", _typed(_invoke_remote_torchscript, 2))
     _replace(api, "_invoke_remote_python_udf", _typed(api._invoke_remote_python_udf, 3))
+    _replace(rpc.PyRRef, "to_here", _saying_why(rpc.PyRRef.to_here))
     rpc.RRef.__init__ = _make_rref
     template = "_do_instantiate_remote_module_template"
     _replace(instantiator, template, _one_at_a_time(getattr(instantiator, template)))
@@ -298,6 +299,21 @@ def _invoke_remote_torchscript(
     loader.load().require_script_arguments(args, kwargs)
     invoke = _original(api, "_invoke_remote_torchscript")
     return invoke(to, name, timeout, is_async, *args, **kwargs)
+
+
+def _saying_why(to_here: Callable[..., Any]) -> Callable[..., Any]:
+    """Return PyRRef.to_here() with the error of the RRef's creation, for which torch says "timed
+    out", whatever it was."""
+
+    @functools.wraps(to_here)
+    def to_here_or_why(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return to_here(self, *args, **kwargs)
+        except RuntimeError:
+            loader.load().raise_if_not_created(self)
+            raise
+
+    return to_here_or_why
 
 
 def _typed(invoke: Callable[..., Any], place: int) -> Callable[..., Any]:
