@@ -104,7 +104,13 @@ def _device_maps(name: str, value: Any) -> dict[str, DeviceMap]:
             raise TypeError(
                 f"{name} must map worker names to device maps, got {callee!r}: {device_map!r}"
             )
-        maps[callee] = upstream._to_device_map(dict(device_map))
+        try:
+            maps[callee] = upstream._to_device_map(dict(device_map))
+        except RuntimeError as error:  # as in _devices()
+            raise ValueError(
+                f"{name} must map devices to devices, got {callee!r}: {device_map!r}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
     return maps
 
 
@@ -113,7 +119,12 @@ def _devices(name: str, value: Any) -> list[torch.device]:
         return []
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a list of CUDA devices, got {value!r}")
-    devices: list[torch.device] = upstream._to_device_list(list(value))
+    try:
+        devices: list[torch.device] = upstream._to_device_list(list(value))
+    except RuntimeError as error:  # torch's, which names neither the option nor the value
+        raise ValueError(
+            f"{name} must be a list of CUDA devices, got {value!r}: {str(error).splitlines()[0]}"
+        ) from None
     return devices
 
 

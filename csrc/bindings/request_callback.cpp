@@ -1,6 +1,7 @@
 #include "bindings/request_callback.h"
 
 #include "agent/creations.h"
+#include "agent/device/streams.h"
 #include "agent/rpc_error.h"
 #include "agent/served_call.h"
 #include "agent/ucx_agent.h"
@@ -79,8 +80,7 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
     try {
       const bool isScript = request.type() == rpc::MessageType::SCRIPT_CALL ||
           request.type() == rpc::MessageType::SCRIPT_REMOTE_CALL;
-      const auto call =
-          isScript && streams.empty() ? scriptCalls_.read(request) : nullptr;
+      const auto call = isScript ? scriptCalls_.read(request) : nullptr;
       if (call != nullptr) {
         hasRead(*call, request.type());
         return process(*call, request.type(), streams);
@@ -126,6 +126,9 @@ class GuardedCallback final : public rpc::RequestCallbackImpl {
       return assignOwnerRRef(
           call.retRRefId(), call.retForkId(), std::move(refused));
     }
+    // A TorchScript function's future has no devices, so upstream orders the
+    // RRef's users after this thread's current streams.
+    const agent::device::StreamScope scope(streams);
     // A worker that calls itself has already made the RRef, with the function's
     // type, which the future of notBegun() does not have.
     const bool isOwn = call.retRRefId() == call.retForkId();

@@ -16,8 +16,11 @@ from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 
 from tests.process.group import Group
+from tests.process.library_operators import call, define
 from tests.support import fake_cuda
 from tests.support.backend import needs_ucx
+from torch_rpc_ext import rpc_async_all
+from torch_rpc_ext._calls import fan_out
 
 pytestmark = [
     needs_ucx("its CUDA half needs a torch with CUDA, and a GPU"),
@@ -74,6 +77,20 @@ def devices_of(tensors: Sequence[torch.Tensor]) -> list[str]:
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     one += 1
     return bool(torch.equal(one.cpu(), other.cpu()))
+
+
+def first_and_last_share(tensors: Sequence[torch.Tensor]) -> bool:
+    tensors[0].add_(1)
+    return bool(torch.equal(tensors[0].cpu(), tensors[-1].cpu()))
+
+
+@torch.jit.script
+def scripted_plus(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    return tensor + number
+
+
+def name_and_device(_weights: torch.Tensor, tensor: torch.Tensor) -> tuple[str, str]:
+    return rpc.get_worker_info().name, str(tensor.device)
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,6 +261,30 @@ def test_callbacks_and_rrefs(cuda_pair: Group) -> None:
     cuda_pair.run(in_callbacks)
 
 
+def rrefs_of_every_kind_of_function() -> None:
+    there_and_back(1)  # worker1 imports this module, and defines the TorchScript function
+    for function in (plus, torch.add, scripted_plus):
+        for start in range(4):
+            rref = rpc.remote("worker1", function, args=(ramp(100_000, "cuda:0", start), 1))
+            assert_ramp(rref.to_here(), "cuda:0", start + 1)
+
+
+def test_rrefs_of_every_kind_of_function(cuda_pair: Group) -> None:
+    cuda_pair.run(rrefs_of_every_kind_of_function)
+
+
+def operators_of_libraries() -> None:
+    define("double(Tensor x) -> Tensor")
+    with pytest.raises(RuntimeError, match=r"no operator tests_library::double\(Tensor x\)"):
+        call(torch.ops.tests_library.double, torch.ones(2))
+    rpc.rpc_sync("worker1", define, ("double(Tensor x) -> Tensor",))
+    assert call(torch.ops.tests_library.double, torch.ones(2)).tolist() == [2, 2]
+
+
+def test_operators_of_libraries(cuda_pair: Group) -> None:
+    cuda_pair.run(operators_of_libraries)
+
+
 def to_oneself(size: int) -> dict[str, int]:
     tensor = ramp(size, "cuda:0")
     with fake_cuda.counted() as counts:
@@ -311,6 +352,18 @@ def part_to_oneself() -> dict[str, int]:
 def test_a_part_of_a_storage_to_oneself(cuda_pair: Group) -> None:
     """Copies only the part: once on the way there, and once on the way back."""
     assert cuda_pair.run(part_to_oneself)["device_to_device"] == 2
+
+
+def view_after_a_part() -> None:
+    table = ramp(100_000, "cuda:0")
+    for count in range(14, 19):
+        many = [ramp(10, "cuda:0", i) for i in range(count)]
+        tensors = [*many, table[:5], many[0].view(2, 5).view(10)]
+        assert rpc.rpc_sync("worker1", first_and_last_share, args=(tensors,)), count
+
+
+def test_views_share_a_storage_beside_a_part_of_another(cuda_pair: Group) -> None:
+    cuda_pair.run(view_after_a_part)
 
 
 def breaks(error: str) -> None:
@@ -456,6 +509,43 @@ def test_between_cpu_and_device(size: int) -> None:
     with devices(maps) as group:
         group.run(host_to_device, size)
         group[1].run(device_to_host, size)
+
+
+def as_if_on_other_hosts() -> None:
+    def host_of(name: str) -> str:
+        return "here" if name == "worker0" else "there"
+
+    fan_out.know_workers(host_of, lambda _: None)
+    arguments = (torch.ones(1 << 18), ramp(7, "cuda:0"))
+    others = ["worker1", "worker2"]
+    futures = rpc_async_all(others, name_and_device, args=arguments)
+    assert [future.wait() for future in futures] == [(name, "cuda:1") for name in others]
+
+
+@pytest.mark.parametrize("of_relay", [{}, {"worker1": SAME, "worker2": SAME}])
+def test_a_call_that_goes_by_way_of_another_host_uses_the_callers_maps(of_relay: Any) -> None:
+    with devices([{"worker1": SWAPPED, "worker2": SWAPPED}, of_relay, {}]) as group:
+        group.run(as_if_on_other_hosts)
+
+
+def note_cuda_init() -> None:
+    torch.cuda.init = lambda: KEPT.append(torch.ones(1))  # type: ignore[assignment]
+
+
+def cuda_inits() -> int:
+    return len(KEPT)
+
+
+def test_a_newcomer_brings_a_device_map() -> None:
+    """The member that learns so that it uses devices prepares them as at its own start."""
+    fake_cuda.build()
+    with Group(2, init=False) as group:
+        group.run_all(fake_cuda.install)
+        group[0].run(note_cuda_init)
+        group[0].init(None).result()
+        assert group[0].run(cuda_inits) == 0
+        group[1].init(None, device_maps={"worker0": SAME}).result()
+        assert group[1].run(rpc.rpc_sync, "worker0", cuda_inits) > 0
 
 
 @pytest.mark.parametrize(

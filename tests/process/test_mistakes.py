@@ -297,6 +297,27 @@ def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
         assert f"ValueError: init_method is file://{path}, and {problem}" in ended.err, ended
 
 
+@needs_ucx("names neither the option nor the value")
+@pytest.mark.parametrize(
+    ("given", "port", "text"),
+    [
+        ("foo", "", "init_method must be env://, tcp://host:port or file:///path, got 'foo'"),
+        ("localhost:29500", "", "init_method must be env://.*got 'localhost:29500'"),
+        ("tcp://host:99999", "", "init_method is 'tcp://host:99999': Port out of range"),
+        ("env://", "99999", "MASTER_PORT must be a port, from 1 to 65535, got '99999'"),
+        ("env://", "port", "MASTER_PORT must be a port, from 1 to 65535, got 'port'"),
+    ],
+)
+def test_a_store_that_cannot_be(
+    given: str, port: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port or "29500")
+    options = torch_rpc_ext.UcxRpcBackendOptions(init_method=given)
+    with pytest.raises(ValueError, match=text):
+        rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options)
+
+
 def calls_with(timeout: Any) -> list[Callable[[], Any]]:
     to = ["worker1"]
     adds = (torch.ones(2), 1)

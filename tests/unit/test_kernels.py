@@ -48,6 +48,15 @@ def test_casts_are_torch_s_but_for_nan(kept: torch.dtype, sent: torch.dtype) -> 
     assert torch.equal(result[~number].signbit(), source[~number].signbit())
 
 
+def test_one_element_with_a_stride() -> None:
+    one = torch.arange(4.0).view(1, 4)[:, 2]
+    assert one.is_contiguous() and one.stride() == (4,)
+    block = torch.zeros(4, dtype=torch.uint8)
+    kernels.gather([one], block, [0])
+    assert block.view(torch.float32).item() == 2
+    assert kernels.checksum(one) == kernels.checksum(torch.tensor([2.0]))
+
+
 def test_parameters_that_require_grad() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 3))
     block = torch.zeros(48, dtype=torch.uint8)

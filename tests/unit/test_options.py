@@ -107,6 +107,13 @@ def test_not_a_relative_of_tensorpipes() -> None:
             ValueError,
             r"max_calls_in_flight must be less than 2\*\*63",
         ),
+        ({"devices": [-1]}, ValueError, r"devices must be a list of CUDA devices, got \[-1\]: "),
+        ({"devices": ["foo"]}, ValueError, r"devices must be .*, got \['foo'\]: "),
+        (
+            {"device_maps": {"worker1": {"foo": "cuda:0"}}},
+            ValueError,
+            "device_maps must map devices to devices, got 'worker1': {'foo': 'cuda:0'}",
+        ),
         ({"num_worker_threads": 2.5}, TypeError, "num_worker_threads must be an int, got 2.5"),
         ({"num_worker_threads": True}, TypeError, "num_worker_threads"),
         ({"rpc_timeout": -1}, ValueError, "RPC Timeout must be non-negative"),

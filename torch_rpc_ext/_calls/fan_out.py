@@ -18,9 +18,9 @@ from torch.futures import Future
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
-from torch_rpc_ext._base.failed_future import fail
+from torch_rpc_ext._base.failed_future import as_exception, fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
-from torch_rpc_ext._calls import wire_dtype
+from torch_rpc_ext._calls import device_maps, wire_dtype
 from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
@@ -98,8 +98,8 @@ def rpc_async_all(
     the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
     Then the calls to that host end together, current_call().caller is that worker's name, and with
     an allow_list that worker must allow `torch_rpc_ext._calls.fan_out.pass_on`; where it does not,
-    each worker is called by itself, as within a distributed autograd context. On TENSORPIPE each
-    call sends its own copy.
+    each worker is called by itself, as within a distributed autograd context, and as a worker for
+    which the options have a device map. On TENSORPIPE each call sends its own copy.
 
     The tensors must not be written to before the calls have ended.
 
@@ -189,12 +189,13 @@ def _in_autograd_context() -> bool:
 
 def _elsewhere(names: Mapping[int, str]) -> list[list[int]]:
     """Return the places of the calls to each other host that has two of the workers or more, which
-    get float32 tensors as the same dtype."""
+    get float32 tensors as the same dtype, and for which there is no device map: a worker that
+    passes a call on has device maps of its own."""
     here = _host_of(rpc.get_worker_info().name)
     together: dict[tuple[str, Any], list[int]] = {}
     for at, name in names.items():
         host = _host_of(name)
-        if host and host != here:
+        if host and host != here and not device_maps.mapped(name):
             together.setdefault((host, _dtype_of(name)), []).append(at)
     return [places for places in together.values() if len({names[at] for at in places}) > 1]
 
@@ -249,7 +250,8 @@ class _PassedOn:
             outcomes: list[tuple[bool, Any]] = done.wait()
             if len(outcomes) != len(self.names):
                 raise RuntimeError(f"{len(outcomes)} answers to {len(self.names)} calls")
-        except Exception as error:  # noqa: BLE001  the outcome of all these calls
+        except BaseException as raised:  # noqa: BLE001  the outcome of all these calls
+            error = as_exception(raised)
             if isinstance(error, errors.RefusedError) and error.worker == self.names[0]:
                 # That worker does not pass calls on, so no worker has begun the call. A refusal by
                 # this worker is about the answer: the workers have run the function.
@@ -324,8 +326,8 @@ def _take(future: Future[Any], outcome: tuple[bool, Any]) -> None:
         succeeded, value = outcome
         if not succeeded:
             value = exceptions.built(value)
-    except Exception as error:  # noqa: BLE001  another worker has sent it
-        succeeded, value = False, error
+    except BaseException as error:  # noqa: BLE001  another worker has sent it
+        succeeded, value = False, as_exception(error)
     if succeeded:
         future.set_result(value)
     else:
@@ -335,7 +337,7 @@ def _take(future: Future[Any], outcome: tuple[bool, Any]) -> None:
 def _copy_end(future: Future[Any], done: Future[Any]) -> None:
     try:
         result = done.wait()
-    except Exception as error:  # noqa: BLE001  the function may raise anything
-        fail(future, error)
+    except BaseException as error:  # noqa: BLE001  the function may raise anything
+        fail(future, as_exception(error))
     else:
         future.set_result(result)

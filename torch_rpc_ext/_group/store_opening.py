@@ -88,22 +88,40 @@ def open_tcp(
         ) from error
 
 
-def check_file(url: str) -> None:
-    """Check that this process can open the store of a file:// URL; other URLs pass.
-
-    torch's FileStore tries to open its file for 5 minutes, inside of C++, without reacting to
-    Ctrl-C, and its error names no file.
+def check_url(url: str) -> None:
+    """Check what torch's errors about a store would not name.
 
     Args:
         url: the option init_method.
 
     Raises:
-        ValueError: there is no such folder, the path is a folder, or the file cannot be written.
+        ValueError: no such kind of store; no such port; a file's folder is missing, its path is a
+            folder, or it cannot be written.
     """
     parts = urllib.parse.urlparse(url)
-    if parts.scheme != "file" or not parts.path:
-        return
-    path = parts.path
+    if "://" not in url:
+        raise ValueError(
+            f"init_method must be env://, tcp://host:port or file:///path, got {url!r}"
+        )
+    if parts.scheme == "env":
+        port = os.environ.get("MASTER_PORT", "1")  # torch's error says where it is missing
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"MASTER_PORT must be a port, from 1 to 65535, got {port!r}")
+    elif parts.scheme == "tcp":
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError(f"init_method is {url!r}: {error}") from None
+    elif parts.scheme == "file" and parts.path:
+        _check_file(url, parts.path)
+
+
+def _check_file(url: str, path: str) -> None:
+    """Check that this process can open the store of a file:// URL.
+
+    torch's FileStore tries to open its file for 5 minutes, inside of C++, without reacting to
+    Ctrl-C, and its error names no file.
+    """
     folder = os.path.dirname(path)
     problem = ""
     if os.path.isdir(path):

@@ -33,7 +33,7 @@ from torch_rpc_ext._group import (
     store_opening,
     stores,
 )
-from torch_rpc_ext._group.members import Member, device_tables, host_identity
+from torch_rpc_ext._group.members import Member, host_identity, set_device_maps
 from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._security import group_secret
@@ -55,14 +55,13 @@ def prepare(rank: int, world_size: int | None, options: Any) -> None:
 
     Raises:
         ImportError: the extension or UCX cannot be loaded; the text says what to do.
-        ValueError: the rank is out of range, an environment variable is wrong, or the store's file
-            cannot be made.
+        ValueError: the rank is out of range, an environment variable is wrong, or the store's URL
+            is, or its file cannot be made.
     """
     check_log_level()
     if rank != -1:
         _check_rank(rank, world_size)
-    if options is not None:
-        store_opening.check_file(options.init_method)
+    store_opening.check_url("env://" if options is None else options.init_method)
     native = loader.load()
     if rpc._init_counter > 0 and not native_rpc._is_current_rpc_agent_set():
         # Upstream's C++ remembers the first rank of the process for ever (pytorch issue 46491).
@@ -282,11 +281,7 @@ def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
         session.me = group.members[session.me.name]
         rows = [member.row() for member in group.members.values()]
         session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
-        reverse, devices = device_tables(session.me, session.members)
-        if devices and torch.cuda.is_available():
-            # Another worker may send a CUDA tensor before this program first uses CUDA.
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        session.agent.set_device_maps(session.me.device_maps, reverse, devices)
+        set_device_maps(session.agent, session.me, session.members)
 
 
 # Functions that workers call on each other, whatever the option allow_list says.

@@ -20,7 +20,7 @@ def gather(
 ) -> None:
     """As torch_rpc_ext.kernels.gather()."""
     for tensor, offset in zip(tensors, offsets, strict=True):
-        kept = tensor.detach().contiguous().reshape(-1)
+        kept = _flat(tensor)
         raw = (kept if dtype is None else cast(kept, dtype)).view(torch.uint8)
         block[offset : offset + raw.numel()].copy_(raw)
 
@@ -77,11 +77,17 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """As torch_rpc_ext.kernels.checksum()."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = _flat(tensor).view(torch.uint8)
     size = torch.full((1,), raw.numel(), dtype=torch.int64, device=raw.device)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).clone().view(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=raw.device)
     return _mix(words + positions * CHECKSUM_GAMMA).sum() + _mix(size)[0]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in the order of a contiguous tensor, shape (numel,), stride 1."""
+    # contiguous() would leave one element with any stride as it is, and then view() fails.
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:

@@ -182,6 +182,32 @@ class Reader:
         [plan] = self._storage.prepare_global_plan(planner.create_global_plan([plan]))
         self._storage.read_data(planner.finish_plan(plan), planner).wait()
 
+    def read_tree(self, name: str) -> Any:
+        """Return a value that the writer may have stored as one entry for each value of its dicts.
+
+        Raises:
+            Exception: as read(), if there is neither an entry of this name nor one below it.
+        """
+        below = [entry for entry in self.names() if entry.startswith(f"{name}.")]
+        if name in self._metadata.state_dict_metadata or not below:
+            return self.read_named([name])[name]
+        paths = {entry: self._metadata.planner_data[entry] for entry in below}
+        # The path of an entry leads through what has this name.
+        [depth] = {
+            depth
+            for path in paths.values()
+            for depth in range(len(path))
+            if ".".join(map(str, path[:depth])) == name
+        }
+        tree: dict[Any, Any] = {}
+        for entry, value in self.read_named(below).items():
+            *steps, last = paths[entry][depth:]
+            at = tree
+            for step in steps:
+                at = at.setdefault(step, {})
+            at[last] = value
+        return _with_lists(tree)
+
     def read_named(self, wanted: Iterable[str]) -> dict[str, Any]:
         """Return entries, tensors on the CPU, by their names.
 
@@ -197,3 +223,13 @@ class Reader:
             )
         self.read(state)
         return state
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return nested dicts with a list in place of each dict whose keys are numbers: DCP makes texts
+    of the keys of dicts, and paths lead through lists by numbers."""
+    if not isinstance(tree, dict):
+        return tree
+    made = {key: _with_lists(value) for key, value in tree.items()}
+    is_list = all(type(key) is int for key in made)
+    return [made[place] for place in sorted(made)] if is_list else made

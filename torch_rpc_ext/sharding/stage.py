@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
+from torch_rpc_ext._calls import device_maps
 from torch_rpc_ext._group import sessions
-from torch_rpc_ext.sharding import autocast, checkpoint, cutting, device_maps, gradients, tensors
+from torch_rpc_ext.sharding import autocast, checkpoint, cutting, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 from torch_rpc_ext.sharding.random_numbers import RandomNumbers
@@ -25,6 +26,9 @@ __all__ = [
 ]
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
+
+# What torch calls the result of a module's get_extra_state() in a state dict.
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,12 @@ class Stage(Saved):
     def read_checkpoint(self, path: str, key: str) -> None:
         """Load the stage's state from a checkpoint, without reading its other parts."""
         state = self.module.state_dict()
-        self._reader(path).read(_under(key, state))
+        reader = self._reader(path)
+        # A module's get_extra_state() may have had other keys when the checkpoint was written.
+        extra = [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE]
+        for name in extra:
+            state[name] = reader.read_tree(f"{key}.{name}" if key else name)
+        reader.read(_under(key, {name: state[name] for name in state if name not in extra}))
         self.module.load_state_dict(state)
 
 
