@@ -352,8 +352,13 @@ def test_wrong_arguments_are_named_and_harm_nobody(group: WorkerGroup) -> None:
         WorkerGroup(["a", "a"])
     with pytest.raises(ValueError, match="at least 1"):
         WorkerGroup(0)
-    with pytest.raises(ValueError, match="list of names"):
-        WorkerGroup("ps")
+    wrong: Any
+    for wrong in ("ps", 1.5):
+        with pytest.raises(ValueError, match=f"a list of names, got {wrong!r}"):
+            WorkerGroup(wrong)
+    for wrong in (["a", ""], ["a", 1]):
+        with pytest.raises(ValueError, match=f"must be a text, got {wrong[1]!r}"):
+            WorkerGroup(wrong)
     with pytest.raises(RuntimeError, match="not started"):
         WorkerGroup(1).run(print)
     with pytest.raises(RuntimeError, match="started already"):

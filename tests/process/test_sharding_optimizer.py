@@ -416,6 +416,8 @@ def check_errors() -> None:
     pipe = pipeline(model)
     with pytest.raises(TypeError, match="takes no closure.*forward and backward before step"):
         optimizer_of(model, lr=0.1).step(lambda: 1.0)
+    with pytest.raises(TypeError, match="takes the model that shard.. has returned.*got list"):
+        optimizer_of([], torch.optim.SGD)
     with pytest.raises(ValueError, match="step.. of LBFGS needs a closure.*choose another"):
         optimizer_of(model, torch.optim.LBFGS)
     with pytest.raises(StageError, match="stage 1 on worker2 raised ValueError: not here"):

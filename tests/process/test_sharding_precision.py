@@ -204,6 +204,8 @@ def check_other_ways() -> None:
     ours = sharding.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
     theirs = torch.optim.SGD(local.parameters(), lr=0.1)
     # A scaler that is off.
+    with pytest.raises(TypeError, match="init_scale must be a number, got 'cpu'.* takes no device"):
+        sharding.ShardedGradScaler("cpu")
     off = sharding.ShardedGradScaler(enabled=False)
     ours.zero_grad()
     pipe.forward_backward(x, y, scaler=off)

@@ -196,3 +196,61 @@ def check_errors(folder: str) -> None:
 
 def test_errors(four: Group, tmp_path: Path) -> None:
     four.run(check_errors, str(tmp_path))
+
+
+class Counting(nn.Linear):
+    """Has state that is no tensor."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def check_extra_state(folder: str) -> None:
+    from torch_rpc_ext import sharding
+
+    saved = {"steps": 7, "more": {"a": [1, 2], "b": [torch.ones(2), {"c": 3}]}}
+    for place, key in enumerate(("", "model")):
+        for number, fresh in enumerate(({}, None, {"steps": 0, "gone": 1}, saved)):
+            path = f"{folder}{place}{number}"
+            layers = nn.Sequential(Counting(saved), Counting(5))
+            model = sharding.shard(layers, ["worker1", "worker2"])
+            again = sharding.shard(nn.Sequential(Counting(fresh), Counting(0)), ["worker3"])
+            if key:
+                sharding.save_checkpoint({key: model}, path)
+                sharding.load_checkpoint({key: again}, path)
+            else:
+                model.save_checkpoint(path)
+                again.load_checkpoint(path)
+            m.same(dict(again.state_dict()), layers.state_dict())
+
+
+def test_state_that_is_no_tensor(four: Group, tmp_path: Path) -> None:
+    four.run(check_extra_state, str(tmp_path))
+
+
+def check_what_cannot_be_saved(folder: str) -> None:
+    from torch_rpc_ext import sharding
+
+    model = sharding.shard(m.mlp(), THREE)
+    sharding.save_checkpoint({"model": model, "step": 1}, folder)
+    for state, error, text in (
+        ({}, ValueError, "nothing to save"),
+        ({"model": model, 5: 1}, TypeError, "keys of state must be strings, got 5"),
+        ({"model": model, "f": lambda: 1}, TypeError, r"state\['f'\] cannot be saved: .*pickle"),
+    ):
+        with pytest.raises(error, match=text):
+            sharding.save_checkpoint(state, folder, overwrite=True)
+    state = {"model": model, "step": 0}
+    sharding.load_checkpoint(state, folder)  # the checkpoint is still there
+    assert state["step"] == 1
+
+
+def test_what_cannot_be_saved_changes_nothing(four: Group, tmp_path: Path) -> None:
+    four.run(check_what_cannot_be_saved, str(tmp_path / "one"))

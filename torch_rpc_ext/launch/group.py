@@ -61,7 +61,8 @@ class WorkerGroup:
             kill workers.
 
     Raises:
-        ValueError: no workers, or one name twice.
+        ValueError: `workers` is no number or list of names, there are none, or one name is there
+            twice.
     """
 
     def __init__(
@@ -71,10 +72,13 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         show: Callable[[str, str], None] = _print,
     ) -> None:
-        if isinstance(workers, str):
-            raise ValueError(f"workers must be a number or a list of names, got {workers!r}")
         if isinstance(workers, int):
             workers = [f"worker{rank}" for rank in range(workers)]
+        if isinstance(workers, str) or not isinstance(workers, Sequence):
+            raise ValueError(f"workers must be a number or a list of names, got {workers!r}")
+        for name in workers:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a worker must be a text, got {name!r}")
         if not workers:
             raise ValueError("workers must be at least 1, got none")
         if len(set(workers)) < len(workers):

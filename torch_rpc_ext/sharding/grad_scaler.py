@@ -38,6 +38,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         backoff_factor: update() multiplies the scale by this after a step that was skipped.
         growth_interval: see growth_factor.
         enabled: False for a scaler that does nothing.
+
+    Raises:
+        TypeError: `init_scale` is no number: torch.amp.GradScaler's first argument, a device, is
+            not needed here.
     """
 
     def __init__(
@@ -48,6 +52,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if not isinstance(init_scale, (int, float)):
+            raise TypeError(
+                f"init_scale must be a number, got {init_scale!r}; ShardedGradScaler takes no "
+                "device, because the gradients are on those of the stages"
+            )
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._outcomes: dict[ShardedOptimizer, _Outcome] = {}  # since the last update()
 

@@ -65,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
     Raises:
         ValueError: a name that the model does not have or that is named twice, an option out of
             range, or a class whose step() needs a closure (LBFGS).
+        TypeError: `model` is something else, such as its parameters.
         StageError: the optimizer of a stage could not be made.
     """
 
@@ -80,6 +81,11 @@ class ShardedOptimizer(torch.optim.Optimizer, SavedByStages):
             raise ValueError(
                 f"step() of {optimizer_class.__name__} needs a closure, which the stages cannot "
                 "call: choose another optimizer."
+            )
+        if not isinstance(model, ShardedModule):
+            raise TypeError(
+                "ShardedOptimizer takes the model that shard() has returned, not its parameters; "
+                f"got {type(model).__name__}"
             )
         described = model.stages.each("describe_parameters")
         by_stage = [[name for name, _, _ in part] for part in described]

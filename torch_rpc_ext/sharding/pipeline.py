@@ -47,8 +47,9 @@ class Pipeline:
     Gradients are added to the .grad of the parameters, as backward() adds them; or, within a
     distributed autograd context, to those of the context, where DistributedOptimizer looks for
     them. The local module, run on the same micro-batches one after another, has the same gradients,
-    to the last bit on the same kind of machine; layers that look at the whole batch (BatchNorm) see
-    micro-batches. The stages compute under the caller's autocast, the loss included.
+    to the last bit on the same kind of machine with the same number of compute threads; layers that
+    look at the whole batch (BatchNorm) see micro-batches. The stages compute under the caller's
+    autocast, the loss included.
 
     Thread Safety: one batch at a time; others wait.
 

@@ -3,9 +3,12 @@ one checkpoint of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
+
+import torch
 
 from torch_rpc_ext.sharding import checkpoint
 from torch_rpc_ext.sharding.handles import Handle, Handles, results
@@ -54,8 +57,16 @@ def save_checkpoint(
     Raises:
         FileExistsError: there is a checkpoint already.
         StageError: a stage could not write.
-        ValueError: a stage has written where the caller does not see it.
+        TypeError: a key is no string, or a value of the caller's own cannot be pickled; nothing has
+            been written.
+        ValueError: there is nothing to save; or a stage has written where the caller does not see
+            it.
     """
+    if not state:
+        raise ValueError("there is nothing to save: state is empty")
+    for key in state:
+        if not isinstance(key, str):
+            raise TypeError(f"the keys of state must be strings, got {key!r}")
     own = {
         key: value.state_dict() if hasattr(value, "state_dict") else value
         for key, value in state.items()
@@ -119,6 +130,11 @@ def write(
         overwrite: whether a checkpoint may be replaced.
     """
     text = os.fspath(path)
+    for name, value in own.items():
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001  whatever pickle or the value's class raises
+            raise TypeError(f"state[{name!r}] cannot be saved: {error}") from error
     coordinator = checkpoint.Coordinator(text, overwrite)
     writers: list[tuple[str, SavedByStages, Handle]] = [
         (key, one, handle) for key, one in parts.items() for handle in one.checkpoint_handles()
