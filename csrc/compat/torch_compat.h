@@ -346,14 +346,25 @@ inline bool becomePython(torch::distributed::rpc::RRef& rref) {
   return true;
 }
 
+// Whether only the worker that has called remote() for itself has the RRef,
+// which is its own.
+inline bool isOnlyHere(const torch::distributed::rpc::RRef& rref) {
+  auto& context = torch::distributed::rpc::RRefContext::getInstance();
+  std::lock_guard lock(context.*privateMember(RRefMutex{}));
+  const auto& all = context.*privateMember(RRefForks{});
+  const auto forks = all.find(rref.rrefId());
+  return forks == all.end() || forks->second.size() <= 1;
+}
+
 // Marks the RRef as timed out, as RRef::handleError() should (see
-// keepRRefErrorsHarmless()). A thread that waits for its value already, which
-// only the owner's threads do, gets `why`.
+// keepRRefErrorsHarmless()). If the RRef is of this worker, upstream is about
+// to drop it, unless others have it too: then nobody would get the value any
+// more, and a thread that waits for it already gets `why`.
 inline void failedToCreate(
     torch::distributed::rpc::RRef& rref,
     const std::exception_ptr& why) {
   rref.*privateMember(RRefTimedOut{}) = true;
-  if (rref.isOwner()) {
+  if (rref.isOwner() && isOnlyHere(rref)) {
     static_cast<torch::distributed::rpc::OwnerRRef&>(rref).setError(why);
   }
 }

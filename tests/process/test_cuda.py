@@ -511,21 +511,33 @@ def test_between_cpu_and_device(size: int) -> None:
         group[1].run(device_to_host, size)
 
 
-def as_if_on_other_hosts() -> None:
+def as_if_on_other_hosts(device: str, there: str) -> None:
     def host_of(name: str) -> str:
         return "here" if name == "worker0" else "there"
 
-    fan_out.know_workers(host_of, lambda _: None)
-    arguments = (torch.ones(1 << 18), ramp(7, "cuda:0"))
+    fan_out._host_of = host_of
     others = ["worker1", "worker2"]
-    futures = rpc_async_all(others, name_and_device, args=arguments)
-    assert [future.wait() for future in futures] == [(name, "cuda:1") for name in others]
+    tensor = ramp(7, device)
+    futures = rpc_async_all(others, name_and_device, args=(torch.ones(1 << 18), tensor))
+    assert [future.wait() for future in futures] == [(name, there) for name in others]
 
 
-@pytest.mark.parametrize("of_relay", [{}, {"worker1": SAME, "worker2": SAME}])
-def test_a_call_that_goes_by_way_of_another_host_uses_the_callers_maps(of_relay: Any) -> None:
-    with devices([{"worker1": SWAPPED, "worker2": SWAPPED}, of_relay, {}]) as group:
-        group.run(as_if_on_other_hosts)
+TO_OTHERS = {"worker1": SWAPPED, "worker2": SWAPPED}
+
+
+@pytest.mark.parametrize(
+    ("maps", "of_first", "device", "there"),
+    [
+        (TO_OTHERS, {}, "cuda:0", "cuda:1"),
+        (TO_OTHERS, {"worker1": SAME, "worker2": SAME}, "cuda:0", "cuda:1"),
+        ({}, {"worker2": {"cpu": "cuda:1"}}, "cpu", "cpu"),
+    ],
+)
+def test_a_call_to_workers_of_another_host_uses_the_callers_maps(
+    maps: Any, of_first: Any, device: str, there: str
+) -> None:
+    with devices([maps, of_first, {}]) as group:
+        group.run(as_if_on_other_hosts, device, there)
 
 
 def note_cuda_init() -> None:

@@ -304,8 +304,8 @@ def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
         ("foo", "", "init_method must be env://, tcp://host:port or file:///path, got 'foo'"),
         ("localhost:29500", "", "init_method must be env://.*got 'localhost:29500'"),
         ("tcp://host:99999", "", "init_method is 'tcp://host:99999': Port out of range"),
-        ("env://", "99999", "MASTER_PORT must be a port, from 1 to 65535, got '99999'"),
-        ("env://", "port", "MASTER_PORT must be a port, from 1 to 65535, got 'port'"),
+        ("env://", "99999", "MASTER_PORT must be a port, from 0 to 65535, got '99999'"),
+        ("env://", "port", "MASTER_PORT must be a port, from 0 to 65535, got 'port'"),
     ],
 )
 def test_a_store_that_cannot_be(

@@ -215,20 +215,25 @@ class Counting(nn.Linear):
 def check_extra_state(folder: str) -> None:
     from torch_rpc_ext import sharding
 
-    saved = {"steps": 7, "more": {"a": [1, 2], "b": [torch.ones(2), {"c": 3}]}}
-    for place, key in enumerate(("", "model")):
-        for number, fresh in enumerate(({}, None, {"steps": 0, "gone": 1}, saved)):
-            path = f"{folder}{place}{number}"
-            layers = nn.Sequential(Counting(saved), Counting(5))
-            model = sharding.shard(layers, ["worker1", "worker2"])
-            again = sharding.shard(nn.Sequential(Counting(fresh), Counting(0)), ["worker3"])
-            if key:
-                sharding.save_checkpoint({key: model}, path)
-                sharding.load_checkpoint({key: again}, path)
-            else:
-                model.save_checkpoint(path)
-                again.load_checkpoint(path)
-            m.same(dict(again.state_dict()), layers.state_dict())
+    saved = {"steps": 7, "more": {"a": [1, 2]}}
+    layers = nn.Sequential(Counting(saved), Counting(5), Counting({}))
+    model = sharding.shard(layers, ["worker1", "worker2"])
+    sharding.save_checkpoint({"model": model}, folder)
+    fresh: Any
+    for fresh in ({"steps": 0, "more": {"a": None}}, {"steps": 0, "more": {"a": [3]}}):
+        loaded = nn.Sequential(Counting(fresh), Counting(0), Counting({}))
+        again = sharding.shard(loaded, ["worker3"])
+        sharding.load_checkpoint({"model": again}, folder)
+        m.same(dict(again.state_dict()), layers.state_dict())
+    for fresh, lost in (
+        ({}, "model.0._extra_state.more.a, model.0._extra_state.steps"),
+        ({"steps": 0, "more": {}}, "model.0._extra_state.more.a"),
+    ):
+        loaded = nn.Sequential(Counting(fresh), Counting(0), Counting({}))
+        again = sharding.shard(loaded, ["worker3"])
+        with pytest.raises(sharding.StageError, match="has no such keys") as error:
+            sharding.load_checkpoint({"model": again}, folder)
+        assert all(name in str(error.value) for name in lost.split(", "))
 
 
 def test_state_that_is_no_tensor(four: Group, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-__all__ = ["FIELDS", "attribute_of", "is_value"]
+__all__ = ["FIELDS", "attribute_of", "is_plain_value"]
 
 #: Descriptors that are places for values in an instance, not code.
 FIELDS = (MemberDescriptorType, GetSetDescriptorType)
@@ -21,9 +21,15 @@ def attribute_of(cls: type, name: str) -> Any:
     return None
 
 
-def is_value(cls: type, name: str) -> bool:
+def is_plain_value(cls: type, name: Any) -> bool:
     """Return whether an attribute of this name in an instance of the class is a value, and stands
-    in for no method or other code of the class."""
+    in for no method or other code of the class.
+
+    False for a __special__ name: libraries look such names up in instances, and believe what they
+    find. NumPy reads the memory to which `__array_interface__` leads.
+    """
+    if type(name) is not str or (name.startswith("__") and name.endswith("__")):
+        return False
     static = attribute_of(cls, name)
     return (
         static is None

@@ -20,7 +20,7 @@ from torch_rpc_ext import errors
 from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
 from torch_rpc_ext._base.failed_future import as_exception, fail
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
-from torch_rpc_ext._calls import device_maps, wire_dtype
+from torch_rpc_ext._calls import wire_dtype
 from torch_rpc_ext._calls.device_futures import new_future
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
@@ -38,17 +38,24 @@ _SLACK = 1.0
 
 _host_of: Callable[[str], str] = lambda name: ""  # noqa: E731
 _dtype_of: Callable[[str], Any] = lambda name: None  # noqa: E731
+_uses_maps: Callable[[str], bool] = lambda name: False  # noqa: E731
 
 
-def know_workers(host_of: Callable[[str], str], dtype_of: Callable[[str], Any]) -> None:
+def know_workers(
+    host_of: Callable[[str], str],
+    dtype_of: Callable[[str], Any],
+    uses_maps: Callable[[str], bool],
+) -> None:
     """Set what knows the other workers.
 
     Args:
         host_of: name -> host of the worker, '' where that is not known.
         dtype_of: name -> dtype that the option wire_dtype of this worker has for that worker.
+        uses_maps: name -> whether this worker has a device map for that worker, or that worker has
+            one for whomever.
     """
-    global _host_of, _dtype_of
-    _host_of, _dtype_of = host_of, dtype_of
+    global _host_of, _dtype_of, _uses_maps
+    _host_of, _dtype_of, _uses_maps = host_of, dtype_of, uses_maps
 
 
 @contextlib.contextmanager
@@ -98,8 +105,9 @@ def rpc_async_all(
     the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
     Then the calls to that host end together, current_call().caller is that worker's name, and with
     an allow_list that worker must allow `torch_rpc_ext._calls.fan_out.pass_on`; where it does not,
-    each worker is called by itself, as within a distributed autograd context, and as a worker for
-    which the options have a device map. On TENSORPIPE each call sends its own copy.
+    each worker is called by itself, as within a distributed autograd context, and as workers with
+    device maps, and those that the options have one for. On TENSORPIPE each call sends its own
+    copy.
 
     The tensors must not be written to before the calls have ended.
 
@@ -189,13 +197,13 @@ def _in_autograd_context() -> bool:
 
 def _elsewhere(names: Mapping[int, str]) -> list[list[int]]:
     """Return the places of the calls to each other host that has two of the workers or more, which
-    get float32 tensors as the same dtype, and for which there is no device map: a worker that
-    passes a call on has device maps of its own."""
+    get float32 tensors as the same dtype. Not of calls in which device maps may count: a worker
+    that passes a call on uses its own."""
     here = _host_of(rpc.get_worker_info().name)
     together: dict[tuple[str, Any], list[int]] = {}
     for at, name in names.items():
         host = _host_of(name)
-        if host and host != here and not device_maps.mapped(name):
+        if host and host != here and not _uses_maps(name):
             together.setdefault((host, _dtype_of(name)), []).append(at)
     return [places for places in together.values() if len({names[at] for at in places}) > 1]
 

@@ -27,7 +27,7 @@ from torch.distributed.rpc import api as _untyped_api
 from torch_rpc_ext import errors
 from torch_rpc_ext._calls import current_call, failures
 from torch_rpc_ext._group import sessions, stores
-from torch_rpc_ext._group.members import Member, is_alive, set_device_maps, validate
+from torch_rpc_ext._group.members import Member, device_tables, is_alive, prepare_devices, validate
 from torch_rpc_ext._group.rendezvous import PREFIX, Group
 from torch_rpc_ext._group.stores import describe
 from torch_rpc_ext._security import group_secret
@@ -404,8 +404,13 @@ def add_member(session: sessions.Session, member: Member) -> None:
 
 def apply_members(session: sessions.Session) -> None:
     """Update the device maps and upstream's list of names from the members."""
-    set_device_maps(session.agent, session.me, session.members)
+    reverse, devices = device_tables(session.me, session.members)
+    session.agent.set_device_maps(session.me.device_maps, reverse, devices)
     api._ALL_WORKER_NAMES = set(session.members)
+    try:
+        prepare_devices(devices)
+    except RuntimeError as error:  # in a process that was forked after CUDA had been used
+        logger.warning("tensors of devices cannot be received: %s", error)
 
 
 def update_group_membership(

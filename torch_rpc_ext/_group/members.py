@@ -212,17 +212,18 @@ def _described(member: Member) -> str:
     return f"the secret with fingerprint {member.secret}" if member.secret else "no secret"
 
 
-def set_device_maps(agent: Any, me: Member, members: Mapping[str, Member]) -> None:
-    """Tell the agent the device maps of `me`, those of the other members for the answers to them,
-    and the devices that RPC uses here."""
-    reverse, devices = _device_tables(me, members)
+def prepare_devices(devices: Sequence[torch.device]) -> None:
+    """Initialise CUDA if RPC uses devices here: another worker may send a CUDA tensor before this
+    program first uses CUDA.
+
+    Raises:
+        RuntimeError: CUDA cannot be initialised.
+    """
     if devices and torch.cuda.is_available():
-        # Another worker may send a CUDA tensor before this program first uses CUDA.
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    agent.set_device_maps(me.device_maps, reverse, devices)
 
 
-def _device_tables(
+def device_tables(
     me: Member, members: Mapping[str, Member]
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
     """Return (caller -> {device here: device there}, for answers; devices that RPC uses here)."""

@@ -99,14 +99,18 @@ def check_url(url: str) -> None:
             folder, or it cannot be written.
     """
     parts = urllib.parse.urlparse(url)
-    if "://" not in url:
+    if not parts.scheme or (parts.scheme not in ("env", "tcp", "file") and "://" not in url):
         raise ValueError(
             f"init_method must be env://, tcp://host:port or file:///path, got {url!r}"
         )
     if parts.scheme == "env":
-        port = os.environ.get("MASTER_PORT", "1")  # torch's error says where it is missing
-        if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"MASTER_PORT must be a port, from 1 to 65535, got {port!r}")
+        port = os.environ.get("MASTER_PORT", "0")  # torch's error says where it is missing
+        try:
+            number = int(port)
+        except ValueError:
+            number = -1
+        if not 0 <= number < 65536:
+            raise ValueError(f"MASTER_PORT must be a port, from 0 to 65535, got {port!r}")
     elif parts.scheme == "tcp":
         try:
             _ = parts.port

@@ -37,7 +37,7 @@ def open_session(session: sessions.Session) -> None:
         api._all_gather_sequence_id.clear()
         api._all_gather_sequence_id_to_states.clear()
     sessions.set_current(session)
-    fan_out.know_workers(_host_of, _dtype_of)
+    fan_out.know_workers(_host_of, _dtype_of, _uses_maps)
     hooks.install(session.agent, wait_all_workers, session.allowed)
 
 
@@ -51,6 +51,13 @@ def _dtype_of(name: str) -> Any:
     session = sessions.current()
     given = session.options.wire_dtype if session else None
     return given.get(name) if isinstance(given, dict) else given
+
+
+def _uses_maps(name: str) -> bool:
+    session = sessions.current()
+    if session is None or name not in session.members:
+        return False
+    return bool(session.members[name].device_maps or session.me.device_maps.get(name))
 
 
 def close_session() -> None:

@@ -33,7 +33,7 @@ from torch_rpc_ext._group import (
     store_opening,
     stores,
 )
-from torch_rpc_ext._group.members import Member, host_identity, set_device_maps
+from torch_rpc_ext._group.members import Member, device_tables, host_identity, prepare_devices
 from torch_rpc_ext._lifecycle import lifetime
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._security import group_secret
@@ -281,7 +281,9 @@ def _enter(session: sessions.Session, group: rendezvous.Group) -> None:
         session.me = group.members[session.me.name]
         rows = [member.row() for member in group.members.values()]
         session.agent.set_group(group.id, rows, group_secret.own(session.options) or group.secret)
-        set_device_maps(session.agent, session.me, session.members)
+        reverse, devices = device_tables(session.me, session.members)
+        prepare_devices(devices)
+        session.agent.set_device_maps(session.me.device_maps, reverse, devices)
 
 
 # Functions that workers call on each other, whatever the option allow_list says.

@@ -25,7 +25,7 @@ from types import (
 )
 from typing import Any
 
-from torch_rpc_ext._base.attributes import FIELDS, attribute_of, is_value
+from torch_rpc_ext._base.attributes import FIELDS, attribute_of, is_plain_value
 from torch_rpc_ext._security.entries import Allowed, Entry, Request
 from torch_rpc_ext._upstream import exception_parts
 
@@ -395,12 +395,9 @@ class Reader:
 
     def _check_attribute(self, cls: type, name: Any) -> None:
         """Permit plain attributes and fields, but neither __special__ names nor methods."""
-        if type(name) is str and not (name.startswith("__") and name.endswith("__")):
-            if is_value(cls, name):
-                return
-        elif name == "__notes__" and issubclass(cls, BaseException):
-            return
-        raise self._allowed.refusal(f"a change of {full_name(cls)}.{name}")
+        is_notes = name == "__notes__" and issubclass(cls, BaseException)
+        if not is_notes and not is_plain_value(cls, name):
+            raise self._allowed.refusal(f"a change of {full_name(cls)}.{name}")
 
 
 def _check_date(made: Any) -> None:

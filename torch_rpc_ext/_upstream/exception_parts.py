@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext._base.attributes import FIELDS, is_value
+from torch_rpc_ext._base.attributes import FIELDS, is_plain_value
 
 internal: Any = _untyped_internal  # upstream's functions have no types
 
@@ -109,7 +109,7 @@ def put_together(parts: Parts) -> Exception | None:
     if not parts.inner:
         set_args(error, tuple(args))
     for name, pickled in parts.attributes.items():
-        if name not in _OURS and is_value(cls, name):
+        if name not in _OURS and is_plain_value(cls, name):
             vars(error)[name] = _load(pickled)
     _set_fields(error, {name: _load(pickled) for name, pickled in parts.fields.items()})
     return error

@@ -28,9 +28,12 @@ They are installed while our agent runs and removed when it ends; other agents g
   more than a text arrives as RuntimeError (pytorch issue 45044). Here it keeps its class.
 - internal._internal_rpc_pickler: the most frequent payloads have short forms (payloads.py), and the
   reducers lose less. In upstream an nn.Parameter leaves the graph of distributed autograd (pytorch
-  issue 86525); here it stays in the graph. A compressed sparse tensor (CSR, CSC, BSR, BSC), whose
-  storage upstream's C++ cannot get, travels here as its parts. Passing on an RRef whose owner has
-  died and come back is an error here; in upstream the receiver waits without an end.
+  issue 86525); here it stays in the graph. A result that is a compressed sparse tensor (CSR, CSC,
+  BSR, BSC), whose storage upstream's C++ cannot get, travels here as its parts. Passing on an RRef
+  whose owner has died and come back is an error here; in upstream the receiver waits without an
+  end.
+- rpc.PyRRef.to_here: if the RRef could not be created, upstream says "timed out" for each cause.
+  Here the error is that of the creation.
 - api._destroy_rref_context: stops the agent first. Upstream's C++ walks through its table of RRefs
   without a lock, and a request that deletes an RRef at that moment makes the process crash.
 - instantiator._do_instantiate_remote_module_template: upstream's RemoteModule with an interface

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
-from torch_rpc_ext._base.attributes import is_value
+from torch_rpc_ext._base.attributes import is_plain_value
 from torch_rpc_ext._base.failed_future import FailedResult, as_exception
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, unread_rrefs
@@ -315,7 +315,8 @@ def with_tensors(tensors: list[torch.Tensor], read: Callable[[], Any]) -> Any:
             # have been read would stay until Python collects such circles.
             del also
     except BaseException as error:
-        if threading.current_thread() is threading.main_thread():
+        # Not current_thread(), which keeps an object for each thread that Python did not start.
+        if threading.get_ident() == threading.main_thread().ident:
             raise  # a handler of the program's signals may have raised the error
         # The pickle of another worker has raised the error, which must not end this thread.
         raise as_exception(error) from None
@@ -360,9 +361,10 @@ def _restore_parameter(index: int, attributes: dict[str, Any] | None = None) -> 
     # autograd context the tensor gets its history after this, and a new one would not get it.
     tensor.__class__ = torch.nn.Parameter
     if type(attributes) is dict:
-        # A peer has sent the names: none may stand in for a method.
-        values = {n: v for n, v in attributes.items() if is_value(torch.nn.Parameter, n)}
-        vars(tensor).update(values)
+        # A peer has sent the names.
+        for name, value in attributes.items():
+            if is_plain_value(torch.nn.Parameter, name):
+                vars(tensor)[name] = value
     return tensor
 
 

@@ -86,8 +86,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in the order of a contiguous tensor, shape (numel,), stride 1."""
-    # contiguous() would leave one element with any stride as it is, and then view() fails.
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = tensor.detach().contiguous().reshape(-1)
+    # contiguous() leaves one element with any stride as it is, and then view() would fail.
+    return flat.as_strided(flat.shape, (1,))
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:

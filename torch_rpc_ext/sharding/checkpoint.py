@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,31 +182,16 @@ class Reader:
         [plan] = self._storage.prepare_global_plan(planner.create_global_plan([plan]))
         self._storage.read_data(planner.finish_plan(plan), planner).wait()
 
-    def read_tree(self, name: str) -> Any:
-        """Return a value that the writer may have stored as one entry for each value of its dicts.
-
-        Raises:
-            Exception: as read(), if there is neither an entry of this name nor one below it.
-        """
-        below = [entry for entry in self.names() if entry.startswith(f"{name}.")]
-        if name in self._metadata.state_dict_metadata or not below:
-            return self.read_named([name])[name]
-        paths = {entry: self._metadata.planner_data[entry] for entry in below}
-        # The path of an entry leads through what has this name.
-        [depth] = {
-            depth
-            for path in paths.values()
-            for depth in range(len(path))
-            if ".".join(map(str, path[:depth])) == name
-        }
-        tree: dict[Any, Any] = {}
-        for entry, value in self.read_named(below).items():
-            *steps, last = paths[entry][depth:]
-            at = tree
-            for step in steps:
-                at = at.setdefault(step, {})
-            at[last] = value
-        return _with_lists(tree)
+    def unread(self, name: str, value: Any) -> list[str]:
+        """Return the entries below a name that read() does not read for a value: for a dict those
+        under keys that the dict does not have, for anything else all."""
+        asked = [f"{name}.{path}" for path in _leaves(value)] if isinstance(value, Mapping) else []
+        return [
+            entry
+            for entry in self.names()
+            if entry.startswith(f"{name}.")
+            and not any(entry == one or entry.startswith(f"{one}.") for one in asked)
+        ]
 
     def read_named(self, wanted: Iterable[str]) -> dict[str, Any]:
         """Return entries, tensors on the CPU, by their names.
@@ -225,11 +210,11 @@ class Reader:
         return state
 
 
-def _with_lists(tree: Any) -> Any:
-    """Return nested dicts with a list in place of each dict whose keys are numbers: DCP makes texts
-    of the keys of dicts, and paths lead through lists by numbers."""
-    if not isinstance(tree, dict):
-        return tree
-    made = {key: _with_lists(value) for key, value in tree.items()}
-    is_list = all(type(key) is int for key in made)
-    return [made[place] for place in sorted(made)] if is_list else made
+def _leaves(value: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield the paths to the values in nested dicts that are no dicts, as DCP names them."""
+    for key, one in value.items():
+        if isinstance(one, Mapping):
+            for path in _leaves(one):
+                yield f"{key}.{path}"
+        else:
+            yield str(key)

@@ -25,8 +25,7 @@ import torch
 from torch.distributed import rpc as _untyped_rpc
 from torch.utils import _pytree as pytree
 
-from torch_rpc_ext._calls import device_maps
-from torch_rpc_ext.sharding import autocast, tensors
+from torch_rpc_ext.sharding import autocast, device_maps, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.gradients import collected_in, enter, into_context
 from torch_rpc_ext.sharding.job import Evaluation, Job, Result, Route, StageStats, Training

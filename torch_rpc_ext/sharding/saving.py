@@ -3,7 +3,6 @@ one checkpoint of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -132,7 +131,7 @@ def write(
     text = os.fspath(path)
     for name, value in own.items():
         try:
-            torch.save(value, io.BytesIO())
+            torch.save(value, os.devnull)
         except Exception as error:  # noqa: BLE001  whatever pickle or the value's class raises
             raise TypeError(f"state[{name!r}] cannot be saved: {error}") from error
     coordinator = checkpoint.Coordinator(text, overwrite)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext._calls import device_maps
 from torch_rpc_ext._group import sessions
-from torch_rpc_ext.sharding import autocast, checkpoint, cutting, gradients, tensors
+from torch_rpc_ext.sharding import autocast, checkpoint, cutting, device_maps, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.placement import Place
 from torch_rpc_ext.sharding.random_numbers import RandomNumbers
@@ -241,14 +240,25 @@ class Stage(Saved):
         return dict(self.module.state_dict())
 
     def read_checkpoint(self, path: str, key: str) -> None:
-        """Load the stage's state from a checkpoint, without reading its other parts."""
+        """Load the stage's state from a checkpoint, without reading its other parts.
+
+        Raises:
+            KeyError: a module's get_extra_state() returns a dict without keys that it had when the
+                checkpoint was written: DCP reads no others than those that the dict has.
+        """
         state = self.module.state_dict()
         reader = self._reader(path)
-        # A module's get_extra_state() may have had other keys when the checkpoint was written.
-        extra = [name for name in state if name.rpartition(".")[2] == _EXTRA_STATE]
-        for name in extra:
-            state[name] = reader.read_tree(f"{key}.{name}" if key else name)
-        reader.read(_under(key, {name: state[name] for name in state if name not in extra}))
+        for name, value in state.items():
+            if name.rpartition(".")[2] != _EXTRA_STATE:
+                continue
+            full = f"{key}.{name}" if key else name
+            if unread := reader.unread(full, value):
+                raise KeyError(
+                    "what get_extra_state() returned when the checkpoint was written has "
+                    f"{', '.join(unread)}, and what it returns now has no such keys: give the "
+                    "module's state these keys before loading it"
+                )
+        reader.read(_under(key, state))
         self.module.load_state_dict(state)
 
 
