@@ -346,8 +346,8 @@ inline bool becomePython(torch::distributed::rpc::RRef& rref) {
   return true;
 }
 
-// Whether only the worker that has called remote() for itself has the RRef,
-// which is its own.
+// Whether no other worker has the RRef, which this worker owns. If the worker
+// has made the RRef by remote(), it counts as one holder itself.
 inline bool isOnlyHere(const torch::distributed::rpc::RRef& rref) {
   auto& context = torch::distributed::rpc::RRefContext::getInstance();
   std::lock_guard lock(context.*privateMember(RRefMutex{}));

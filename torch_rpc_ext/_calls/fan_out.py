@@ -105,9 +105,9 @@ def rpc_async_all(
     the tensors have 1 MiB or more: the first of these workers passes the call on to the others.
     Then the calls to that host end together, current_call().caller is that worker's name, and with
     an allow_list that worker must allow `torch_rpc_ext._calls.fan_out.pass_on`; where it does not,
-    each worker is called by itself, as within a distributed autograd context, and as workers with
-    device maps, and those that the options have one for. On TENSORPIPE each call sends its own
-    copy.
+    each worker is called by itself. So is every worker within a distributed autograd context, a
+    worker that has device maps, and a worker for which the options have a device map. On TENSORPIPE
+    each call sends its own copy.
 
     The tensors must not be written to before the calls have ended.
 

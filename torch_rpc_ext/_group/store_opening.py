@@ -99,6 +99,7 @@ def check_url(url: str) -> None:
             folder, or it cannot be written.
     """
     parts = urllib.parse.urlparse(url)
+    # "localhost:29500" has the scheme "localhost". A program may have registered further schemes.
     if not parts.scheme or (parts.scheme not in ("env", "tcp", "file") and "://" not in url):
         raise ValueError(
             f"init_method must be env://, tcp://host:port or file:///path, got {url!r}"

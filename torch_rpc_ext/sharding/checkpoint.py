@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch.distributed import checkpoint as _untyped_dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-__all__ = ["Coordinator", "Reader", "Writer"]
+__all__ = ["Coordinator", "Reader", "Writer", "flat"]
 
 dcp: Any = _untyped_dcp  # upstream's functions have no types
 
@@ -185,7 +185,7 @@ class Reader:
     def unread(self, name: str, value: Any) -> list[str]:
         """Return the entries below a name that read() does not read for a value: for a dict those
         under keys that the dict does not have, for anything else all."""
-        asked = [f"{name}.{path}" for path in _leaves(value)] if isinstance(value, Mapping) else []
+        asked = [f"{name}.{path}" for path in flat(value)] if isinstance(value, Mapping) else []
         return [
             entry
             for entry in self.names()
@@ -210,11 +210,12 @@ class Reader:
         return state
 
 
-def _leaves(value: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield the paths to the values in nested dicts that are no dicts, as DCP names them."""
-    for key, one in value.items():
-        if isinstance(one, Mapping):
-            for path in _leaves(one):
-                yield f"{key}.{path}"
+def flat(state: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts under the keys that lead to them, joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found.update(flat(value, f"{before}{key}."))
         else:
-            yield str(key)
+            found[f"{before}{key}"] = value
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc as _untyped_rpc
 
-from torch_rpc_ext.sharding import gradients, tensors
+from torch_rpc_ext.sharding import checkpoint, gradients, tensors
 from torch_rpc_ext.sharding.failures import Failure
 from torch_rpc_ext.sharding.stage import Saved, Stage, own_value
 
@@ -147,7 +147,7 @@ class StageOptimizer(Saved):
             found = {
                 f"state.{name}.{path}": value
                 for name, state in self._states().items()
-                for path, value in _flat(state).items()
+                for path, value in checkpoint.flat(state).items()
             }
             for own, group in self._own_groups():
                 for name in group.names:
@@ -245,19 +245,8 @@ def create(
         return Failure.of(own.index, own.place.worker, "raised", error)
 
 
-def _flat(state: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts under the keys that lead to them, joined by dots."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            found.update(_flat(value, f"{before}{key}."))
-        else:
-            found[f"{before}{key}"] = value
-    return found
-
-
 def _nested(found: Mapping[str, Any], before: str) -> dict[str, Any]:
-    """Undo _flat() for the entries whose names begin with `before`."""
+    """Undo checkpoint.flat() for the entries whose names begin with `before`."""
     nested: dict[str, Any] = {}
     for name, value in found.items():
         if name.startswith(before):
