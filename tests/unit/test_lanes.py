@@ -21,16 +21,17 @@ BASE = (
 
 
 @pytest.mark.timeout(cxx.TIMEOUT)
-def test_lanes() -> None:
+@pytest.mark.parametrize("program", ["lanes", "silent_lanes"])
+def test_lanes(program: str) -> None:
     # A read of memory that has been given back would be silent without this.
     address = SANITIZERS["address"]
     flags = ("-O1", "-pthread", *([address] if cxx.accepts(compiler(), address) else []))
     built = cxx.build(
-        cxx.ROOT / "build" / "unit_lanes",
-        {"lanes": [Path(__file__).parent / "lanes.cpp", *(cxx.CSRC / s for s in BASE)]},
+        cxx.ROOT / "build" / f"unit_{program}",
+        {program: [Path(__file__).parent / f"{program}.cpp", *(cxx.CSRC / s for s in BASE)]},
         compiler=compiler(),
         flags=flags,
         libraries=("-lcrypto",),
     )
-    ended = subprocess.run([built["lanes"]], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([built[program]], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
