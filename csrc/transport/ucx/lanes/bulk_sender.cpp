@@ -3,7 +3,9 @@
 #include "base/boundary.h"
 
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -25,6 +27,10 @@ constexpr size_t kMaxLanesInAll = 128;
 // lanes to a receiver fills such a link for one round trip.
 constexpr uint64_t kBytesPerMicrosecond = 12'500;
 constexpr size_t kMaxWindow = 64;
+// How often the hosts are checked to which something is on its way: four times
+// in the keepalive time, but at least as often as this.
+constexpr std::chrono::nanoseconds kCheckAtLeast = std::chrono::seconds(1);
+constexpr uint64_t kTimerId = UINT64_MAX; // of timer_; lanes have others
 
 // An error of this worker ends the lane as a broken one: the receiver may have
 // taken what the lane carried.
@@ -38,6 +44,10 @@ BulkSender::BulkSender(
     double keepaliveSeconds,
     std::shared_ptr<base::Gate> gate)
     : keepaliveSeconds_(keepaliveSeconds),
+      timer_(
+          base::checked(
+              ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK),
+              "timerfd_create")),
       set_(
           std::make_shared<LaneSet>(
               std::move(gate),
@@ -105,7 +115,7 @@ void BulkSender::stop() {
 void BulkSender::feed(Locked& locked, Receiver& receiver) {
   for (const uint64_t id : receiver.lanes) {
     Lane& lane = lanes_.at(id);
-    if (lane.isOpen && !lane.piece && take(lane)) {
+    if (lane.isOpen && !lane.piece && take(locked, lane)) {
       queue(lane);
     }
   }
@@ -136,10 +146,14 @@ bool BulkSender::failedToConnect(Receiver& receiver) {
 }
 
 // Whether the lane has got a piece.
-bool BulkSender::take(Lane& lane) {
+bool BulkSender::take(Locked& locked, Lane& lane) {
   auto& waiting = lane.receiver->waiting;
   if (waiting.empty() || lane.untaken.size() >= lane.window) {
     return false;
+  }
+  if (!lane.carries()) {
+    lane.silentSince = Clock::now();
+    setTimer(locked, true);
   }
   lane.piece.emplace(std::move(waiting.front()));
   lane.written = 0;
@@ -154,6 +168,12 @@ void BulkSender::queue(Lane& lane) {
 }
 
 base::Error BulkSender::openLane(Locked& locked, Receiver& receiver) {
+  if (!timerIsServed_) {
+    if (base::Error error = set_->add(locked, timer_.fd(), kTimerId, EPOLLIN)) {
+      return error;
+    }
+    timerIsServed_ = true;
+  }
   const auto& endpoints = receiver.address.endpoints;
   const size_t endpoint = receiver.nextEndpoint++ % endpoints.size();
   auto socket = connectTo(endpoints[endpoint]);
@@ -178,6 +198,10 @@ base::Error BulkSender::openLane(Locked& locked, Receiver& receiver) {
 }
 
 void BulkSender::handle(Locked& locked, uint64_t id, uint32_t events) {
+  if (id == kTimerId) {
+    checkHosts(locked);
+    return;
+  }
   const auto found = lanes_.find(id);
   if (found == lanes_.end()) {
     return;
@@ -199,13 +223,16 @@ void BulkSender::onEvents(Locked& locked, Lane& lane, uint32_t events) {
   }
   if ((events & EPOLLOUT) != 0) {
     set_->change(locked, lane.socket.fd(), lane.id, EPOLLIN);
-    lane.isOpen = true;
+    if (!std::exchange(lane.isOpen, true)) {
+      sendPatiently(lane.socket);
+    }
     lane.isBlocked = false;
     lane.receiver->failures = 0;
   }
   // A lane that got no piece says its Hello all the same, because a receiver
   // closes lanes that say nothing when there are many.
-  if (lane.isOpen && (lane.piece || take(lane) || lane.helloLeft != 0)) {
+  if (lane.isOpen &&
+      (lane.piece || take(locked, lane) || lane.helloLeft != 0)) {
     queue(lane);
   }
 }
@@ -234,7 +261,7 @@ void BulkSender::write(Locked& locked, Lane& lane) {
   int error = 0;
   if (!writeSome(locked, lane, error)) {
     fail(locked, lane.id, brokenBecause(lane.socket, error));
-  } else if (lane.piece || take(lane)) {
+  } else if (lane.piece || take(locked, lane)) {
     queue(lane);
   }
 }
@@ -316,6 +343,56 @@ bool BulkSender::readAnswers(Locked& locked, Lane& lane, int& error) {
   lane.window = std::clamp<size_t>(
       bytes / (lane.receiver->lanes.size() * kPieceBytes), 1, kMaxWindow);
   return true;
+}
+
+void BulkSender::setTimer(Locked&, bool runs) {
+  if (std::exchange(timerRuns_, runs) == runs) {
+    return;
+  }
+  const auto interval = std::min<std::chrono::duration<double>>(
+      kCheckAtLeast, std::chrono::duration<double>(keepaliveSeconds_ / 4));
+  const auto ns = std::max<int64_t>(
+      1,
+      std::chrono::duration_cast<std::chrono::nanoseconds>(interval).count());
+  itimerspec spec{};
+  if (runs) {
+    spec.it_interval = {
+        .tv_sec = ns / 1'000'000'000, .tv_nsec = ns % 1'000'000'000};
+    spec.it_value = spec.it_interval;
+  }
+  ::timerfd_settime(timer_.fd(), /*flags=*/0, &spec, nullptr);
+}
+
+// Ends the lanes whose host has acknowledged nothing for the keepalive time.
+void BulkSender::checkHosts(Locked& locked) {
+  uint64_t expirations = 0;
+  (void)!::read(timer_.fd(), &expirations, sizeof(expirations));
+  const auto now = Clock::now();
+  bool carry = false;
+  std::vector<uint64_t> silent;
+  for (auto& [id, lane] : lanes_) {
+    if (!lane.carries()) {
+      continue;
+    }
+    carry = true;
+    const Answer answer = answerOf(lane.socket);
+    // The kernel asks a host that has no room less and less often. So the time
+    // since the last answer counts only from when an answer was seen to be due.
+    if (!answer.isDue || answer.age < now - checkedAt_) {
+      lane.silentSince = now;
+    } else if (
+        std::chrono::duration<double>(now - lane.silentSince).count() >=
+        keepaliveSeconds_) {
+      silent.push_back(id);
+    }
+  }
+  checkedAt_ = now;
+  for (const uint64_t id : silent) {
+    if (const auto lane = lanes_.find(id); lane != lanes_.end()) {
+      fail(locked, id, brokenBecause(lane->second.socket, ETIMEDOUT));
+    }
+  }
+  setTimer(locked, carry);
 }
 
 // The lane broke, or could not be opened. What it carried is lost. The pieces

@@ -8,6 +8,7 @@
 #include "transport/ucx/lanes/socket.h"
 #include "transport/ucx/lanes/wire.h"
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -21,9 +22,12 @@ namespace torch_rpc_ext::transport::ucx::lanes {
 
 // Sends bulk over lanes (wire.h), straight from where it lies. When there is
 // more to send to a receiver than the open lanes can take, further lanes are
-// opened. They stay open.
+// opened. They stay open. A lane ends when the receiver's host is silent for
+// `keepaliveSeconds`, but not when the host answers and the receiver takes
+// nothing: a process that is stopped comes back.
 //
-// Owns: the lanes, and the list of pieces that are to be sent; not their bytes.
+// Owns: the lanes, and the list of pieces that are to be sent; not their bytes;
+//   a timer descriptor.
 // Thread: any.
 class BulkSender {
  public:
@@ -43,6 +47,7 @@ class BulkSender {
 
  private:
   using Locked = LaneSet::Locked;
+  using Clock = std::chrono::steady_clock;
   // The chunks of one send().
   struct Batch {
     size_t left = 0; // pieces that the receiver has not taken
@@ -67,6 +72,13 @@ class BulkSender {
     size_t written = 0; // bytes of `piece` and of its header, so far
     std::deque<Piece> untaken = {}; // written, and not yet answered
     size_t window = 1; // most pieces without an answer
+    // The host has owed an acknowledgement since then, as far as checkHosts()
+    // knows. Only of a lane that carries something.
+    Clock::time_point silentSince = {};
+
+    bool carries() const {
+      return piece || !untaken.empty();
+    }
   };
   struct Receiver {
     Address address;
@@ -79,7 +91,7 @@ class BulkSender {
   void handle(Locked& locked, uint64_t id, uint32_t events);
   bool work(Locked& locked);
   void feed(Locked& locked, Receiver& receiver);
-  bool take(Lane& lane);
+  bool take(Locked& locked, Lane& lane);
   void queue(Lane& lane);
   base::Error openLane(Locked& locked, Receiver& receiver);
   static bool failedToConnect(Receiver& receiver);
@@ -89,6 +101,8 @@ class BulkSender {
   // failed; `error` is then errno's.
   bool writeSome(Locked& locked, Lane& lane, int& error);
   bool readAnswers(Locked& locked, Lane& lane, int& error);
+  void checkHosts(Locked& locked);
+  void setTimer(Locked& locked, bool runs);
   void fail(Locked& locked, uint64_t lane, base::Error why);
   void loseWaiting(Locked& locked, Receiver& receiver, const base::Error& why);
   void abort(
@@ -107,6 +121,10 @@ class BulkSender {
   std::unordered_set<std::shared_ptr<Batch>> batches_; // that have not ended
   uint64_t nextId_ = 1;
   bool stopped_ = false;
+  const base::Descriptor timer_; // for checkHosts()
+  bool timerIsServed_ = false; // set_ knows it: from the first lane on
+  bool timerRuns_ = false;
+  Clock::time_point checkedAt_ = {};
 
   const std::shared_ptr<LaneSet> set_; // last: it calls this object
 };

@@ -18,6 +18,10 @@ namespace {
 
 constexpr size_t kMaxEndpoints = 16;
 constexpr size_t kMaxIpBytes = 64;
+// Linux answers no question for room within half a second of the one before
+// (tcp_invalid_ratelimit), and waits twice as long before each next question.
+// So of two in a row it answers one.
+constexpr int kUnansweredProbes = 2;
 
 // The sockaddr of an Endpoint.
 struct SocketAddress {
@@ -80,6 +84,14 @@ uint16_t portOf(const Socket& socket) {
 void set(const Socket& socket, int level, int option, int value) {
   // A kernel without the option works with its default.
   ::setsockopt(socket.fd(), level, option, &value, sizeof(value));
+}
+
+// What the kernel does not say is 0.
+tcp_info infoOf(const Socket& socket) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  ::getsockopt(socket.fd(), IPPROTO_TCP, TCP_INFO, &info, &size);
+  return info;
 }
 
 } // namespace
@@ -196,6 +208,18 @@ void setUp(const Socket& socket, double seconds) {
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(seconds * 1000));
 }
 
+void sendPatiently(const Socket& socket) {
+  set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 0);
+}
+
+Answer answerOf(const Socket& socket) {
+  const tcp_info info = infoOf(socket);
+  return {
+      info.tcpi_last_data_sent < info.tcpi_last_ack_recv ||
+          info.tcpi_probes >= kUnansweredProbes,
+      std::chrono::milliseconds(info.tcpi_last_ack_recv)};
+}
+
 base::Error brokenBecause(const Socket& socket, int error) {
   int pending = 0;
   socklen_t size = sizeof(pending);
@@ -208,12 +232,8 @@ base::Error brokenBecause(const Socket& socket, int error) {
 }
 
 uint32_t roundTripMicroseconds(const Socket& socket) {
-  tcp_info info{};
-  socklen_t size = sizeof(info);
-  const bool known =
-      ::getsockopt(socket.fd(), IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
-      size >= offsetof(tcp_info, tcpi_min_rtt) + sizeof(info.tcpi_min_rtt);
-  return known && info.tcpi_min_rtt != UINT32_MAX ? info.tcpi_min_rtt : 0;
+  const uint32_t shortest = infoOf(socket).tcpi_min_rtt;
+  return shortest == UINT32_MAX ? 0 : shortest;
 }
 
 } // namespace torch_rpc_ext::transport::ucx::lanes

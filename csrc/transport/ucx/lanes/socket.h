@@ -3,6 +3,7 @@
 #include "base/descriptor.h"
 #include "base/error.h"
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -48,6 +49,20 @@ base::Result<Socket> connectTo(const Endpoint& endpoint);
 // Lets the kernel notice within `seconds` that the other host is gone, and send
 // small messages at once.
 void setUp(const Socket& socket, double seconds);
+// From now on the kernel keeps the connection while data waits to be sent or
+// acknowledged, for a quarter of an hour at least. Without this, the time of
+// setUp() also ends a connection whose other process takes nothing, although
+// the other host answers. Who sends looks at answerOf() instead.
+void sendPatiently(const Socket& socket);
+
+// What the kernel has heard of the other host.
+struct Answer {
+  // Something was sent that the host has to acknowledge, and has not: data, or
+  // the question whether there is room for more.
+  bool isDue = false;
+  std::chrono::milliseconds age{0}; // of the last acknowledgement
+};
+Answer answerOf(const Socket& socket);
 // Why the socket broke, as the kernel says; if the kernel says nothing, what
 // `error` means, which is a value of errno.
 base::Error brokenBecause(const Socket& socket, int error);
