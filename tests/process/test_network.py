@@ -4,6 +4,7 @@ connects them."""
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import time
 from pathlib import Path
@@ -248,6 +249,24 @@ def seconds_until_lost(to: str, *, busy: bool) -> tuple[str, float]:
     return f"{type(raised.value).__name__} {raised.value}", time.monotonic() - start
 
 
+def wait_until_nothing_waits_for(ip: str) -> None:
+    """Wait until no TCP connection of this host to ``ip`` has bytes that are not acknowledged: the
+    memory from which they were sent can be used again."""
+    remote = socket.inet_aton(ip)[::-1].hex().upper() + ":"
+    established = "01"
+    end = time.monotonic() + 30
+    waiting = ["?"]
+    while waiting:
+        assert time.monotonic() < end, waiting
+        time.sleep(0.1)
+        rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        waiting = [
+            queues
+            for _, _, peer, state, queues, *_ in rows
+            if peer.startswith(remote) and state == established and int(queues[:8], 16) > 0
+        ]
+
+
 @needs_ucx("waits for the kernel's time-out, a quarter of an hour")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
@@ -261,6 +280,7 @@ def test_a_cut_cable_is_noticed(hosts: Hosts, busy: bool) -> None:
             text, seconds = call.result(60)
             assert "PeerLostError" in text and "worker1" in text, text
             assert seconds < 20, (text, seconds)  # the kernel would try for 15 minutes
+            group[0].run(wait_until_nothing_waits_for, hosts[1].ipv4)
             group[0].run(check_alive, "worker2")  # on the same host as worker0
         finally:
             hosts[1].run("ip", "link", "set", "eth0", "up")
