@@ -6,7 +6,9 @@
 #include "unit/no_descriptors.h"
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -34,6 +36,8 @@ namespace {
 
 // Whether epoll_ctl() takes no more descriptors from this thread.
 thread_local bool epollIsFull = false;
+// Whether this thread can start no other one.
+thread_local bool noThreadIsLeft = false;
 // Whether no socket has room for a single byte.
 std::atomic<bool> isOneByteTooMany{false};
 // If not 0: the allocation with this number from now on finds no memory.
@@ -68,6 +72,16 @@ send(int fd, const void* data, size_t size, int flags) noexcept {
     return -1;
   }
   return syscall(SYS_sendto, fd, data, size, flags, nullptr, 0);
+}
+
+extern "C" int pthread_create(
+    pthread_t* thread,
+    const pthread_attr_t* attributes,
+    void* (*run)(void*),
+    void* argument) noexcept {
+  static const auto real = reinterpret_cast<decltype(&pthread_create)>(
+      dlsym(RTLD_NEXT, "pthread_create"));
+  return noThreadIsLeft ? EAGAIN : real(thread, attributes, run, argument);
 }
 
 extern "C" int
@@ -642,6 +656,18 @@ void testSocketsThatCannotBeServed() {
   f.move({9 * kPiece}, 9);
 }
 
+void testAThreadThatCannotBeStarted() {
+  Fixture f;
+  const Bytes from = numbered(kPiece, 1);
+  End sent;
+  noThreadIsLeft = true;
+  f.sender.send(f.address, 7, {{from.data(), from.size()}}, sent.callback());
+  noThreadIsLeft = false;
+  require(sent.fired(), "a send without a thread ends");
+  require(sent.wait().kind == base::ErrorKind::kSystem, "with the reason");
+  f.move({9 * kPiece}, 9); // and the next one finds nothing left of it
+}
+
 void testAddresses() {
   Fixture f;
   require(lanes::parseAddress(f.address).ok(), "its own");
@@ -708,6 +734,7 @@ int main() {
   testNoMemoryIsLeft();
   testNoDescriptorIsLeft();
   testSocketsThatCannotBeServed();
+  testAThreadThatCannotBeStarted();
   testWhatWasDeferredBeforeAnException();
   return 0;
 }

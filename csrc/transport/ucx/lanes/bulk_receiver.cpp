@@ -187,7 +187,7 @@ bool BulkReceiver::accept(Locked& locked, const Socket& listener) {
         "they are");
     drop(locked, unknown_.front());
   }
-  setUp(socket, options_.keepaliveSeconds);
+  setUp(socket, kPatience * options_.keepaliveSeconds);
   const uint64_t id = nextId_++;
   if (const base::Error error = set_->add(locked, socket.fd(), id, EPOLLIN)) {
     strangers_(

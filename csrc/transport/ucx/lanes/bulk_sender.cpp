@@ -28,7 +28,7 @@ constexpr size_t kMaxLanesInAll = 128;
 constexpr uint64_t kBytesPerMicrosecond = 12'500;
 constexpr size_t kMaxWindow = 64;
 // How often the hosts are checked to which something is on its way: four times
-// in the keepalive time, but at least as often as this.
+// in the time for which a host may be silent, but at least as often as this.
 constexpr std::chrono::nanoseconds kCheckAtLeast = std::chrono::seconds(1);
 constexpr uint64_t kTimerId = UINT64_MAX; // of timer_; lanes have others
 
@@ -44,6 +44,7 @@ BulkSender::BulkSender(
     double keepaliveSeconds,
     std::shared_ptr<base::Gate> gate)
     : keepaliveSeconds_(keepaliveSeconds),
+      patience_(kPatience * keepaliveSeconds),
       timer_(
           base::checked(
               ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK),
@@ -224,7 +225,7 @@ void BulkSender::onEvents(Locked& locked, Lane& lane, uint32_t events) {
   if ((events & EPOLLOUT) != 0) {
     set_->change(locked, lane.socket.fd(), lane.id, EPOLLIN);
     if (!std::exchange(lane.isOpen, true)) {
-      sendPatiently(lane.socket);
+      setUpForSending(lane.socket, patience_.count());
     }
     lane.isBlocked = false;
     lane.receiver->failures = 0;
@@ -349,8 +350,8 @@ void BulkSender::setTimer(Locked&, bool runs) {
   if (std::exchange(timerRuns_, runs) == runs) {
     return;
   }
-  const auto interval = std::min<std::chrono::duration<double>>(
-      kCheckAtLeast, std::chrono::duration<double>(keepaliveSeconds_ / 4));
+  const auto interval =
+      std::min<std::chrono::duration<double>>(kCheckAtLeast, patience_ / 4);
   const auto ns = std::max<int64_t>(
       1,
       std::chrono::duration_cast<std::chrono::nanoseconds>(interval).count());
@@ -363,7 +364,7 @@ void BulkSender::setTimer(Locked&, bool runs) {
   ::timerfd_settime(timer_.fd(), /*flags=*/0, &spec, nullptr);
 }
 
-// Ends the lanes whose host has acknowledged nothing for the keepalive time.
+// Ends the lanes whose host has acknowledged nothing for too long.
 void BulkSender::checkHosts(Locked& locked) {
   uint64_t expirations = 0;
   (void)!::read(timer_.fd(), &expirations, sizeof(expirations));
@@ -380,9 +381,7 @@ void BulkSender::checkHosts(Locked& locked) {
     // since the last answer counts only from when an answer was seen to be due.
     if (!answer.isDue || answer.age < now - checkedAt_) {
       lane.silentSince = now;
-    } else if (
-        std::chrono::duration<double>(now - lane.silentSince).count() >=
-        keepaliveSeconds_) {
+    } else if (now - lane.silentSince >= patience_) {
       silent.push_back(id);
     }
   }

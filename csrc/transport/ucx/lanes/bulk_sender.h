@@ -23,8 +23,8 @@ namespace torch_rpc_ext::transport::ucx::lanes {
 // Sends bulk over lanes (wire.h), straight from where it lies. When there is
 // more to send to a receiver than the open lanes can take, further lanes are
 // opened. They stay open. A lane ends when the receiver's host is silent for
-// `keepaliveSeconds`, but not when the host answers and the receiver takes
-// nothing: a process that is stopped comes back.
+// kPatience times `keepaliveSeconds`, but not when the host answers and the
+// receiver takes nothing: a process that is stopped comes back.
 //
 // Owns: the lanes, and the list of pieces that are to be sent; not their bytes;
 //   a timer descriptor.
@@ -112,6 +112,7 @@ class BulkSender {
   void end(Locked& locked, const std::shared_ptr<Batch>& batch, base::Error);
 
   const double keepaliveSeconds_;
+  const std::chrono::duration<double> patience_;
 
   // All guarded by the lock of set_.
   std::unordered_map<std::string, std::unique_ptr<Receiver>> receivers_;

@@ -33,10 +33,10 @@ LaneSet::LaneSet(std::shared_ptr<base::Gate> gate, Handle handle, Work work)
 
 base::Error LaneSet::add(Locked&, int fd, uint64_t id, uint32_t events) {
   try {
-    control(epoll_.fd(), EPOLL_CTL_ADD, fd, id, events);
     if (!thread_.joinable() && !stopped_) {
       thread_ = std::thread([self = shared_from_this()] { self->serve(); });
     }
+    control(epoll_.fd(), EPOLL_CTL_ADD, fd, id, events); // last: see the header
     return {};
   } catch (...) {
     return base::caught();

@@ -71,7 +71,7 @@ class LaneSet : public std::enable_shared_from_this<LaneSet> {
     runAll(deferred);
   }
 
-  // After an error the caller closes the socket.
+  // After an error the set does not know the descriptor.
   base::Error add(Locked& locked, int fd, uint64_t id, uint32_t events);
   void change(Locked&, int fd, uint64_t id, uint32_t events);
   // To be called before the socket is closed.

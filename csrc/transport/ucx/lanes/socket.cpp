@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <system_error>
 
 namespace torch_rpc_ext::transport::ucx::lanes {
@@ -22,6 +23,11 @@ constexpr size_t kMaxIpBytes = 64;
 // (tcp_invalid_ratelimit), and waits twice as long before each next question.
 // So of two in a row it answers one.
 constexpr int kUnansweredProbes = 2;
+// How many of the kernel's probes of an idle connection must stay without an
+// answer: one packet may get lost.
+constexpr int kKeepaliveProbes = 3;
+// Not in <linux/tcp.h> before Linux 6.15.
+constexpr int kTcpRtoMaxMs = 44;
 
 // The sockaddr of an Endpoint.
 struct SocketAddress {
@@ -199,17 +205,29 @@ base::Result<Socket> connectTo(const Endpoint& endpoint) {
 
 void setUp(const Socket& socket, double seconds) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  // The probes count in whole seconds.
-  const int whole = std::max(2, static_cast<int>(seconds));
+  // The kernel counts in whole seconds here.
+  const int between =
+      std::max(1, static_cast<int>(seconds / (1 + kKeepaliveProbes)));
   set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, whole / 2);
-  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, whole - whole / 2);
-  set(socket, IPPROTO_TCP, TCP_KEEPCNT, 1);
-  set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(seconds * 1000));
+  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, between);
+  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, between);
+  set(socket, IPPROTO_TCP, TCP_KEEPCNT, kKeepaliveProbes);
+  set(socket,
+      IPPROTO_TCP,
+      TCP_USER_TIMEOUT,
+      static_cast<int>(std::min<double>(seconds * 1000, INT_MAX)));
 }
 
-void sendPatiently(const Socket& socket) {
+void setUpForSending(const Socket& socket, double seconds) {
+  setUp(socket, seconds);
   set(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 0);
+  // The kernel doubles the time between its questions for room, up to this. So
+  // a host that is gone is found out soon, however long there was no room.
+  // Before Linux 6.15 the time grows to two minutes.
+  set(socket,
+      IPPROTO_TCP,
+      kTcpRtoMaxMs,
+      static_cast<int>(std::clamp(seconds * 250, 1e3, 120e3)));
 }
 
 Answer answerOf(const Socket& socket) {

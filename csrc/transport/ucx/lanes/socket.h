@@ -46,14 +46,18 @@ Socket acceptFrom(const Socket& listener);
 // has failed.
 base::Result<Socket> connectTo(const Endpoint& endpoint);
 
-// Lets the kernel notice within `seconds` that the other host is gone, and send
-// small messages at once.
+// For how many times the keepalive time the other host of an open lane may be
+// silent. More than once, because a lane that ends loses a message: whether the
+// peer is lost, the connection for calls decides.
+constexpr double kPatience = 4;
+
+// Lets the kernel end the connection when the other host has been silent for
+// `seconds`, and send small messages at once.
 void setUp(const Socket& socket, double seconds);
-// From now on the kernel keeps the connection while data waits to be sent or
-// acknowledged, for a quarter of an hour at least. Without this, the time of
-// setUp() also ends a connection whose other process takes nothing, although
-// the other host answers. Who sends looks at answerOf() instead.
-void sendPatiently(const Socket& socket);
+// The same, but the kernel does not end the connection while data waits to be
+// sent or acknowledged. It would do so, too, where the other process takes
+// nothing and the other host answers. Whoever sends looks at answerOf().
+void setUpForSending(const Socket& socket, double seconds);
 
 // What the kernel has heard of the other host.
 struct Answer {
