@@ -2,6 +2,7 @@
 
 #include "agent/answers.h"
 
+#include "agent/call_label.h"
 #include "agent/failure_message.h"
 #include "agent/held_message.h"
 
@@ -22,12 +23,14 @@ Answers::Answers(
     metrics::Counters& counters,
     ReceiveMemory& memory,
     const Group& group,
+    UnreadRRefs& unreadRRefs,
     Devices& devices)
     : options_(options),
       executor_(executor),
       counters_(counters),
       memory_(memory),
       group_(group),
+      unreadRRefs_(unreadRRefs),
       devices_(devices) {}
 
 void Answers::send(
@@ -48,12 +51,15 @@ void Answers::send(
     return;
   }
   auto encoded = encode(message, options, route);
-  message.reset();
   if (!encoded.ok()) {
+    unreadRRefs_.undelivered(*message);
     sendError(connection, asker.callId, encoded.error());
     return;
   }
-  sendFrame(connection, asker.callId, std::move(encoded.value()));
+  auto rrefs = payloadWithRRefs(*message);
+  message.reset();
+  sendFrame(
+      connection, asker.callId, std::move(encoded.value()), std::move(rrefs));
 }
 
 void Answers::sendError(
@@ -66,7 +72,8 @@ void Answers::sendError(
           "\" could not send its result: " + why.message);
   auto encoded = encode(message, {callId, wire::CallKind::kResponse});
   if (encoded.ok()) { // always, because the message has no tensors
-    sendFrame(connection, callId, std::move(encoded.value()));
+    sendFrame(
+        connection, callId, std::move(encoded.value()), /*rrefs=*/nullptr);
   }
 }
 
@@ -98,45 +105,52 @@ void Answers::sendFromDevices(
     const EncodeOptions& options,
     const c10::intrusive_ptr<rpc::Message>& message,
     const device::Route& route) {
-  const base::Error error = devices_.encode(
-      message,
-      options,
-      route,
-      connection,
-      [this, callId = options.callId, connection](
-          base::Result<Encoded> encoded) {
-        if (encoded.ok()) {
-          sendFrame(connection, callId, std::move(encoded.value()));
-        } else {
-          sendError(connection, callId, encoded.error());
-        }
-      });
-  if (error) {
-    sendError(connection, options.callId, error);
+  const std::shared_ptr<const std::string> rrefs = payloadWithRRefs(*message);
+  const auto ready = [this, callId = options.callId, connection, rrefs](
+                         base::Result<Encoded> encoded) {
+    if (encoded.ok()) {
+      sendFrame(connection, callId, std::move(encoded.value()), rrefs);
+    } else {
+      release(rrefs);
+      sendError(connection, callId, encoded.error());
+    }
+  };
+  if (base::Error error =
+          devices_.encode(message, options, route, connection, ready)) {
+    ready(std::move(error));
+  }
+}
+
+void Answers::release(const std::shared_ptr<const std::string>& rrefs) {
+  if (rrefs != nullptr) {
+    unreadRRefs_.undelivered(std::make_unique<std::string>(*rrefs));
   }
 }
 
 void Answers::sendFrame(
     const transport::ConnectionPtr& connection,
     uint64_t callId,
-    Encoded encoded) {
+    Encoded encoded,
+    std::shared_ptr<const std::string> rrefs) {
   if (encoded.bulk.empty() ||
       connection->distance() != Distance::kSharesMemory ||
       encoded.giveAway(*memory_.cache(), connection)) {
-    sendFrameNow(connection, callId, std::move(encoded));
+    sendFrameNow(connection, callId, std::move(encoded), std::move(rrefs));
     return;
   }
   memory_.trimLater();
   memory_.lender().lend(
-      std::move(encoded), [this, callId, connection](Encoded lent) {
-        sendFrameNow(connection, callId, std::move(lent));
+      std::move(encoded),
+      [this, callId, connection, rrefs = std::move(rrefs)](Encoded lent) {
+        sendFrameNow(connection, callId, std::move(lent), rrefs);
       });
 }
 
 void Answers::sendFrameNow(
     const transport::ConnectionPtr& connection,
     uint64_t callId,
-    Encoded encoded) {
+    Encoded encoded,
+    std::shared_ptr<const std::string> rrefs) {
   metrics::add(counters_.bytesSent, encoded.totalBytes);
   counters_.messageBytes.add(encoded.totalBytes);
   Admission::Untaken untaken;
@@ -154,6 +168,7 @@ void Answers::sendFrameNow(
        callId,
        // Weak, because the transport keeps the callback with the connection.
        caller = std::weak_ptr(connection),
+       rrefs = std::move(rrefs),
        untaken = std::move(untaken),
        held = std::move(held)](const base::Error& error) {
         if (held != nullptr && held->parcel != nullptr) {
@@ -168,7 +183,8 @@ void Answers::sendFrameNow(
         // caller knows whose answer it is: then this error ends the call. (An
         // error has no bulk, so it is not refused.) Or the call has timed out:
         // then the caller drops the error.
-        executor_.submit(base::makeTask([this, callId, to, error] {
+        executor_.submit(base::makeTask([this, callId, to, rrefs, error] {
+          release(rrefs);
           sendError(to, callId, error);
         }));
       });

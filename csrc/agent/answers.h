@@ -6,13 +6,16 @@
 #include "agent/executor.h"
 #include "agent/group.h"
 #include "agent/receive_memory.h"
+#include "agent/unread_rrefs.h"
 #include "metrics/counters.h"
 #include "transport/transport.h"
 
 #include <torch/csrc/distributed/rpc/message.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
 
 namespace torch_rpc_ext::agent {
 
@@ -25,7 +28,8 @@ struct Asker {
 };
 
 // How answers to requests are sent: as one frame, with the memory of the result
-// given away or lent where the caller can map it.
+// given away or lent where the caller can map it. The RRefs in an answer that
+// cannot be sent, or that the caller refuses, are released.
 //
 // Owns: nothing; what is sent holds its memory until the caller has taken it.
 // Thread: any.
@@ -39,6 +43,7 @@ class Answers {
       metrics::Counters& counters,
       ReceiveMemory& memory,
       const Group& group,
+      UnreadRRefs& unreadRRefs,
       Devices& devices);
 
   void send(
@@ -57,20 +62,25 @@ class Answers {
       const EncodeOptions& options,
       const c10::intrusive_ptr<torch::distributed::rpc::Message>& message,
       const device::Route& route);
+  void release(const std::shared_ptr<const std::string>& rrefs);
+  // `rrefs`: payloadWithRRefs() of the answer.
   void sendFrame(
       const transport::ConnectionPtr& connection,
       uint64_t callId,
-      Encoded encoded);
+      Encoded encoded,
+      std::shared_ptr<const std::string> rrefs);
   void sendFrameNow(
       const transport::ConnectionPtr& connection,
       uint64_t callId,
-      Encoded encoded);
+      Encoded encoded,
+      std::shared_ptr<const std::string> rrefs);
 
   const AgentOptions& options_;
   Executor& executor_;
   metrics::Counters& counters_;
   ReceiveMemory& memory_;
   const Group& group_;
+  UnreadRRefs& unreadRRefs_;
   Devices& devices_;
 };
 

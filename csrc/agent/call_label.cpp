@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cctype>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace torch_rpc_ext::agent {
 
@@ -146,6 +148,15 @@ std::string scriptFunction(std::string_view bytes) {
   return std::string(name);
 }
 
+c10::intrusive_ptr<Message> asMessage(
+    const InnerMessage& inner,
+    std::vector<at::Tensor> tensors = {}) {
+  return c10::make_intrusive<Message>(
+      std::vector<char>(inner.bytes.begin(), inner.bytes.end()),
+      std::move(tensors),
+      static_cast<MessageType>(inner.type));
+}
+
 } // namespace
 
 bool endsAnother(std::string_view label) {
@@ -189,32 +200,33 @@ std::unique_ptr<std::string> payloadWithRRefs(const Message& message) {
       message.type() == MessageType::SCRIPT_RET ||
       message.type() == MessageType::PYTHON_RREF_FETCH_RET ||
       message.type() == MessageType::SCRIPT_RREF_FETCH_RET ||
-      message.type() == MessageType::FORWARD_AUTOGRAD_RESP;
+      message.type() == MessageType::FORWARD_AUTOGRAD_RESP ||
+      message.type() == MessageType::RUN_WITH_PROFILING_RESP;
   if (!(isUserCall(message.type()) || isAnswer) ||
       !mayHoldRRefs({payload.data(), payload.size()})) {
     return nullptr;
   }
-  const auto [type, bytes] = innermost(message);
-  // The first byte of a PYTHON_CALL says whether the call is asynchronous.
-  if (type == MessageType::PYTHON_CALL) {
-    return std::make_unique<std::string>(bytes.substr(1));
+  const auto inner = innermost(message);
+  switch (inner.type) {
+    case MessageType::PYTHON_CALL:
+      // The first byte says whether the call is asynchronous.
+      return std::make_unique<std::string>(inner.bytes.substr(1));
+    // These two are a pickle of torch's, with the one of Python's as a text.
+    case MessageType::PYTHON_RREF_FETCH_RET: {
+      const auto fetched =
+          PythonRRefFetchRet::fromMessage(*asMessage(inner, message.tensors()));
+      return std::make_unique<std::string>(
+          SerializedPyObj::fromIValues(fetched->values()).payload_);
+    }
+    case MessageType::PYTHON_REMOTE_CALL: {
+      const auto call =
+          PythonRemoteCall::fromMessage(*asMessage(inner, message.tensors()));
+      return std::make_unique<std::string>(
+          static_cast<PythonRemoteCall&>(*call).serializedPyObj().payload_);
+    }
+    default:
+      return std::make_unique<std::string>(inner.bytes);
   }
-  // These two are a pickle of torch's, with the one of Python's as a text.
-  if (type == MessageType::PYTHON_RREF_FETCH_RET) {
-    const auto fetched = PythonRRefFetchRet::fromMessage(message);
-    return std::make_unique<std::string>(
-        SerializedPyObj::fromIValues(fetched->values()).payload_);
-  }
-  if (type != MessageType::PYTHON_REMOTE_CALL) {
-    return std::make_unique<std::string>(bytes);
-  }
-  const auto inner = c10::make_intrusive<Message>(
-      std::vector<char>(bytes.begin(), bytes.end()),
-      std::vector<at::Tensor>(message.tensors()),
-      MessageType::PYTHON_REMOTE_CALL);
-  const auto call = PythonRemoteCall::fromMessage(*inner);
-  return std::make_unique<std::string>(
-      static_cast<PythonRemoteCall&>(*call).serializedPyObj().payload_);
 }
 
 bool createsRRef(const Message& message) {
@@ -225,22 +237,16 @@ bool createsRRef(const Message& message) {
 
 std::optional<RRefId> ownedRRef(const Message& message) {
   using namespace torch::distributed::rpc;
-  const auto [type, bytes] = innermost(message);
-  const auto inner = [type = type, bytes = bytes] {
-    return c10::make_intrusive<Message>(
-        std::vector<char>(bytes.begin(), bytes.end()),
-        std::vector<at::Tensor>{},
-        static_cast<MessageType>(type));
-  };
-  switch (type) {
+  const auto inner = innermost(message);
+  switch (inner.type) {
     case MessageType::PYTHON_RREF_FETCH_CALL:
-      return PythonRRefFetchCall::fromMessage(*inner())->rrefId();
+      return PythonRRefFetchCall::fromMessage(*asMessage(inner))->rrefId();
     case MessageType::SCRIPT_RREF_FETCH_CALL:
-      return ScriptRRefFetchCall::fromMessage(*inner())->rrefId();
+      return ScriptRRefFetchCall::fromMessage(*asMessage(inner))->rrefId();
     case MessageType::RREF_FORK_REQUEST:
-      return RRefForkRequest::fromMessage(*inner())->rrefId();
+      return RRefForkRequest::fromMessage(*asMessage(inner))->rrefId();
     case MessageType::RREF_USER_DELETE:
-      return RRefUserDelete::fromMessage(*inner())->rrefId();
+      return RRefUserDelete::fromMessage(*asMessage(inner))->rrefId();
     default:
       return std::nullopt;
   }

@@ -357,9 +357,18 @@ void Caller::answered(ArrivalPtr arrival) {
 }
 
 void Caller::tooLate(const ArrivalPtr& arrival) {
-  if (devices_.decode(arrival, [this, arrival] { tooLate(arrival); }) &&
-      arrival->message->ok()) {
-    unreadRRefs_.unread(*arrival->message->value());
+  if (devices_.decode(arrival, [this, arrival] { tooLate(arrival); })) {
+    releaseUnread(*arrival);
+  }
+}
+
+void Caller::releaseUnread(Arrival& arrival) {
+  auto& decoded = *arrival.message;
+  const auto message = decoded.ok()
+      ? decoded.value()
+      : arrival.decoder->withoutTensors(decoded.error());
+  if (message != nullptr) {
+    unreadRRefs_.unread(*message);
   }
 }
 
@@ -390,6 +399,7 @@ void Caller::complete(const ArrivalPtr& arrival) {
   if (!message.ok()) {
     logDamage(call.worker, message.error());
     calls_.fail(std::move(call), message.error());
+    releaseUnread(*arrival);
     return;
   }
   // The future records the current streams, so that its users wait for the work

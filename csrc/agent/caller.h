@@ -172,6 +172,9 @@ class Caller {
   void releaseUnread(JitFuture& future);
   // An answer for which nobody waits any more.
   void tooLate(const ArrivalPtr& arrival);
+  // Releases the RRefs in an answer that has been decoded, or could not be, and
+  // that no code will read.
+  void releaseUnread(Arrival& arrival);
 
   const AgentOptions& options_;
   Executor& executor_;

@@ -481,6 +481,18 @@ Result<c10::intrusive_ptr<Message>> Decoder::finish(
   return message;
 }
 
+c10::intrusive_ptr<Message> Decoder::withoutTensors(
+    const Error& failure) const {
+  if (view_.payloadBulk() || failure.kind == ErrorKind::kCorrupted) {
+    return nullptr;
+  }
+  const auto* bytes = static_cast<const char*>(view_.payload().data);
+  return c10::make_intrusive<Message>(
+      std::vector<char>(bytes, bytes + view_.payloadSize()),
+      std::vector<at::Tensor>(view_.tensorCount()),
+      static_cast<MessageType>(view_.header().messageType));
+}
+
 Error Decoder::decode(
     device::ReceivingWay* beside,
     device::Launcher* launcher,

@@ -79,7 +79,14 @@ Server::Server(
       encodeException_(std::move(encodeException)),
       queuedFrames_(options.receiveBudgetBytes),
       heldCalls_(options.receiveBudgetBytes),
-      answers_(options, executor, counters, memory, group, devices) {
+      answers_(
+          options,
+          executor,
+          counters,
+          memory,
+          group,
+          unreadRRefs,
+          devices) {
   executor_.setFullHook([this](size_t waiting, double seconds) {
     sayThatAllAreBusy(waiting, seconds);
   });

@@ -67,10 +67,9 @@ InnerMessage whole(const Message& message) {
 
 } // namespace
 
-InnerMessage innermost(const Message& request) {
-  InnerMessage inner = whole(request);
-  while (inner.type == MessageType::FORWARD_AUTOGRAD_REQ ||
-         inner.type == MessageType::RUN_WITH_PROFILING_REQ) {
+InnerMessage innermost(const Message& message) {
+  InnerMessage inner = whole(message);
+  while (isWrapper(inner.type)) {
     const int type = unwrap(inner.bytes);
     if (type == 0) {
       break;

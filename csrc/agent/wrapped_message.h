@@ -17,8 +17,8 @@ struct InnerMessage {
   std::string_view bytes;
 };
 
-// The call inside of a request, or the request itself.
-InnerMessage innermost(const torch::distributed::rpc::Message& request);
+// The message inside of the wrappers, or the message itself.
+InnerMessage innermost(const torch::distributed::rpc::Message& message);
 
 // The error of a message that is wrapped more often than upstream does.
 // Upstream unwraps by recursion, so one that is wrapped thousands of times

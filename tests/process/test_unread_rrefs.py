@@ -68,6 +68,40 @@ def pass_what_cannot_be_sent(rref: Any) -> Any:
     return rref, threading.Lock()
 
 
+def pass_what_cannot_be_encoded(rref: Any) -> Any:
+    return rref, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def pass_what_cannot_be_decoded(rref: Any) -> Any:
+    return rref, torch._neg_view(torch.ones(2, dtype=torch.int64))
+
+
+def pass_with_a_large_tensor(rref: Any) -> Any:
+    return rref, torch.ones(1_000_000)
+
+
+def pass_later_with_a_gradient(rref: Any) -> Any:
+    assert LATER.wait(60)
+    return rref, torch.ones(2, requires_grad=True)
+
+
+def fetch_late_in_a_context(rref: Any) -> None:
+    with autograd.context():
+        made = rpc.remote(USER, pass_later_with_a_gradient, args=(rref,))
+        with pytest.raises(RuntimeError):
+            made.to_here(timeout=0.2)
+        # USER answers before the context ends: later it could not.
+        rpc.rpc_sync(USER, set_later, args=(True,))
+        while rpc.rpc_sync(USER, served) > 1:  # the other one is this call
+            time.sleep(0.01)
+    raise RuntimeError("as the other calls")
+
+
+def call_late_in_a_profile(rref: Any) -> None:
+    with torch.autograd.profiler.profile():
+        rpc.rpc_sync(USER, pass_later, args=(rref,), timeout=0.2)
+
+
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
@@ -142,6 +176,24 @@ ANSWERS: dict[str, tuple[Callable[[Any], Any], type[BaseException]]] = {
     ),
     "cannot be sent": (
         lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_sent, args=(r,)),
+        RuntimeError,
+    ),
+    "late, of to_here, in an autograd context": (fetch_late_in_a_context, RuntimeError),
+    "late, in a profile": (call_late_in_a_profile, RuntimeError),
+    "cannot be encoded": (
+        lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_encoded, args=(r,)),
+        RuntimeError,
+    ),
+    "cannot be encoded, of to_here": (
+        lambda r: rpc.remote(USER, pass_what_cannot_be_encoded, args=(r,)).to_here(),
+        RuntimeError,
+    ),
+    "cannot be decoded": (
+        lambda r: rpc.rpc_sync(USER, pass_what_cannot_be_decoded, args=(r,)),
+        RuntimeError,
+    ),
+    "cannot be decoded, of to_here": (
+        lambda r: rpc.remote(USER, pass_what_cannot_be_decoded, args=(r,)).to_here(),
         RuntimeError,
     ),
     "interrupted": (
@@ -270,6 +322,17 @@ def test_answers_that_are_not_read() -> None:
             group.run_all(set_later, True)  # the answer comes after the error, however late that is
             wait_until_released(group, name)
             group.run_all(set_later, False)
+
+
+def test_answers_that_are_too_large() -> None:
+    """Their caller does not take the tensors, so it does not know whose answer it is."""
+    with Group(3, options=[{"max_message_bytes": 1_000_000}, {}, {}]) as group:
+        group[0].run(pass_in_vain, too_large_answer, RuntimeError)
+        wait_until_released(group, "an answer")
+
+
+def too_large_answer(rref: Any) -> None:
+    rpc.rpc_sync(USER, pass_with_a_large_tensor, args=(rref,))
 
 
 @torch.jit.script
