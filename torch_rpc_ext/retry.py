@@ -84,8 +84,9 @@ class RetryPolicy:
         retry_on: a class of errors, or a tuple of classes as in an except clause, after which to
             call again; by default a worker that is lost, shuts down, or is not in the dynamic group
             (has left, or has still to join), a time-out and overload.
-            What the remote function raises is not among them. A ShutDownError because this worker
-            shuts down is never one of them.
+            An error of these classes counts also if the remote function raises it, or a call that
+            the function makes: catch it there if the function must not run again. A ShutDownError
+            because this worker shuts down is never one of them.
 
     Raises:
         ValueError: a value is out of range; the text names it.

@@ -16,8 +16,8 @@ from tests.process.group import Group
 from tests.process.test_cuda import SAME, assert_ramp, devices, ramp
 from tests.support.backend import needs_ucx
 from torch_rpc_ext import aio
-from torch_rpc_ext._base.failed_future import fail
 from torch_rpc_ext._calls.device_futures import new_future
+from torch_rpc_ext._calls.failed_futures import fail
 
 pytestmark = [
     needs_ucx("its CUDA half needs a torch with CUDA, and a GPU"),

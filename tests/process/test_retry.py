@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import math
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -400,6 +402,67 @@ def test_a_pause_without_an_end_holds_up_no_other(pair: Group) -> None:
 
 def test_kinds_of_errors(pair: Group) -> None:
     pair.run(check_kinds)
+
+
+def take_calls() -> int:
+    count = len(CALLS)
+    CALLS.clear()
+    return count
+
+
+def call_in_vain() -> None:
+    """Make a call that runs into its time-out."""
+    CALLS.append(time.monotonic())
+    rpc.rpc_sync("worker0", time.sleep, args=(0.5,), timeout=0.05)
+
+
+def check_what_the_function_raises() -> None:
+    from torch_rpc_ext.errors import CallTimeoutError
+
+    for call in (
+        lambda: policy().rpc_sync("worker1", call_in_vain),
+        lambda: policy().rpc_async("worker1", call_in_vain).wait(),
+    ):
+        with pytest.raises(CallTimeoutError, match="worker0"):
+            call()
+        assert rpc.rpc_sync("worker1", take_calls) == 3
+
+
+def test_an_error_of_a_call_that_the_function_makes(pair: Group) -> None:
+    """It counts as one of the function's call."""
+    pair[0].run(check_what_the_function_raises)
+
+
+def check_nothing_is_kept() -> None:
+    from torch_rpc_ext.errors import OverloadedError
+
+    for kind, error in (("ValueError", ValueError), ("OverloadedError", OverloadedError)):
+        tensor = torch.ones(4)
+        kept = weakref.ref(tensor)
+        future = policy(retry_on=OverloadedError).rpc_async(
+            "worker1", raise_given, args=(kind, tensor)
+        )
+        for _ in range(2):
+            with pytest.raises(error):
+                future.wait()
+        with pytest.raises(error):
+            future.value()
+        del tensor, future
+        end = time.monotonic() + 20
+        while kept() is not None:  # the thread that completed the future may still have it
+            gc.collect()
+            assert time.monotonic() < end, "the argument stays"
+            time.sleep(0.01)
+
+
+def raise_given(kind: str, tensor: Any) -> None:
+    import torch_rpc_ext
+
+    raise getattr(torch_rpc_ext.errors, kind, ValueError)("not yet")
+
+
+def test_a_call_that_failed_keeps_nothing(pair: Group) -> None:
+    pair[0].run(check_nothing_is_kept)
 
 
 def test_attempts_that_exit(pair: Group) -> None:

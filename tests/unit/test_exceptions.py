@@ -80,6 +80,23 @@ class Made(Exception):
         self.code = code
 
 
+class Named(Exception):
+    """Makes its text of what it takes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"no such thing: {self.name}"
+
+
+class Fixed(Exception):
+    """Takes a text, and shows another one."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__("always this")
+
+
 class Disk(OSError):
     """Takes an argument more."""
 
@@ -131,6 +148,13 @@ def test_constructor_with_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     # Through a second worker, with both tracebacks.
     again = travel(error, monkeypatch)
     assert isinstance(again, Needs) and again.code == 7 and len(again.__notes__) == 1
+
+
+def test_a_text_without_the_traceback_gets_it_as_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, text in ((Named("apple"), "no such thing: apple"), (Fixed(), "always this")):
+        here = travel(error, monkeypatch)  # which looks for the traceback
+        assert isinstance(here, type(error)) and str(here) == text
+    assert not hasattr(travel(KeyError("apple"), monkeypatch), "__notes__")
 
 
 def test_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,10 @@
-"""Futures that fail, also for the caller of a function that returns one."""
+"""The value of a future that fails, also for the caller of a function that returns the future."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from torch.futures import Future
+from typing import Any
 
 
 class FailedResult:
@@ -47,22 +44,3 @@ def as_exception(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def fail(future: Future[Any], error: Exception) -> None:
-    """Complete a future by an error.
-
-    Future.set_exception() does the same for whoever waits in this process. But when an
-    rpc.functions.async_execution function returns such a future, upstream sends the exception as
-    the result.
-
-    Args:
-        future: is not done.
-        error: what its wait() and value() raise.
-    """
-    future._set_unwrap_func(_raise)
-    future.set_result(FailedResult(error))
-
-
-def _raise(failed: FailedResult) -> NoReturn:
-    raise failed.error

@@ -22,8 +22,9 @@ from typing import Any
 import tenacity
 from torch.futures import Future
 
-from torch_rpc_ext._base.failed_future import as_exception, fail
+from torch_rpc_ext._base.failed_result import as_exception
 from torch_rpc_ext._calls.device_futures import new_future
+from torch_rpc_ext._calls.failed_futures import fail
 from torch_rpc_ext._upstream import thread_state
 
 

@@ -18,10 +18,11 @@ from torch.futures import Future
 
 from torch_rpc_ext import errors
 from torch_rpc_ext._base.call_checks import arguments, require_call_timeout, require_workers
-from torch_rpc_ext._base.failed_future import as_exception, fail
+from torch_rpc_ext._base.failed_result import as_exception
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT
 from torch_rpc_ext._calls import wire_dtype
 from torch_rpc_ext._calls.device_futures import new_future
+from torch_rpc_ext._calls.failed_futures import fail
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions
 

@@ -22,7 +22,7 @@ from torch._C import _distributed_rpc as _untyped_native_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext import errors
-from torch_rpc_ext._base.failed_future import FailedResult
+from torch_rpc_ext._base.failed_result import FailedResult
 from torch_rpc_ext._upstream import exception_parts
 from torch_rpc_ext._upstream.thread_state import default_device
 
@@ -62,9 +62,10 @@ class RemoteType(NamedTuple):
             message: remote worker and traceback.
 
         Returns:
-            class(message), as upstream, with the attributes of the original. Where the constructor
-            takes other arguments, or the class makes its text of its fields (OSError with an
-            errno): the original with the message as a note. Where this process does not have the
+            class(message), as upstream, with the attributes of the original, and with the message
+            as a note if the class makes its text of something else. Where the constructor takes
+            other arguments, or the class makes its text of its fields (OSError with an errno): the
+            original with the message as a note. Where this process does not have the
             class: an exception of a base. Where the class lets nobody make one, or its instance has
             no text (``__str__`` raises): RuntimeError.
         """
@@ -97,6 +98,9 @@ class RemoteType(NamedTuple):
                 exception_parts.add_note(original, message)
             return original
         exception_parts.copy_state(original, error, without=("msg",))
+        shown = str(error)
+        if message not in shown and repr(message) not in shown:  # the latter in a KeyError's text
+            exception_parts.add_note(error, message)
         return error
 
 
@@ -208,7 +212,9 @@ def handle_exception(result: Any) -> None:
     """Raise what the callee raised; stands in for upstream's internal._handle_exception."""
     if isinstance(result, internal.RemoteException):
         raise result.exception_type(result.msg)
-    if isinstance(result, (Refused, FailedResult)):
+    if isinstance(result, FailedResult):
+        raise another(result.error)
+    if isinstance(result, Refused):
         raise result.error
 
 

@@ -25,7 +25,7 @@ from torch.distributed import rpc as _untyped_rpc
 from torch.distributed.rpc import internal as _untyped_internal
 
 from torch_rpc_ext._base.attributes import is_plain_value
-from torch_rpc_ext._base.failed_future import FailedResult, as_exception
+from torch_rpc_ext._base.failed_result import FailedResult, as_exception
 from torch_rpc_ext._native import loader
 from torch_rpc_ext._upstream import exceptions, unread_rrefs
 
