@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
-from torch_rpc_ext._calls.remote_function import RemoteFunction
+from torch_rpc_ext._calls.remote_function import RemoteFunction, require_no_generator
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,4 +49,5 @@ def _made(
         raise TypeError(
             f"{function.__qualname__} is an async def: use torch_rpc_ext.aio.remote for it"
         )
+    require_no_generator(function)
     return RemoteFunction(function, reduce=reduce)

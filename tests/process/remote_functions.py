@@ -291,6 +291,11 @@ def miscount(inputs: list[int]) -> list[int]:
 
 
 @aio.batched(max_size=2, max_wait=0.01)
+def of_kind(kinds: list[str]) -> Any:
+    return {"str": "a", "dict": {"a": 1}, "set": {"a"}}[kinds[0]]
+
+
+@aio.batched(max_size=2, max_wait=0.01)
 def no_list(inputs: list[int]) -> Any:
     return 7
 

@@ -232,6 +232,9 @@ def check_bad_batches() -> None:
         m.miscount.sync(TO, 1)
     with pytest.raises(TypeError, match="batch function no_list returned a int"):
         m.no_list.sync(TO, 1)
+    for kind in ("str", "dict", "set"):  # their items are no results of the calls
+        with pytest.raises(TypeError, match=f"batch function of_kind returned a {kind}"):
+            m.of_kind.sync(TO, kind)
     with pytest.raises(kept(KeyError), match="batch of 1"):
         m.raise_batch.sync(TO, 1)
     with pytest.raises(Exception, match="pickle"):

@@ -279,6 +279,18 @@ def test_a_worker_of_a_group_call_that_is_none() -> None:
             scripting.map_reduce(["worker1"], f.identity, [1, Unpicklable()], lambda a, b: a + b)
 
 
+def gather_from_nobody() -> None:
+    scripting.gather(["nobody"], f.identity, (7,))
+
+
+@needs_ucx("makes an exception of its text alone")
+@workers(2)
+def test_a_group_error_of_a_remote_function() -> None:
+    with pytest.raises(scripting.GroupError, match="nobody") as raised:
+        rpc.rpc_sync("worker1", gather_from_nobody)
+    assert raised.value.worker == "nobody" and raised.value.errors == {}
+
+
 @needs_ucx("tries for five minutes, and names no file")
 def test_a_store_in_a_file_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()

@@ -137,6 +137,14 @@ async def a_coroutine(x: int) -> int:
     return x
 
 
+def a_generator(x: int) -> Any:
+    yield x
+
+
+async def an_async_generator(x: int) -> Any:
+    yield x
+
+
 def takes_timeout(rpc_timeout: float) -> float:
     return rpc_timeout
 
@@ -153,6 +161,9 @@ def any_number(*values: list[int]) -> list[int]:
     ("make", "error", "text"),
     [
         (lambda: scripting.remote(a_coroutine), TypeError, "a_coroutine.*aio.remote"),
+        (lambda: scripting.remote(a_generator), TypeError, "a_generator.*yields"),
+        (lambda: scripting.remote(an_async_generator), TypeError, "an_async_generator.*yields"),
+        (lambda: aio.remote(an_async_generator), TypeError, "an_async_generator.*yields"),
         (lambda: scripting.remote(lambda x: x), TypeError, "<lambda>.*top level"),
         (lambda: scripting.remote(torch.add), TypeError, "made of a function, got"),
         (lambda: scripting.remote(takes_timeout), TypeError, "takes_timeout.*'rpc_timeout'"),

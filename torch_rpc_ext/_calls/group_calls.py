@@ -59,6 +59,8 @@ class GroupError(errors.RpcError):
         results: name of another worker -> what the call returned; empty where calls were made by
             first_of(), or by map_reduce(), which reduces the results as they come.
 
+    Pickled, or raised by a remote function, the error keeps its text and `worker`.
+
     Attributes:
         worker: the name of the worker that failed, None where several failed.
     """
@@ -74,8 +76,8 @@ class GroupError(errors.RpcError):
         super().__init__(message, worker=next(iter(self.errors)) if len(self.errors) == 1 else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only the text is pickled, because pickle may refuse the errors and results.
-        return type(self), (str(self),)
+        # The errors and results are not pickled, because pickle may refuse them.
+        return type(self), (str(self),), {"worker": self.worker}
 
 
 class _Calls:

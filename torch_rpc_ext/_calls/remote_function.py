@@ -32,6 +32,19 @@ T = TypeVar("T")
 RESERVED = "rpc_timeout"
 
 
+def require_no_generator(function: Callable[..., Any]) -> None:
+    """Raise where a call would only make a generator, which cannot be sent.
+
+    Raises:
+        TypeError: `function` is a generator function, with `def` or `async def`.
+    """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(
+            f"{function.__qualname__} cannot be a remote function, because it yields: return a "
+            "list, or make a call for each item"
+        )
+
+
 class RemoteFunction(Generic[P, T]):
     """A function of a module, with methods that call it on other workers.
 

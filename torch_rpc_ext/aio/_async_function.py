@@ -15,7 +15,7 @@ from torch.distributed import rpc as _untyped_rpc
 
 from torch_rpc_ext._base.option_checks import UNSET_RPC_TIMEOUT, positive_int
 from torch_rpc_ext._calls.event_loops import as_asyncio
-from torch_rpc_ext._calls.remote_function import RemoteFunction
+from torch_rpc_ext._calls.remote_function import RemoteFunction, require_no_generator
 from torch_rpc_ext.aio import _server
 
 rpc: Any = _untyped_rpc  # upstream's functions have no types
@@ -71,6 +71,7 @@ class AsyncFunction(RemoteFunction[P, T], _server.CoroutineFunction):
         limit: int | None = None,
         reduce: Callable[[T, T], T] | None = None,
     ) -> None:
+        require_no_generator(function)
         if not inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"aio.remote is for async def functions, got {function!r}; use scripting.remote "

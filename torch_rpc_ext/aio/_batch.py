@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -250,13 +250,15 @@ class _Batcher:
     def _list(self, columns: list[list[Any]]) -> list[Any]:
         function = self._function
         returned = function.function(*columns)
-        try:
+        # These have items, but no item belongs to one call.
+        if isinstance(returned, Iterable) and not isinstance(
+            returned, (str, bytes, bytearray, Mapping, Set)
+        ):
             return list(returned)
-        except TypeError as error:
-            raise TypeError(
-                f"batch function {function.__qualname__} returned a {type(returned).__name__}; it "
-                "must return a list of one result for each call"
-            ) from error
+        raise TypeError(
+            f"batch function {function.__qualname__} returned a {type(returned).__name__}; it must "
+            "return a list of one result for each call"
+        )
 
 
 _lock = threading.Lock()
