@@ -175,7 +175,11 @@ void Answers::sendFrameNow(
           held->parcel->sent(error);
         }
         const auto to = error ? caller.lock() : nullptr;
-        if (to == nullptr || to->closed()) {
+        const bool isOpen = to != nullptr && !to->closed();
+        if (meansUnread(error, isOpen)) {
+          release(rrefs);
+        }
+        if (!isOpen) {
           return;
         }
         // The caller did not take the answer. Either the answer is too large
@@ -183,8 +187,7 @@ void Answers::sendFrameNow(
         // caller knows whose answer it is: then this error ends the call. (An
         // error has no bulk, so it is not refused.) Or the call has timed out:
         // then the caller drops the error.
-        executor_.submit(base::makeTask([this, callId, to, rrefs, error] {
-          release(rrefs);
+        executor_.submit(base::makeTask([this, callId, to, error] {
           sendError(to, callId, error);
         }));
       });

@@ -363,6 +363,9 @@ void Caller::tooLate(const ArrivalPtr& arrival) {
 }
 
 void Caller::releaseUnread(Arrival& arrival) {
+  if (meansUnread(arrival.error, /*isOpen=*/true)) {
+    return; // the callee hears that the bulk was refused, and releases them
+  }
   auto& decoded = *arrival.message;
   const auto message = decoded.ok()
       ? decoded.value()

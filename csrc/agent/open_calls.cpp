@@ -61,13 +61,6 @@ std::string whyUntaken(const PendingCall& call) {
           "before it serves what it has";
 }
 
-// Whether the error says that the peer, or a way to the peer, has ended. What
-// was being sent may have arrived before.
-bool saysThatPeerEnded(const base::Error& error) {
-  return error.kind == base::ErrorKind::kPeerLost ||
-      error.kind == base::ErrorKind::kShutDown;
-}
-
 bool isLate(const PendingCall& call) {
   return PendingCall::Clock::now() >= call.deadline();
 }
@@ -196,13 +189,10 @@ void OpenCalls::sendEnded(
     const std::weak_ptr<transport::Connection>& connection,
     const base::Error& error) {
   const auto open = connection.lock();
-  // If a way to the peer has ended, the peer says whether it has read the
-  // request, or its connection ends. Else the peer did not take the bulk.
-  const bool refused =
-      error && open != nullptr && !open->closed() && !saysThatPeerEnded(error);
-  if (error.notSent || refused) {
+  if (meansUnread(error, open != nullptr && !open->closed())) {
     unreadRRefs_.judged(callId, Read::kNo);
   } else {
+    // The peer says whether it has read the request, or its connection ends.
     unreadRRefs_.sendEnded(callId);
   }
 }

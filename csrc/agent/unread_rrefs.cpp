@@ -7,6 +7,13 @@
 
 namespace torch_rpc_ext::agent {
 
+bool meansUnread(const base::Error& error, bool isOpen) {
+  // If a way to the peer has ended, the peer may have all of the message.
+  const bool aWayEnded = error.kind == base::ErrorKind::kPeerLost ||
+      error.kind == base::ErrorKind::kShutDown;
+  return error.notSent || (error && isOpen && !aWayEnded);
+}
+
 UnreadRRefs::UnreadRRefs(Executor& executor, AgentHooks& hooks)
     : executor_(executor),
       undelivered_(std::move(hooks.undelivered)),

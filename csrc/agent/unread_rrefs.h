@@ -3,6 +3,7 @@
 #include "agent/agent_hooks.h"
 #include "agent/executor.h"
 #include "agent/failure_message.h"
+#include "base/error.h"
 #include "base/synchronized.h"
 #include "transport/transport.h"
 
@@ -15,6 +16,11 @@
 #include <unordered_map>
 
 namespace torch_rpc_ext::agent {
+
+// Whether the peer has not read a message whose send ended with `error`:
+// because the message has not left, or because the peer refused the bulk. Else
+// the peer may have read the message. `isOpen`: the connection has not ended.
+bool meansUnread(const base::Error& error, bool isOpen);
 
 // Releases the RRefs in messages that no worker reads. Without this, their
 // owners would keep the values for ever: torch counts an RRef when the RRef is
