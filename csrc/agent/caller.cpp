@@ -366,12 +366,13 @@ void Caller::releaseUnread(Arrival& arrival) {
   if (meansUnread(arrival.error, /*isOpen=*/true)) {
     return; // the callee hears that the bulk was refused, and releases them
   }
-  auto& decoded = *arrival.message;
-  const auto message = decoded.ok()
-      ? decoded.value()
-      : arrival.decoder->withoutTensors(decoded.error());
-  if (message != nullptr) {
-    unreadRRefs_.unread(*message);
+  if (arrival.message->ok()) {
+    unreadRRefs_.unread(*arrival.message->value());
+  } else if (arrival.incoming != nullptr) { // which has the bytes of the frame
+    const auto& failure = arrival.message->error();
+    if (const auto message = arrival.decoder->withoutTensors(failure)) {
+      unreadRRefs_.unread(*message);
+    }
   }
 }
 

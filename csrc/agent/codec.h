@@ -224,8 +224,9 @@ class Decoder {
   base::Result<c10::intrusive_ptr<torch::distributed::rpc::Message>> finish(
       device::ReceivingWay* beside = nullptr,
       device::Launcher* launcher = nullptr);
-  // If finish() has failed: the message with an undefined tensor for each
-  // tensor. Null if the payload has not arrived, or may not be what was sent.
+  // If finish() has failed, and while the bytes given to parse() are there: the
+  // message with an undefined tensor for each tensor. Null if the payload has
+  // not arrived, or may not be what was sent.
   c10::intrusive_ptr<torch::distributed::rpc::Message> withoutTensors(
       const base::Error& failure) const;
   // After finish(): the checksums that devices are still computing. They must

@@ -268,6 +268,16 @@ struct Sent {
 // RRefs in it. So the caller listens until it knows, whether or not the call
 // has ended: by its time-out, or because a lane broke, which may have happened
 // after the callee took the last piece.
+void testWhichErrorsMeanThatThePeerHasNotRead() {
+  const base::Error refused{base::ErrorKind::kOverloaded, "no memory"};
+  const base::Error broken{base::ErrorKind::kPeerLost, "a lane broke"};
+  require(agent::meansUnread(refused, /*isOpen=*/true), "it says so itself");
+  require(!agent::meansUnread(refused, /*isOpen=*/false), "or something else");
+  require(!agent::meansUnread(broken, /*isOpen=*/true), "it may have all");
+  require(agent::meansUnread(base::notSent(broken), false), "it has nothing");
+  require(!agent::meansUnread({}, /*isOpen=*/true), "it has all");
+}
+
 void testTheRRefsOfARequestThatIsNotRead() {
   using base::ErrorKind;
   using transport::PeerState;
@@ -374,6 +384,7 @@ void testAWaitGivesTheFutureOneCallback() {
 
 int main() {
   testAWaitGivesTheFutureOneCallback();
+  testWhichErrorsMeanThatThePeerHasNotRead();
   testTheRRefsOfARequestThatIsNotRead();
   testACallWithoutAnAnswerProbesItsConnection();
   testCallsThatEndBeforeTheyAreSent();

@@ -97,6 +97,13 @@ class Fixed(Exception):
         super().__init__("always this")
 
 
+class Stripped(Exception):
+    """Shows its text without what stands around it."""
+
+    def __str__(self) -> str:
+        return super().__str__().strip()
+
+
 class Disk(OSError):
     """Takes an argument more."""
 
@@ -154,7 +161,16 @@ def test_a_text_without_the_traceback_gets_it_as_a_note(monkeypatch: pytest.Monk
     for error, text in ((Named("apple"), "no such thing: apple"), (Fixed(), "always this")):
         here = travel(error, monkeypatch)  # which looks for the traceback
         assert isinstance(here, type(error)) and str(here) == text
-    assert not hasattr(travel(KeyError("apple"), monkeypatch), "__notes__")
+    for error in (KeyError("apple"), Stripped("a text\n")):
+        assert not hasattr(travel(error, monkeypatch), "__notes__")
+
+
+def test_a_note_on_a_copy_is_none_on_the_other() -> None:
+    error = ValueError("x")
+    error.add_note("from there")
+    copies = [exceptions.another(error) for _ in range(2)]
+    copies[0].add_note("from here")
+    assert copies[1].__notes__ == error.__notes__ == ["from there"]
 
 
 def test_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:

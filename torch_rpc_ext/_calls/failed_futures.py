@@ -21,7 +21,8 @@ def fail(future: Future[Any], error: Exception) -> None:
 
     Args:
         future: is not done.
-        error: what its wait() and value() raise copies of, without its traceback.
+        error: what its wait() and value() raise copies of, without its traceback, cause and
+            context.
     """
     future._set_unwrap_func(_raise)
     future.set_result(FailedResult(cast(Exception, another(error))))

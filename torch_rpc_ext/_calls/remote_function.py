@@ -39,9 +39,10 @@ def require_no_generator(function: Callable[..., Any]) -> None:
         TypeError: `function` is a generator function, with `def` or `async def`.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        name = getattr(function, "__qualname__", function)
         raise TypeError(
-            f"{function.__qualname__} cannot be a remote function, because it yields: return a "
-            "list, or make a call for each item"
+            f"{name} cannot be a remote function, because it yields: return a list, or make a call "
+            "for each item"
         )
 
 

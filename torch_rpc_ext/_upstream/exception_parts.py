@@ -151,6 +151,8 @@ def blank(cls: type[BaseException], like: BaseException) -> BaseException:
     made: BaseException = _new(cls, args if _is_group(cls) else ())
     set_args(made, args)
     copy_state(like, made)
+    if notes := vars(made).get("__notes__"):
+        vars(made)["__notes__"] = list(notes)  # a note on one is none on the other
     return made
 
 

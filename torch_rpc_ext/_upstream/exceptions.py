@@ -98,8 +98,8 @@ class RemoteType(NamedTuple):
                 exception_parts.add_note(original, message)
             return original
         exception_parts.copy_state(original, error, without=("msg",))
-        shown = str(error)
-        if message not in shown and repr(message) not in shown:  # the latter in a KeyError's text
+        shown, text = str(error), message.strip()
+        if text not in shown and repr(message) not in shown:  # the latter in a KeyError's text
             exception_parts.add_note(error, message)
         return error
 

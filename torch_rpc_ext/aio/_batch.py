@@ -250,15 +250,16 @@ class _Batcher:
     def _list(self, columns: list[list[Any]]) -> list[Any]:
         function = self._function
         returned = function.function(*columns)
-        # These have items, but no item belongs to one call.
-        if isinstance(returned, Iterable) and not isinstance(
-            returned, (str, bytes, bytearray, Mapping, Set)
-        ):
-            return list(returned)
-        raise TypeError(
+        problem = (
             f"batch function {function.__qualname__} returned a {type(returned).__name__}; it must "
             "return a list of one result for each call"
         )
+        if isinstance(returned, (str, bytes, bytearray, Mapping, Set)):
+            raise TypeError(problem)  # these have items, but no item belongs to one call
+        try:
+            return list(returned)
+        except TypeError as error:
+            raise TypeError(problem) from error
 
 
 _lock = threading.Lock()
