@@ -3,6 +3,7 @@
 #include "sanitize/stress.h"
 #include "transport/ucx/lanes/bulk_receiver.h"
 #include "transport/ucx/lanes/bulk_sender.h"
+#include "unit/busy_receiver.h"
 #include "unit/no_descriptors.h"
 
 #include <arpa/inet.h>
@@ -30,6 +31,7 @@ using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
 namespace lanes = ucx::lanes;
 using stress::require;
+using unit::BusyReceiver;
 using unit::NoDescriptors;
 
 namespace {
@@ -517,71 +519,6 @@ void testNoMemoryIsLeft() {
     hasFailed = allocationThatFails.exchange(0) <= 0;
   }
 }
-
-// A receiver at which one connection at a time can wait to be accepted. Those
-// beyond it open a second later, when the kernel tries again.
-class BusyReceiver {
- public:
-  BusyReceiver() {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(at);
-    auto* const name = reinterpret_cast<sockaddr*>(&at);
-    setPatience(listener_);
-    require(::bind(listener_, name, size) == 0, "bind");
-    require(::listen(listener_, /*backlog=*/0) == 0, "listen");
-    require(getsockname(listener_, name, &size) == 0, "getsockname");
-    address = lanes::encode(
-        {{{"127.0.0.1", ntohs(at.sin_port)}},
-         std::string(lanes::kKeyBytes, 'k')});
-  }
-  ~BusyReceiver() {
-    close(listener_);
-  }
-
-  // Takes all that the next lane says; true if it begins with a right Hello.
-  std::future<bool> takeLane() {
-    const int lane = ::accept(listener_, nullptr, nullptr);
-    require(lane >= 0, "the lane is opened");
-    setPatience(lane);
-    std::promise<bool> isKnown;
-    auto future = isKnown.get_future();
-    threads_.emplace_back([lane, isKnown = std::move(isKnown)]() mutable {
-      lanes::Hello hello;
-      isKnown.set_value(
-          read(lane, &hello, sizeof(hello)) && hello.magic == lanes::kMagic);
-      lanes::PieceHeader header;
-      Bytes piece(kPiece);
-      while (read(lane, &header, sizeof(header)) &&
-             read(lane, piece.data(), header.size)) {
-        (void)!::send(lane, "t", 1, MSG_NOSIGNAL);
-      }
-      close(lane);
-    });
-    return future;
-  }
-  // To be called when the sender has ended.
-  void join() {
-    for (auto& thread : threads_) {
-      thread.join();
-    }
-  }
-
-  std::string address;
-
- private:
-  static void setPatience(int fd) {
-    const timeval patience{.tv_sec = 20, .tv_usec = 0};
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-  }
-  static bool read(int fd, void* into, size_t size) {
-    return ::recv(fd, into, size, MSG_WAITALL) == static_cast<ssize_t>(size);
-  }
-
-  const int listener_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  std::vector<std::thread> threads_;
-};
 
 // A receiver closes lanes that say nothing when there are many.
 void testALaneThatOpensTooLateForAPiece() {

@@ -264,10 +264,6 @@ struct Sent {
   std::shared_ptr<Probed> connection = std::make_shared<Probed>();
 };
 
-// If the callee does not read a request, nobody but the caller can release the
-// RRefs in it. So the caller listens until it knows, whether or not the call
-// has ended: by its time-out, or because a lane broke, which may have happened
-// after the callee took the last piece.
 void testWhichErrorsMeanThatThePeerHasNotRead() {
   const base::Error refused{base::ErrorKind::kOverloaded, "no memory"};
   const base::Error broken{base::ErrorKind::kPeerLost, "a lane broke"};
@@ -278,6 +274,10 @@ void testWhichErrorsMeanThatThePeerHasNotRead() {
   require(!agent::meansUnread({}, /*isOpen=*/true), "it has all");
 }
 
+// If the callee does not read a request, nobody but the caller can release the
+// RRefs in it. So the caller listens until it knows, whether or not the call
+// has ended: by its time-out, or because a lane broke, which may have happened
+// after the callee took the last piece.
 void testTheRRefsOfARequestThatIsNotRead() {
   using base::ErrorKind;
   using transport::PeerState;

@@ -3,8 +3,8 @@
 
 #include "sanitize/stress.h"
 #include "transport/ucx/lanes/bulk_sender.h"
+#include "unit/busy_receiver.h"
 
-#include <arpa/inet.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -15,14 +15,13 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <string>
-#include <thread>
 #include <vector>
 
 using namespace torch_rpc_ext;
 using namespace torch_rpc_ext::transport;
 namespace lanes = ucx::lanes;
 using stress::require;
+using unit::BusyReceiver;
 
 namespace {
 
@@ -51,60 +50,12 @@ extern "C" int getsockopt(
 
 namespace {
 
-using Bytes = std::vector<char>;
 constexpr double kKeepalive = 0.1;
 constexpr std::chrono::milliseconds kLong{1500};
 
-// A receiver that takes nothing before takeAll().
-class Receiver {
- public:
-  Receiver() {
-    sockaddr_in at{};
-    at.sin_family = AF_INET;
-    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof(at);
-    auto* const name = reinterpret_cast<sockaddr*>(&at);
-    require(::bind(listener_, name, size) == 0, "bind");
-    require(::listen(listener_, /*backlog=*/8) == 0, "listen");
-    require(getsockname(listener_, name, &size) == 0, "getsockname");
-    address = lanes::encode(
-        {{{"127.0.0.1", ntohs(at.sin_port)}},
-         std::string(lanes::kKeyBytes, 'k')});
-  }
-  ~Receiver() {
-    close(listener_);
-  }
-
-  // Answers all pieces of one lane, until the sender ends.
-  Bytes takeAll() const {
-    const int lane = ::accept(listener_, nullptr, nullptr);
-    lanes::Hello hello;
-    require(read(lane, &hello, sizeof(hello)), "a Hello comes first");
-    lanes::PieceHeader header;
-    Bytes all;
-    while (read(lane, &header, sizeof(header))) {
-      Bytes piece(header.size);
-      require(read(lane, piece.data(), piece.size()), "a whole piece");
-      all.insert(all.end(), piece.begin(), piece.end());
-      (void)!::send(lane, "t", 1, MSG_NOSIGNAL);
-    }
-    close(lane);
-    return all;
-  }
-
-  std::string address;
-
- private:
-  static bool read(int fd, void* into, size_t size) {
-    return ::recv(fd, into, size, MSG_WAITALL) == static_cast<ssize_t>(size);
-  }
-
-  const int listener_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-};
-
 // One send() of a piece, which no kernel takes whole at the start.
 struct Send {
-  explicit Send(const Receiver& receiver) {
+  explicit Send(const BusyReceiver& receiver) {
     sender.send(
         receiver.address,
         7,
@@ -118,27 +69,26 @@ struct Send {
     return end.wait_for(time) == std::future_status::ready;
   }
 
-  const Bytes bytes = Bytes(lanes::kPieceBytes, 'b');
+  const std::vector<char> bytes = std::vector<char>(lanes::kPieceBytes, 'b');
   std::promise<base::Error> promise;
   std::future<base::Error> end = promise.get_future();
   lanes::BulkSender sender{kKeepalive, std::make_shared<base::Gate>()};
 };
 
 void testAReceiverThatTakesNothingForLong() {
-  const Receiver receiver;
-  std::future<Bytes> taken;
+  BusyReceiver receiver;
   {
     Send send(receiver);
     require(!send.endsIn(kLong), "its host answers, so it is not given up");
-    taken = std::async(std::launch::async, [&] { return receiver.takeAll(); });
-    require(send.endsIn(std::chrono::seconds(60)), "then it takes the piece");
+    require(receiver.takeLane().get(), "then the receiver takes the piece");
+    require(send.endsIn(std::chrono::seconds(60)), "so the send ends");
     require(!send.end.get(), "and the piece has been sent");
   }
-  require(taken.get() == Bytes(lanes::kPieceBytes, 'b'), "all of it");
+  receiver.join();
 }
 
 void testAHostThatIsSilent() {
-  const Receiver receiver;
+  const BusyReceiver receiver;
   isHostSilent.store(true);
   const auto begin = std::chrono::steady_clock::now();
   Send send(receiver);

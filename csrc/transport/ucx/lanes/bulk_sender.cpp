@@ -376,10 +376,11 @@ void BulkSender::checkHosts(Locked& locked) {
       continue;
     }
     carry = true;
-    const Answer answer = answerOf(lane.socket);
-    // The kernel asks a host that has no room less and less often. So the time
-    // since the last answer counts only from when an answer was seen to be due.
-    if (!answer.isDue || answer.age < now - checkedAt_) {
+    const LastAck ack = lastAckOf(lane.socket);
+    // The kernel asks a host that has no room less and less often. So the age
+    // of the last acknowledgement says nothing: what counts is since when
+    // another one has been due.
+    if (!ack.nextIsDue || ack.age < now - checkedAt_) {
       lane.silentSince = now;
     } else if (now - lane.silentSince >= patience_) {
       silent.push_back(id);

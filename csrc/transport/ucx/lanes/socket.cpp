@@ -21,7 +21,7 @@ constexpr size_t kMaxEndpoints = 16;
 constexpr size_t kMaxIpBytes = 64;
 // Linux answers no question for room within half a second of the one before
 // (tcp_invalid_ratelimit), and waits twice as long before each next question.
-// So of two in a row it answers one.
+// So of two questions in a row one is answered.
 constexpr int kUnansweredProbes = 2;
 // How many of the kernel's probes of an idle connection must stay without an
 // answer: one packet may get lost.
@@ -230,12 +230,12 @@ void setUpForSending(const Socket& socket, double seconds) {
       static_cast<int>(std::clamp(seconds * 250, 1e3, 120e3)));
 }
 
-Answer answerOf(const Socket& socket) {
+LastAck lastAckOf(const Socket& socket) {
   const tcp_info info = infoOf(socket);
   return {
+      std::chrono::milliseconds(info.tcpi_last_ack_recv),
       info.tcpi_last_data_sent < info.tcpi_last_ack_recv ||
-          info.tcpi_probes >= kUnansweredProbes,
-      std::chrono::milliseconds(info.tcpi_last_ack_recv)};
+          info.tcpi_probes >= kUnansweredProbes};
 }
 
 base::Error brokenBecause(const Socket& socket, int error) {

@@ -56,17 +56,17 @@ constexpr double kPatience = 4;
 void setUp(const Socket& socket, double seconds);
 // The same, but the kernel does not end the connection while data waits to be
 // sent or acknowledged. It would do so, too, where the other process takes
-// nothing and the other host answers. Whoever sends looks at answerOf().
+// nothing and the other host answers. Whoever sends looks at lastAckOf().
 void setUpForSending(const Socket& socket, double seconds);
 
-// What the kernel has heard of the other host.
-struct Answer {
-  // Something was sent that the host has to acknowledge, and has not: data, or
-  // the question whether there is room for more.
-  bool isDue = false;
-  std::chrono::milliseconds age{0}; // of the last acknowledgement
+// The other host's last acknowledgement.
+struct LastAck {
+  std::chrono::milliseconds age{0};
+  // Another one is due: data was sent since, or the question whether there is
+  // room for more.
+  bool nextIsDue = false;
 };
-Answer answerOf(const Socket& socket);
+LastAck lastAckOf(const Socket& socket);
 // Why the socket broke, as the kernel says; if the kernel says nothing, what
 // `error` means, which is a value of errno.
 base::Error brokenBecause(const Socket& socket, int error);
